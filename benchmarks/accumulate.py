@@ -1,4 +1,5 @@
-"""One optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching.
+"""One optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps
+and optax.microbatching.
 
 Also rampup with and without the measurement of the gradient noise scale.
 """
@@ -51,7 +52,9 @@ NOISE_MICROBATCHES, NOISE_TOKENS = 16, 256
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-    """Time one optimizer step of every system, and read the all-reduces of its program for several devices."""
+    """Time one optimizer step of every system, and read the all-reduces of its program
+    for several devices.
+    """
     devices = jax.devices()
     mesh = make_mesh(devices=devices[:1])
     wide = (
@@ -71,26 +74,51 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
             )
     return BenchResult(
         name="accumulate",
-        title="one optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching",
+        title=(
+            "one optimizer step of k microbatches: rampup, the plain big batch,"
+            " optax.MultiSteps and optax.microbatching"
+        ),
         rows=found.rows,
         notes=[
             *map(str, measured),
-            f"One {devices[0].device_kind or devices[0].platform} device; medians of {rounds_of(1)} steps at k=1 to "
-            f"{rounds_of(COUNTS[-1])} at k={COUNTS[-1]}, in turn. The batch grows with k. All systems run AdamW after clipping "
-            "by the global norm; only rampup also returns that norm.",
-            f"{TUNED}: the same rows in the number of microbatches, among the powers of two up to k, that took the least time.",
-            "cpu_ms is this process's processor time in a step; other processes disturb it less than the time.",
-            "temp_bytes is the temporary memory of one program, without arguments and results.",
-            f"all_reduces were not counted: JAX sees fewer than {REDUCING_DEVICES} devices."
-            if wide is None
-            else f"all_reduces and reduced_bytes are of one optimizer step on {wide.size} devices; one in a loop counts once "
-            "per iteration. Compilers may combine arrays into one all-reduce, so compare the bytes.",
+            (
+                f"One {devices[0].device_kind or devices[0].platform} device; medians"
+                f" of {rounds_of(1)} steps at k=1 to {rounds_of(COUNTS[-1])} at"
+                f" k={COUNTS[-1]}, in turn. The batch grows with k. All systems run"
+                " AdamW after clipping by the global norm; only rampup also returns"
+                " that norm."
+            ),
+            (
+                f"{TUNED}: the same rows in the number of microbatches, among the"
+                " powers of two up to k, that took the least time."
+            ),
+            (
+                "cpu_ms is this process's processor time in a step; other processes"
+                " disturb it less than the time."
+            ),
+            (
+                "temp_bytes is the temporary memory of one program, without arguments"
+                " and results."
+            ),
+            (
+                f"all_reduces were not counted: JAX sees fewer than {REDUCING_DEVICES}"
+                " devices."
+                if wide is None
+                else (
+                    "all_reduces and reduced_bytes are of one optimizer step on"
+                    f" {wide.size} devices; one in a loop counts once per iteration."
+                    " Compilers may combine arrays into one all-reduce, so compare the"
+                    " bytes."
+                )
+            ),
         ],
     )
 
 
 def rounds_of(k: int) -> int:
-    """Return the number of timed steps of k microbatches: more for short steps, whose times vary more."""
+    """Return the number of timed steps of k microbatches: more for short steps, whose
+    times vary more.
+    """
     return max(ROUNDS, SHORT_ROUNDS // k)
 
 
@@ -130,8 +158,9 @@ def compare(
                 "microbatches": 1 if name == PLAIN else microbatches,
                 "step_ms": seconds.median * 1e3,
                 "spread": seconds.spread,
-                "over_fastest": seconds.median
-                / min(other.median for other in times.values()),
+                "over_fastest": (
+                    seconds.median / min(other.median for other in times.values())
+                ),
                 "over_plain": seconds.median / times[PLAIN].median,
                 "cpu_ms": work[name] * 1e3 if is_cpu else None,
                 "cpu_over_least": work[name] / min(work.values()) if is_cpu else None,
@@ -145,7 +174,9 @@ def compare(
 
 
 def fastest_split(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
-    """Return the fastest split of the rows of k microbatches: a problem and its number of microbatches."""
+    """Return the fastest split of the rows of k microbatches: a problem and its number
+    of microbatches.
+    """
     fewer = [2**power for power in range(k.bit_length()) if k % 2**power == 0]
     splits = {
         str(number): (replace(problem, rows=problem.rows * k // number), number)
@@ -163,13 +194,16 @@ class System:
     """A compiled way to take an optimizer step."""
 
     executable: Any
-    # Runs one optimizer step from the state that the last one left, waits for it and returns the parameters.
+    # Runs one optimizer step from the state that the last one left, waits for it and
+    # returns the parameters.
     step: Callable[[], Any]
     calls: int = 1  # calls of the program in one optimizer step
 
     @property
     def temp_bytes(self) -> int | None:
-        """Temporary memory of the program, without arguments and results; None if the compiler does not tell."""
+        """Temporary memory of the program, without arguments and results; None if the
+        compiler does not tell.
+        """
         analysis = self.executable.memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
@@ -216,9 +250,12 @@ def build_rampup(problem: Problem, k: int, mesh: Mesh, **options: Any) -> System
 
 
 def run_noise(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-    """Time a step of 16 microbatches with and without the measurement of the gradient noise scale, in turns."""
+    """Time a step of 16 microbatches with and without the measurement of the gradient
+    noise scale, in turns.
+    """
     mesh = make_mesh(devices=jax.devices()[:1])
-    # As many tokens in a microbatch as fill the machine, as in training; the cost is per microbatch and not per token.
+    # As many tokens in a microbatch as fill the machine, as in training; the cost is
+    # per microbatch and not per token.
     problem, k = (
         (QUICK, 2)
         if quick
@@ -254,8 +291,14 @@ def run_noise(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult
         rows=found.rows,
         notes=[
             str(problem),
-            f"{k} microbatches on one {jax.devices()[0].device_kind} device, in turns; medians. Both geometries, AdamW.",
-            "flops and temp_bytes are of the compiled program, in which a loop over microbatches counts once.",
+            (
+                f"{k} microbatches on one {jax.devices()[0].device_kind} device, in"
+                " turns; medians. Both geometries, AdamW."
+            ),
+            (
+                "flops and temp_bytes are of the compiled program, in which a loop over"
+                " microbatches counts once."
+            ),
         ],
     )
 

@@ -1,18 +1,23 @@
-"""What came true of the advice: predictions from a small pilot run beside whole runs of a small language model.
+"""What came true of the advice: predictions from a small pilot run beside whole runs of
+a small language model.
 
     python benchmarks/advice.py --work runs/advice              # the runs that are missing in the file of results
     python benchmarks/advice.py --report                        # every number and the figure of the page, without a run
     python benchmarks/advice.py --quick --work runs/quick       # all of it at the size of a toy, in a minute
 
-Each run is one row of benchmarks/advice.json. An interrupted study resumes; `--stages` and `--part 1/2` run a part of it.
-The stages, each after those before it:
+Each run is one row of benchmarks/advice.json. An interrupted study resumes; `--stages`
+and `--part 1/2` run a part of it. The stages, each after those before it:
 
-- `constant`: for every batch, the learning rate is swept around the square-root rule; two more seeds at the best rate.
-- `lengths`: the best constant batch with fewer tokens, its rate swept again. The tokens after which it has the loss of another
-  batch are the measured token overhead of that batch.
-- `pilot`: the first quarter of the run with a small batch, with the noise scale in both geometries, `rampup critical` at three
-  of its checkpoints, and `rampup design` from them.
-- `ramps`: what `design` recommends, Seesaw and one late switch, with the rate of the pilot's batch and the square-root rule.
+- `constant`: for every batch, the learning rate is swept around the square-root rule;
+  two more seeds at the best rate.
+- `lengths`: the best constant batch with fewer tokens, its rate swept again. The tokens
+  after which it has the loss of another batch are the measured token overhead of that
+  batch.
+- `pilot`: the first quarter of the run with a small batch, with the noise scale in both
+  geometries, `rampup critical` at three of its checkpoints, and `rampup design` from
+  them.
+- `ramps`: what `design` recommends, Seesaw and one late switch, with the rate of the
+  pilot's batch and the square-root rule.
 - `tuned`: the same schedules with the best rate of each batch instead of the rule.
 - `wsd`: constant batches and schedules with a decay at the end only.
 - `seeds`: two more seeds of what the figure shows.
@@ -58,7 +63,8 @@ from rampup.tune.measured_design import Measurements
 RESULTS = Path(__file__).with_name("advice.json")
 FIGURE = RESULTS.parents[1] / "docs/_static/ramp_pays.png"
 STAGES = ("constant", "lengths", "pilot", "ramps", "tuned", "wsd", "seeds", "auto")
-# The text: the standard library's files and those of packages that rampup needs, one file in HELD_OUT for evaluation.
+# The text: the standard library's files and those of packages that rampup needs, one
+# file in HELD_OUT for evaluation.
 PACKAGES, SUFFIXES, HELD_OUT = (
     ("flax", "jax", "numpy", "optax"),
     (".py", ".rst", ".txt"),
@@ -95,7 +101,8 @@ class Study:
         2,
         4,
     )  # checkpoints of the pilot with branches, in quarters of it
-    least_steps: float = 64.0  # a step of B samples takes 1 + B / least_steps units of time on the assumed machine
+    # a step of B samples takes 1 + B / least_steps units of time on the assumed machine
+    least_steps: float = 64.0
 
     def config(self, **keys: Any) -> rampup.Config:
         """Return the configuration of a run; all runs share what is here."""
@@ -174,7 +181,9 @@ class Results:
 
 
 def write_text(work: Path) -> dict[str, Any]:
-    """Write the training text and the held-out text into the work folder, and return what they are."""
+    """Write the training text and the held-out text into the work folder, and return
+    what they are.
+    """
     folders = {"": Path(sysconfig.get_path("stdlib"))}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -208,7 +217,9 @@ def write_text(work: Path) -> dict[str, Any]:
 
 
 class Trainer:
-    """Trains any configuration of a study in one compiled program: the learning rate is a part of the state."""
+    """Trains any configuration of a study in one compiled program: the learning rate is
+    a part of the state.
+    """
 
     def __init__(self, study: Study, work: Path) -> None:
         self.study, self.work = study, work
@@ -235,13 +246,17 @@ class Trainer:
         self.init = jax.jit(study.model.init)
 
     def plan(self, config: rampup.Config) -> rampup.RampPlan:
-        """Return a configuration's plan; all plans have the buffers of the largest batch, and so one program."""
+        """Return a configuration's plan; all plans have the buffers of the largest
+        batch, and so one program.
+        """
         return replace(rampup.build_plan(config, 1), reserved_sizes=self.study.sizes)
 
     def run(
         self, *, seed: int, best_rates: Mapping[str, float] | None = None, **keys: Any
     ) -> dict[str, Any]:
-        """Train, and return the summary. With `best_rates`, of every batch, they take the place of the square-root rule."""
+        """Train, and return the summary. With `best_rates`, of every batch, they take
+        the place of the square-root rule.
+        """
         config = self.study.config(
             **self.keys, init_weights_seed=seed, data_shuffle_seed=seed, **keys
         )
@@ -294,7 +309,9 @@ class Trainer:
         }
 
     def held_out_loss(self, params: Any) -> tuple[float, float]:
-        """Return the mean loss on the held-out samples, and its standard error over them."""
+        """Return the mean loss on the held-out samples, and its standard error over
+        them.
+        """
         state, sums = rampup.create_state(params, optax.identity(), self.mesh), []
         for batch in self.evaluate.batches(self.held_out, 64):
             loss, weight = self.evaluate(state, batch)
@@ -306,7 +323,8 @@ class Trainer:
 def curve(
     tokens: np.ndarray, losses: np.ndarray, sizes: np.ndarray
 ) -> list[list[float]]:
-    """Return the mean training loss in up to CURVE_POINTS parts of a run, each with the tokens at its end.
+    """Return the mean training loss in up to CURVE_POINTS parts of a run, each with the
+    tokens at its end.
 
     Every sample is new to the model when its loss is computed.
     """
@@ -329,7 +347,8 @@ class Runner:
         text = write_text(work)
         if results.read().get("text", text) != text:
             raise SystemExit(
-                f"the runs in {results.path} are of another text than this machine has; move the file away to begin anew"
+                f"the runs in {results.path} are of another text than this machine has;"
+                " move the file away to begin anew"
             )
         results.update(
             {
@@ -353,18 +372,23 @@ class Runner:
             run = self.trainer.run(seed=seed, **keys)
             self.results.update({}, {"name": name, "seed": seed, **keys, **run})
             print(
-                f"{name}: {run['loss']:.4f} after {run['steps']} steps, {run['seconds']} s",
+                f"{name}: {run['loss']:.4f} after {run['steps']} steps,"
+                f" {run['seconds']} s",
                 flush=True,
             )
             return float(run["loss"])
         return float(known[name]["loss"])
 
     def rate(self, size: int, offset: int) -> float:
-        """Return the rate of a batch by the square-root rule, times a power of the square root of 2."""
+        """Return the rate of a batch by the square-root rule, times a power of the
+        square root of 2.
+        """
         return self.study.rate * math.sqrt(size / self.study.pilot) * 2 ** (offset / 2)
 
     def sweep(self, name: str, size: int, center: int = 0, **keys: Any) -> int:
-        """Find the best rate of a constant batch to a factor of the square root of 2, run the other seeds, and return it."""
+        """Find the best rate of a constant batch to a factor of the square root of 2,
+        run the other seeds, and return it.
+        """
         losses: dict[int, float] = {}
         wanted = [center + offset for offset in FIRST_RATES]
         while wanted:
@@ -443,7 +467,9 @@ class Runner:
         self.design(folder)
 
     def design(self, folder: Path) -> None:
-        """Design from the pilot's critical batches and from both noise scales, for the assumed step times."""
+        """Design from the pilot's critical batches and from both noise scales, for the
+        assumed step times.
+        """
         study, designs = self.study, {}
         times = self.work / "tune.json"
         phases = [
@@ -494,7 +520,9 @@ class Runner:
         self.results.update({"designs": designs})
 
     def schedules(self) -> dict[str, dict[str, Any]]:
-        """Return the keys of every schedule to run with the pilot's rate, by its name."""
+        """Return the keys of every schedule to run with the pilot's rate, by its
+        name.
+        """
         found: dict[str, dict[str, Any]] = {}
         known = self.results.read()
         for source, design in known["designs"].items():
@@ -525,7 +553,9 @@ class Runner:
                 self.one(f"ramp {name}", seed=seed, **keys)
 
     def tuned(self) -> None:
-        """Run what was designed with the best rate of each of its batches instead of the square-root rule."""
+        """Run what was designed with the best rate of each of its batches instead of
+        the square-root rule.
+        """
         runs = self.results.read()["runs"]
         best = {
             str(size): self.rate(size, best_offset(runs, f"constant {size}"))
@@ -545,7 +575,9 @@ class Runner:
                     self.one(f"ramp {name} tuned", seed=seed, best_rates=best, **keys)
 
     def seeds(self) -> None:
-        """Run more seeds of the constant batches and of the schedules that the figure shows."""
+        """Run more seeds of the constant batches and of the schedules that the figure
+        shows.
+        """
         runs = self.results.read()["runs"]
         named: dict[str, dict[str, Any]] = {}
         for size in self.study.sizes:
@@ -565,7 +597,9 @@ class Runner:
                 self.one(name, seed=seed, **keys)
 
     def wsd(self) -> None:
-        """Run constant batches and schedules with a decay in the last fifth, at their rate and at half of it."""
+        """Run constant batches and schedules with a decay in the last fifth, at their
+        rate and at half of it.
+        """
         runs, study = self.results.read()["runs"], self.study
         found = {
             f"constant {size}": {
@@ -597,7 +631,9 @@ class Runner:
                 )
 
     def auto(self) -> None:
-        """Run the batch that follows the measured noise scale, from the pilot's batch on, with the samples of the others."""
+        """Run the batch that follows the measured noise scale, from the pilot's batch
+        on, with the samples of the others.
+        """
         study, rate = self.study, self.results.read()["pilot_rate"]
         for seed in self.mine(range(study.seeds)):
             name = f"ramp auto seed{seed}"
@@ -651,7 +687,9 @@ class Runner:
 
 
 def step_time(study: Study, size: int) -> float:
-    """Return the time of a step on the assumed machine, which a batch of `least_steps` fills half."""
+    """Return the time of a step on the assumed machine, which a batch of `least_steps`
+    fills half.
+    """
     return 1 + size / study.least_steps
 
 
@@ -690,7 +728,9 @@ def mean_loss(runs: Mapping[str, Any], prefix: str) -> float:
 
 
 def large_batch(results: Mapping[str, Any]) -> int:
-    """Return the batch with which the fastest ramp ends: the one that a user of as many devices would run throughout."""
+    """Return the batch with which the fastest ramp ends: the one that a user of as many
+    devices would run throughout.
+    """
     candidates = results["designs"]["plain"]["candidates"]
     return int(
         next(each for each in candidates if each["name"] == "early growth, fastest")[

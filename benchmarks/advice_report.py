@@ -1,8 +1,11 @@
-"""The tables and the figure of "Does a ramp pay?", from the results of benchmarks/advice.py alone.
+"""The tables and the figure of "Does a ramp pay?", from the results of
+benchmarks/advice.py alone.
 
-Losses are held-out losses after the anneal. The token overhead of a batch is D / D' - 1: its run has D tokens, and a run of the
-best constant batch has the same loss with D' tokens. Predictions are compared in the same way. Runs of one seed share initial
-weights and the order of the data, so their differences are compared; intervals are 90% intervals.
+Losses are held-out losses after the anneal. The token overhead of a batch is D / D' -
+1: its run has D tokens, and a run of the best constant batch has the same loss with D'
+tokens. Predictions are compared in the same way. Runs of one seed share initial weights
+and the order of the data, so their differences are compared; intervals are 90%
+intervals.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from rampup.batch_size.design_model import (
 from rampup.batch_size.noise_scale import student
 from rampup.batch_size.scaling_laws import LAWS
 
-MAIN = "plain"  # the source of the noise scale whose schedules the figure shows, and the constant batches are predicted by
+# the source of the noise scale whose schedules the figure shows, and the constant
+# batches are predicted by
+MAIN = "plain"
 SOURCES = {"plain": "Noise scale", "adam": "Noise scale, Adam", "critical": "Critical"}
 COLORS = {
     "measured": "#000000",
@@ -71,13 +76,17 @@ class Report(NamedTuple):
         return [run["loss"] for run in self.runs_of(prefix)]
 
     def difference(self, prefix: str, other: str) -> Interval:
-        """Return the mean difference of the losses of two schedules over the seeds, with its interval."""
+        """Return the mean difference of the losses of two schedules over the seeds,
+        with its interval.
+        """
         return interval(
             [a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)]
         )
 
     def constant_loss(self, steps: int, seed: int) -> float:
-        """Return the loss of a constant batch with so many steps, between those of the batches that were run."""
+        """Return the loss of a constant batch with so many steps, between those of the
+        batches that were run.
+        """
         found = {
             math.log(self.study.samples / size): self.seeds(f"constant {size}")[seed]
             for size in self.study.sizes
@@ -85,7 +94,9 @@ class Report(NamedTuple):
         return smooth([*found], [*found.values()], math.log(steps))
 
     def above_constants(self, prefix: str) -> Interval:
-        """Return the loss of a schedule less that of a constant batch with as many steps, with its interval."""
+        """Return the loss of a schedule less that of a constant batch with as many
+        steps, with its interval.
+        """
         return interval(
             [
                 run["loss"] - self.constant_loss(run["steps"], run["seed"])
@@ -94,9 +105,11 @@ class Report(NamedTuple):
         )
 
     def samples_at(self, loss: float) -> float:
-        """Return the samples after which the best constant batch has this loss, each run with its own anneal.
+        """Return the samples after which the best constant batch has this loss, each
+        run with its own anneal.
 
-        The logarithm of the samples is a smooth function of the loss, through the lengths that were run.
+        The logarithm of the samples is a smooth function of the loss, through the
+        lengths that were run.
         """
         best, samples = self.best, self.study.samples
         lengths = {1: mean_loss(self.runs, f"constant {best}")}
@@ -122,7 +135,9 @@ class Report(NamedTuple):
         return found[0], found[1], found[2]
 
     def models(self, source: str) -> list[DesignModel]:
-        """Return the models of a source of the noise scale: by its estimate, and by both ends of its interval."""
+        """Return the models of a source of the noise scale: by its estimate, and by
+        both ends of its interval.
+        """
         points = [
             NoisePoint(*(math.inf if value is None else value for value in point))
             for point in self.results["designs"][source].get("points", ())
@@ -137,7 +152,9 @@ class Report(NamedTuple):
         )
 
     def predicted_overhead(self, source: str, size: int) -> Interval | None:
-        """Return the token overhead of a constant batch that a source predicts, compared with the best constant batch."""
+        """Return the token overhead of a constant batch that a source predicts,
+        compared with the best constant batch.
+        """
         if source == "laws":
             found = []
             for law in LAWS:
@@ -166,7 +183,9 @@ class Report(NamedTuple):
         return (found[0], min(found), max(found)) if found else None
 
     def runs_of(self, prefix: str) -> list[Mapping[str, Any]]:
-        """Return the runs of a schedule, one for each seed; of a swept one, those with the best rate."""
+        """Return the runs of a schedule, one for each seed; of a swept one, those with
+        the best rate.
+        """
         if swept := rows_of(self.runs, prefix):
             return swept[best_offset(self.runs, prefix)]
         return [
@@ -186,7 +205,9 @@ class Report(NamedTuple):
     def penalty(
         self, source: str, schedule: Sequence[Sequence[int]]
     ) -> Interval | None:
-        """Return the loss above that of the pilot's batch that `rampup design` predicts for a schedule."""
+        """Return the loss above that of the pilot's batch that `rampup design` predicts
+        for a schedule.
+        """
         slope = self.results["designs"][source].get("loss_slope")
         if slope is None:
             return None
@@ -207,7 +228,9 @@ class Report(NamedTuple):
 
     @property
     def slopes(self) -> tuple[float, float]:
-        """The fall of the loss per factor e of tokens between half and all of them, and as a design has it."""
+        """The fall of the loss per factor e of tokens between half and all of them, and
+        as a design has it.
+        """
         half = mean_loss(self.runs, f"length 1/2 of {self.best}")
         design = self.results["designs"][MAIN]
         at = (
@@ -221,7 +244,9 @@ class Report(NamedTuple):
         ), design["loss_slope"] * at ** DATA_EXPONENTS[0]
 
     def designed(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Yield the schedules that were designed and run: their name, their source and their prediction."""
+        """Yield the schedules that were designed and run: their name, their source and
+        their prediction.
+        """
         for source, design in self.results["designs"].items():
             for each in design.get("candidates", ()):
                 name = {
@@ -236,7 +261,9 @@ class Report(NamedTuple):
 
 
 def smooth(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Return y at x by the polynomial through the four nearest points, or through fewer if there are fewer."""
+    """Return y at x by the polynomial through the four nearest points, or through fewer
+    if there are fewer.
+    """
     nearest = sorted(zip(xs, ys, strict=True), key=lambda point: abs(point[0] - x))[:4]
     return float(np.polyval(np.polyfit(*np.array(nearest).T, len(nearest) - 1), x))
 
@@ -269,7 +296,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def overhead_table(report: Report) -> str:
-    """Return the token overhead of every constant batch: as it came out, and as it was predicted."""
+    """Return the token overhead of every constant batch: as it came out, and as it was
+    predicted.
+    """
     rows, length = [], report.study.length
     for size in report.study.sizes:
         name = f"constant {size}"
@@ -303,7 +332,9 @@ def overhead_table(report: Report) -> str:
 
 
 def rate_table(report: Report) -> str:
-    """Return the best rate of every batch beside the square-root rule, and then the loss of every rate that was tried."""
+    """Return the best rate of every batch beside the square-root rule, and then the
+    loss of every rate that was tried.
+    """
     rows, tried, best = [], [], {}
     reference = report.rate(report.study.pilot)
     for size in report.study.sizes:
@@ -332,7 +363,9 @@ def rate_table(report: Report) -> str:
 
 
 def schedule_table(report: Report) -> str:
-    """Return the schedules: predicted and measured loss, and the loss of a constant batch with as many steps."""
+    """Return the schedules: predicted and measured loss, and the loss of a constant
+    batch with as many steps.
+    """
     study, small, rows = report.study, f"constant {report.study.pilot}", []
 
     def add(
@@ -346,12 +379,16 @@ def schedule_table(report: Report) -> str:
                 f"{runs[0]['steps']:,}",
                 cell(report.penalty(source, schedule), "{:+.3f}"),
                 cell(report.difference(prefix, small), "{:+.3f}"),
-                cell(report.difference(tuned, small), "{:+.3f}")
-                if report.runs_of(tuned)
-                else "",
-                ""
-                if name.startswith("constant")
-                else cell(report.above_constants(prefix), "{:+.3f}"),
+                (
+                    cell(report.difference(tuned, small), "{:+.3f}")
+                    if report.runs_of(tuned)
+                    else ""
+                ),
+                (
+                    ""
+                    if name.startswith("constant")
+                    else cell(report.above_constants(prefix), "{:+.3f}")
+                ),
             ]
         )
 
@@ -377,7 +414,10 @@ def schedule_table(report: Report) -> str:
         "Best rates",
     ]
     slopes = [f"{slope:.2f}" for slope in report.slopes]
-    text = f"Losses are those above constant {study.pilot}, {mean_loss(report.runs, small):.4f}. Loss per factor e of tokens: "
+    text = (
+        f"Losses are those above constant {study.pilot},"
+        f" {mean_loss(report.runs, small):.4f}. Loss per factor e of tokens: "
+    )
     text += f"{slopes[0]} in the last half of the tokens, predicted {slopes[1]}.\n\n"
     return text + table([*header, "Above constant"], rows) + auto_rows(report)
 
@@ -395,7 +435,9 @@ def auto_rows(report: Report) -> str:
             f"auto, seed {run['seed']}",
             run["batch_size_schedule"],
             f"{run['steps']:,}",
-            f"{run['loss'] - report.seeds(f'constant {report.study.pilot}')[run['seed']]:+.3f}",
+            (
+                f"{run['loss'] - report.seeds(f'constant {report.study.pilot}')[run['seed']]:+.3f}"
+            ),
             f"{run['loss'] - report.constant_loss(run['steps'], run['seed']):+.3f}",
         ]
         for run in report.runs_of("ramp auto")
@@ -405,7 +447,9 @@ def auto_rows(report: Report) -> str:
 
 
 def wsd_table(report: Report) -> str:
-    """Return the losses of schedules under WSD, above that of the pilot's batch under WSD."""
+    """Return the losses of schedules under WSD, above that of the pilot's batch under
+    WSD.
+    """
     names = dict.fromkeys(
         name.rsplit(" seed", 1)[0]
         for name in sorted(report.runs)
@@ -441,12 +485,17 @@ def wsd_table(report: Report) -> str:
         float(np.mean(report.seeds(each)))
         for each in (won[small], small.removeprefix("wsd "))
     ]
-    text = f"Above constant {report.study.pilot}: {losses[0]:.3f} under WSD, {losses[1]:.3f} under cosine.\n\n"
+    text = (
+        f"Above constant {report.study.pilot}: {losses[0]:.3f} under WSD,"
+        f" {losses[1]:.3f} under cosine.\n\n"
+    )
     return text + table(["Schedule", "Predicted", "WSD", "Cosine"], rows)
 
 
 def law_table(report: Report) -> str:
-    """Return the batch with the lowest loss and its rate, by the laws of `rampup suggest` and as they came out."""
+    """Return the batch with the lowest loss and its rate, by the laws of `rampup
+    suggest` and as they came out.
+    """
     tokens, params, rows = (
         report.study.samples * report.study.length,
         report.results["parameters"],
@@ -477,7 +526,8 @@ def critical_table(report: Report) -> str:
             continue
         size, length = each["critical_batch_size"], report.study.length
         overheads = ", ".join(
-            f"{branch['global_batch_size'] * length:,}: {cell(tuple(branch['token_overhead']))}"
+            f"{branch['global_batch_size'] * length:,}:"
+            f" {cell(tuple(branch['token_overhead']))}"
             for branch in each["branches"]
             if branch["token_overhead"] and None not in branch["token_overhead"]
         )
@@ -503,10 +553,12 @@ def print_report(results: Mapping[str, Any], figure: Path | None) -> None:
     report = Report(results)
     text, tokens = results["text"], report.study.samples * report.study.length
     print(
-        f"{len(report.runs)} runs of {results['parameters']:,} parameters, {tokens:,} tokens each unless said"
+        f"{len(report.runs)} runs of {results['parameters']:,} parameters, {tokens:,}"
+        " tokens each unless said"
     )
     print(
-        f"text: {text['files']:,} files, {text['train_bytes']:,} bytes to train on, {text['held_out_bytes']:,} held out\n"
+        f"text: {text['files']:,} files, {text['train_bytes']:,} bytes to train on,"
+        f" {text['held_out_bytes']:,} held out\n"
     )
     for part in (
         overhead_table,
@@ -522,7 +574,9 @@ def print_report(results: Mapping[str, Any], figure: Path | None) -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the training loss over tokens, the final loss over steps, and the token overhead of every batch."""
+    """Draw the training loss over tokens, the final loss over steps, and the token
+    overhead of every batch.
+    """
     from matplotlib.figure import Figure
 
     study, length = report.study, report.study.length
@@ -598,9 +652,11 @@ def draw(report: Report, path: Path) -> None:
     for shift, source in enumerate(("measured", *SOURCES, "laws")):
         name = {"measured": "Measured", **SOURCES, "laws": "Laws"}[source]
         found = [
-            report.overhead(f"constant {size}")
-            if source == "measured"
-            else report.predicted_overhead(source, size)
+            (
+                report.overhead(f"constant {size}")
+                if source == "measured"
+                else report.predicted_overhead(source, size)
+            )
             for size in study.sizes
         ]
         if None in found:

@@ -1,7 +1,9 @@
-"""What the benchmarks of training compare: models of several sizes, and the ways to grow a batch.
+"""What the benchmarks of training compare: models of several sizes, and the ways to
+grow a batch.
 
-Baselines take the loss of `LanguageModel`; their state is (parameters, optimizer state) and a step returns (state, loss).
-Shape suffixes: K microbatches, R rows of one microbatch, B rows of the batch.
+Baselines take the loss of `LanguageModel`; their state is (parameters, optimizer state)
+and a step returns (state, loss). Shape suffixes: K microbatches, R rows of one
+microbatch, B rows of the batch.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ POLICIES: dict[str, RampupMicrobatch] = {
 }
 CONTENDERS = (*POLICIES, JIT, MULTI_STEPS, MICROBATCHING)
 
-# Bytes of a parameter in training: itself, its gradient and Adam's two moments, in float32.
+# Bytes of a parameter in training: itself, its gradient and Adam's two moments, in
+# float32.
 BYTES_PER_PARAMETER = 16
-# 1 / the share of a device's memory for them; the rest is for activations and for the other systems' states.
+# 1 / the share of a device's memory for them; the rest is for activations and for the
+# other systems' states.
 MEMORY_SHARE = 8
 
 StepFn = Callable[..., tuple[Any, jax.Array]]
@@ -93,7 +97,9 @@ class Problem:
         return plan_for(ramp, 1, replicas=mesh.size, microbatch_size=self.rows)
 
     def params(self) -> Any:
-        """Return small random parameters, made on the host so that nothing is compiled for them."""
+        """Return small random parameters, made on the host so that nothing is compiled
+        for them.
+        """
         rng = np.random.default_rng(1)
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
         return jax.tree.map(
@@ -102,7 +108,10 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        size = f"{self.model.num_parameters / 1e6:.1f} M parameters, microbatches of {self.rows} rows of {self.tokens} tokens"
+        size = (
+            f"{self.model.num_parameters / 1e6:.1f} M parameters, microbatches of"
+            f" {self.rows} rows of {self.tokens} tokens"
+        )
         return f"{self.name}: {size}, {self.model.dtype}"
 
 
@@ -134,7 +143,9 @@ LARGE = (
 
 
 def problems(device: jax.Device, *, quick: bool = False) -> list[Problem]:
-    """Return the problems for a device: two small ones on a CPU, and also the largest that fits on an accelerator."""
+    """Return the problems for a device: two small ones on a CPU, and also the largest
+    that fits on an accelerator.
+    """
     if quick:
         return [QUICK]
     if device.platform == "cpu":
@@ -149,10 +160,13 @@ def problems(device: jax.Device, *, quick: bool = False) -> list[Problem]:
 
 
 def main_problem(device: jax.Device, *, quick: bool = False) -> Problem:
-    """Return the problem of a whole ramp: the 1 M model on a CPU, one of more than 100 M on an accelerator."""
+    """Return the problem of a whole ramp: the 1 M model on a CPU, one of more than 100
+    M on an accelerator.
+    """
     if quick:
         return QUICK
-    # At least 1,024 tokens, so that a step's work is in its rows and not in the optimizer, as in real training.
+    # At least 1,024 tokens, so that a step's work is in its rows and not in the
+    # optimizer, as in real training.
     return replace(SMALL, rows=16) if device.platform == "cpu" else LARGE[0]
 
 
@@ -181,14 +195,18 @@ def with_policy(plan: RampPlan, policy: RampupMicrobatch) -> RampPlan:
 
 
 def bench_optimizer() -> optax.GradientTransformation:
-    """Return the optimizer of the default recipe at a constant rate: AdamW after clipping by the global norm."""
+    """Return the optimizer of the default recipe at a constant rate: AdamW after
+    clipping by the global norm.
+    """
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 def new_state(
     problem: Problem, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh
 ) -> Any:
-    """Return (parameters, optimizer state), replicated. AdamW and MultiSteps start from zeros, made on the host."""
+    """Return (parameters, optimizer state), replicated. AdamW and MultiSteps start from
+    zeros, made on the host.
+    """
     params = problem.params()
     opt_state = jax.tree.map(
         lambda s: np.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, params)
@@ -199,7 +217,9 @@ def new_state(
 def start_rampup(
     problem: Problem, plan: RampPlan, mesh: Mesh, **options: Any
 ) -> tuple[Any, Any]:
-    """Return rampup's training step, with further options of `train_step`, and its first state."""
+    """Return rampup's training step, with further options of `train_step`, and its
+    first state.
+    """
     step = train_step(problem.model.loss, bench_optimizer(), plan, mesh, **options)
     params, opt_state = new_state(problem, step.tx, mesh)
     return step, prepare_state(
@@ -208,7 +228,9 @@ def start_rampup(
 
 
 def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
-    """Return a function that takes the next optimizer step on a batch, waits for it, and returns the state and the metrics."""
+    """Return a function that takes the next optimizer step on a batch, waits for it,
+    and returns the state and the metrics.
+    """
     numbers = itertools.count()
 
     def take_step(batch: Batch) -> tuple[Any, Any]:
@@ -228,7 +250,9 @@ def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
 def baseline(
     name: str, problem: Problem, plan: RampPlan, mesh: Mesh
 ) -> tuple[Any, Any]:
-    """Return the jitted step of a baseline, which donates its state, and its first state."""
+    """Return the jitted step of a baseline, which donates its state, and its first
+    state.
+    """
     tx: Any = bench_optimizer()
     if name == MULTI_STEPS:
         tx = multi_steps(tx, plan)
@@ -245,7 +269,9 @@ def baseline(
 def baseline_calls(
     name: str, batch_B: Mapping[str, np.ndarray], plan: RampPlan
 ) -> list[tuple[Any, ...]]:
-    """Return the arguments of each call of a baseline's step in one optimizer step, after the state."""
+    """Return the arguments of each call of a baseline's step in one optimizer step,
+    after the state.
+    """
     size = _microbatch_rows(plan)
     num_rows = len(next(iter(batch_B.values())))
     if name == MULTI_STEPS:
@@ -265,7 +291,9 @@ def _microbatch_rows(plan: RampPlan) -> int:
 
 
 def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
-    """Return the step that a person writes by hand: (state, batch_B) -> (state, loss), the whole batch at once."""
+    """Return the step that a person writes by hand: (state, batch_B) -> (state, loss),
+    the whole batch at once.
+    """
 
     def step(state: Any, batch_B: Any) -> tuple[Any, jax.Array]:
         def mean_loss(params: Any) -> jax.Array:
@@ -282,9 +310,11 @@ def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
 def microbatched(
     problem: Problem, tx: optax.GradientTransformation, rows: int
 ) -> StepFn:
-    """Return a step around `optax.microbatching`: (state, batch_B, number) -> (state, loss).
+    """Return a step around `optax.microbatching`: (state, batch_B, number) -> (state,
+    loss).
 
-    The batch has `strided` rows in microbatches of `rows`. The first `number` microbatches count.
+    The batch has `strided` rows in microbatches of `rows`. The first `number`
+    microbatches count.
     """
 
     def sums(params: Any, batch_R: Any) -> tuple[Any, jax.Array, jax.Array]:
@@ -304,15 +334,17 @@ def microbatched(
             num_real_microbatches=number,
         )
         grads, loss, weight = total(params, batch_B)
-        return _apply(
-            tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)
-        ), loss / weight
+        return (
+            _apply(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)),
+            loss / weight,
+        )
 
     return step
 
 
 def scanned(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
-    """Return gradient accumulation by `jax.lax.scan`, which the compiler partitions: (state, batch_KR) -> (state, loss).
+    """Return gradient accumulation by `jax.lax.scan`, which the compiler partitions:
+    (state, batch_KR) -> (state, loss).
 
     Source: `utils/gradient_accumulation.py` of MaxText.
     """
@@ -331,9 +363,10 @@ def scanned(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
 
         zeros = jax.tree.map(jnp.zeros_like, params), jnp.float32(0), jnp.float32(0)
         (grads, loss, weight), _ = jax.lax.scan(add, zeros, batch_KR)
-        return _apply(
-            tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)
-        ), loss / weight
+        return (
+            _apply(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)),
+            loss / weight,
+        )
 
     return step
 
@@ -346,7 +379,8 @@ def _apply(
 
 
 def strided(batch_B: Any, rows: int, most: int) -> Any:
-    """Return rows in the order in which `optax.microbatching` splits them, padded with zeros to `most` microbatches.
+    """Return rows in the order in which `optax.microbatching` splits them, padded with
+    zeros to `most` microbatches.
 
     Its microbatch i has the rows i, i + K, i + 2K and so on of K * R.
 
@@ -377,14 +411,16 @@ class Run:
     microbatch_sizes: list[int] = field(
         default_factory=list
     )  # microbatch size of each step, filled while it runs
-    # Steps that ran in the shape of an earlier phase because their own was not compiled yet; also filled.
+    # Steps that ran in the shape of an earlier phase because their own was not compiled
+    # yet; also filled.
     late_steps: list[int] = field(default_factory=list)
 
 
 def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
     """Return a contender's run, with its state on the devices and nothing compiled.
 
-    The plan has `rampup_microbatch=fixed`; contenders with a fixed microbatch take its microbatches.
+    The plan has `rampup_microbatch=fixed`; contenders with a fixed microbatch take its
+    microbatches.
     """
     source = problem.source(4 * plan.ramp.sizes[-1])
     sizes: list[int] = []
@@ -408,7 +444,9 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
                 yield metrics["loss"]
             rampup_step.close()
 
-        compilations = lambda: rampup_step.num_compilations  # noqa: E731
+        def compilations():
+            return rampup_step.num_compilations
+
         return Run(
             losses=rampup_losses(),
             num_compilations=compilations,

@@ -1,4 +1,6 @@
-"""The path of the data: rows per second of the loader, and bytes moved to the device."""
+"""The path of the data: rows per second of the loader, and bytes moved to the
+device.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class RowItems:
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-    """Read the same number of rows through rampup and Grain, with several numbers of threads."""
+    """Read the same number of rows through rampup and Grain, with several numbers of
+    threads.
+    """
     num_rows, steps, rounds = (
         (QUICK_NUM_ROWS, QUICK_STEPS, 3) if quick else (NUM_ROWS, STEPS, ROUNDS)
     )
@@ -99,13 +103,22 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
                 found.add({"source": name, **row} for row in rows)
     return BenchResult(
         name="data",
-        title="rows per second of the loader, compared with Grain's own .batch() on the same source",
+        title=(
+            "rows per second of the loader, compared with Grain's own .batch() on the"
+            " same source"
+        ),
         rows=found.rows,
         notes=[
-            f"{num_rows:,} rows of {TOKENS} tokens; {steps} steps of {BATCH} rows. The ramp has as many rows in batches of "
-            f"{BATCH // 4}, {BATCH // 2} and {BATCH}. Medians of {rounds} rounds in turn.",
-            "rampup reads all rows of a step at once; Grain's batch is fixed and reads row by row. Both read "
-            f"{READ_AHEAD} batches ahead. Nothing is put on a device. Threads share the cores and Python's lock.",
+            (
+                f"{num_rows:,} rows of {TOKENS} tokens; {steps} steps of {BATCH} rows."
+                f" The ramp has as many rows in batches of {BATCH // 4}, {BATCH // 2}"
+                f" and {BATCH}. Medians of {rounds} rounds in turn."
+            ),
+            (
+                "rampup reads all rows of a step at once; Grain's batch is fixed and"
+                f" reads row by row. Both read {READ_AHEAD} batches ahead. Nothing is"
+                " put on a device. Threads share the cores and Python's lock."
+            ),
         ],
     )
 
@@ -119,7 +132,9 @@ def compare(
     steps: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Return a row for rampup's fixed batch and one for its ramp, each compared with Grain's fixed batch."""
+    """Return a row for rampup's fixed batch and one for its ramp, each compared with
+    Grain's fixed batch.
+    """
     readers: dict[str, Callable[[], int]] = {
         f"fixed batch of {BATCH}": lambda: read_rampup(
             source, fixed_plan(steps), seed, threads
@@ -152,7 +167,9 @@ def fixed_plan(steps: int) -> RampPlan:
 
 
 def three_phase_plan(steps: int) -> RampPlan:
-    """Return a plan of three batch sizes with as many rows as `steps` of the largest, a third in each phase."""
+    """Return a plan of three batch sizes with as many rows as `steps` of the largest, a
+    third in each phase.
+    """
     third = steps * BATCH // 3
     assert third % BATCH == 0
     ramp = BatchRamp.piecewise(
@@ -176,7 +193,9 @@ def read_rampup(
 
 
 def read_grain(items: Any, steps: int, seed: int | None, threads: int) -> int:
-    """Read as many fixed batches through Grain alone and return their number of rows."""
+    """Read as many fixed batches through Grain alone and return their number of
+    rows.
+    """
     dataset = grain.MapDataset.source(items)
     if seed is not None:
         dataset = dataset.shuffle(seed=seed)
@@ -193,7 +212,9 @@ def _num_rows(batch: Mapping[str, np.ndarray]) -> int:
 
 
 def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-    """Put a batch of every phase on the device in several ways, and compile the programs that take them."""
+    """Put a batch of every phase on the device in several ways, and compile the
+    programs that take them.
+    """
     device = jax.devices()[0]
     problem, mesh = (
         main_problem(device, quick=quick),
@@ -212,14 +233,26 @@ def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResul
         )
     return BenchResult(
         name="buffer",
-        title="bytes moved to the device by a step of each phase, and the memory of its program",
+        title=(
+            "bytes moved to the device by a step of each phase, and the memory of its"
+            " program"
+        ),
         rows=found.rows,
         notes=[
             str(problem),
-            f"One {device.device_kind or device.platform} device; medians of {ROUNDS} transfers, in turn, each waited for.",
-            "chunks: those with the step's rows. padded: a buffer for the largest batch. ours: padded if that has at most "
-            f"{MAX_WHOLE:,} numbers, else chunks. rows: the rows alone, for a step compiled for each size.",
-            "program_bytes is the memory of the phase's program on the device: state, buffer and all temporary values.",
+            (
+                f"One {device.device_kind or device.platform} device; medians of"
+                f" {ROUNDS} transfers, in turn, each waited for."
+            ),
+            (
+                "chunks: those with the step's rows. padded: a buffer for the largest"
+                f" batch. ours: padded if that has at most {MAX_WHOLE:,} numbers, else"
+                " chunks. rows: the rows alone, for a step compiled for each size."
+            ),
+            (
+                "program_bytes is the memory of the phase's program on the device:"
+                " state, buffer and all temporary values."
+            ),
         ],
     )
 
@@ -270,7 +303,9 @@ def buffer_rows(
 def transfers(
     batch_nR: Any, position: PlanPosition, plan: RampPlan, mesh: Mesh
 ) -> dict[str, Callable[[], Any]]:
-    """Return ways to put a step's rows on the devices: ours, which is one of the next two, and the rows alone."""
+    """Return ways to put a step's rows on the devices: ours, which is one of the next
+    two, and the rows alone.
+    """
     most, sharding = (
         plan.max_microbatches[position.split.microbatch_size],
         batch_sharding(mesh, leading=1),

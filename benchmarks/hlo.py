@@ -1,4 +1,6 @@
-"""Counts of collectives in compiled programs, from the reader of `rampup.inspection.hlo`."""
+"""Counts of collectives in compiled programs, from the reader of
+`rampup.inspection.hlo`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Reductions(NamedTuple):
 
 
 def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
-    """Return the all-reduces of a compiled program, whose loops run `unknown_trips` times if their bound is an argument.
+    """Return the all-reduces of a compiled program, whose loops run `unknown_trips`
+    times if their bound is an argument.
 
     Example:
         >>> all_reduces('''
@@ -44,11 +47,14 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """The loops of a program that pass activations on, added up: one for both directions, or a forward and a backward one."""
+    """The loops of a program that pass activations on, added up: one for both
+    directions, or a forward and a backward one.
+    """
 
     iterations: int | None  # iterations in one step; None if the compiler does not know
     permutes: int  # collective permutes in their bodies
-    matmuls: int  # matrix products in their bodies; one in a branch counts whether it is taken or not
+    # matrix products in their bodies; one in a branch counts whether it is taken or not
+    matmuls: int
 
 
 def pipeline_loops(hlo: str) -> Loops:

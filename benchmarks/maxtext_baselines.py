@@ -1,4 +1,6 @@
-"""Baselines from MaxText: its ramp-up manager, and its pipeline module around other layers."""
+"""Baselines from MaxText: its ramp-up manager, and its pipeline module around other
+layers.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from rampup.errors import MissingDependencyError
 from rampup.plan.ramp import BatchRamp
 
 MANAGER_FILE, MANAGER_CLASS = ("utils", "rampup_batch.py"), "RampupBatchManager"
-# (config, step_num) -> a manager that has replayed `step_num` steps, with `update()` and `global_batch_size_current`.
+# (config, step_num) -> a manager that has replayed `step_num` steps, with `update()`
+# and `global_batch_size_current`.
 MakeManager = Callable[[Any, int], Any]
 
 # The dependencies of its pipeline module; MaxText's own list is for all of MaxText.
-INSTALL = "pip install --no-deps maxtext==0.2.5 && pip install aqtp qwix omegaconf pydantic jinja2 psutil pathwaysutils"
+INSTALL = (
+    "pip install --no-deps maxtext==0.2.5 && pip install aqtp qwix omegaconf pydantic"
+    " jinja2 psutil pathwaysutils"
+)
 AXIS_RULES = (("activation_stage", STAGE), ("layers", STAGE))
 Layers = Mapping[str, jax.Array]
 # stage(layers, x) -> x: consecutive layers, stacked.
@@ -38,7 +44,9 @@ StageFn = Callable[[Layers, jax.Array], jax.Array]
 
 
 class ReplayManager:
-    """Counts batches as MaxText's manager does: a phase ends when it has used its share; a resume replays every step."""
+    """Counts batches as MaxText's manager does: a phase ends when it has used its
+    share; a resume replays every step.
+    """
 
     def __init__(self, config: Any, step_num: int) -> None:
         devices = int(config.num_target_devices)
@@ -69,7 +77,9 @@ class ReplayManager:
 
 
 def maxtext_manager() -> tuple[MakeManager, str]:
-    """Return MaxText's manager and its origin: the installed package's class, or `ReplayManager`."""
+    """Return MaxText's manager and its origin: the installed package's class, or
+    `ReplayManager`.
+    """
     spec = importlib.util.find_spec("maxtext")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder).joinpath(*MANAGER_FILE)
@@ -96,7 +106,9 @@ def manager_ramp(config: Any) -> BatchRamp:
 
 
 def definitions_in(path: Path, *names: str, **given: Any) -> dict[str, Any]:
-    """Execute only these classes and functions of a file, so that what the file imports is not needed."""
+    """Execute only these classes and functions of a file, so that what the file imports
+    is not needed.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [
         node
@@ -118,7 +130,9 @@ class MaxTextPipeline:
 
     @classmethod
     def load(cls) -> MaxTextPipeline:
-        """Import the pipeline of the installed MaxText. A MissingDependencyError names the command that installs it."""
+        """Import the pipeline of the installed MaxText. A MissingDependencyError names
+        the command that installs it.
+        """
         try:
             version = importlib.metadata.version("maxtext")
             # It prints on import, and standard output is for results.
@@ -132,7 +146,8 @@ class MaxTextPipeline:
             ) from None
         except ImportError as error:
             raise MissingDependencyError(
-                f"MaxText {version} is installed, but its pipeline cannot be imported: {error}; it needs: {INSTALL}",
+                f"MaxText {version} is installed, but its pipeline cannot be imported:"
+                f" {error}; it needs: {INSTALL}",
                 key=error.name or "maxtext",
             ) from error
         return cls(version=version, module=module, shard_mode=types.ShardMode.AUTO)
@@ -147,9 +162,11 @@ class MaxTextPipeline:
         num_microbatches: int,
         num_repeats: int,
     ) -> Callable[[Layers, jax.Array], jax.Array]:
-        """Return a function (layers, x_BTE) -> y_BTE that applies all layers in MaxText's pipeline.
+        """Return a function (layers, x_BTE) -> y_BTE that applies all layers in
+        MaxText's pipeline.
 
-        The backward recomputes a chunk's forward from its input, which is MaxText's default. Its loop is a scan.
+        The backward recomputes a chunk's forward from its input, which is MaxText's
+        default. Its loop is a scan.
         """
         batch, length, width = x_BTE.shape
         config = SimpleNamespace(
@@ -197,7 +214,9 @@ class MaxTextPipeline:
 
 
 class _Chunk(nnx.Module):
-    """Consecutive layers, with the interface of a decoder layer in MaxText's pipeline."""
+    """Consecutive layers, with the interface of a decoder layer in MaxText's
+    pipeline.
+    """
 
     def __init__(
         self, stage: StageFn, shapes: Mapping[str, jax.ShapeDtypeStruct]
@@ -213,7 +232,9 @@ class _Chunk(nnx.Module):
 def arrange_layers(
     layers: Layers, mesh: Mesh, num_repeats: int
 ) -> dict[str, jax.Array]:
-    """Return stacked layers with MaxText's leading axes: repeat (if there are several), stage, layer of the chunk."""
+    """Return stacked layers with MaxText's leading axes: repeat (if there are several),
+    stage, layer of the chunk.
+    """
     leading = (
         (num_repeats, mesh.shape[STAGE]) if num_repeats > 1 else (mesh.shape[STAGE],)
     )

@@ -1,4 +1,6 @@
-"""The harness of the benchmarks: interleaved timing, progress, and the table of a result."""
+"""The harness of the benchmarks: interleaved timing, progress, and the table of a
+result.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ OnRow = Callable[[Mapping[str, Any], int, int], None]
 def run_file(
     path: str, *arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Start a file as a program for each list of arguments, all at once, and return the JSON that the first prints last."""
+    """Start a file as a program for each list of arguments, all at once, and return the
+    JSON that the first prints last.
+    """
     started = [
         subprocess.Popen(
             [sys.executable, path, *each],
@@ -76,7 +80,8 @@ class Seconds:
 
 
 def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield every name once a round, in an order that rotates, so that all meet the same disturbances.
+    """Yield every name once a round, in an order that rotates, so that all meet the
+    same disturbances.
 
     Example:
         >>> list(in_turns("ab", 2))
@@ -92,7 +97,9 @@ def take_turns(
     rounds: int = ROUNDS,
     warm_up: int = 1,
 ) -> dict[str, Seconds]:
-    """Time every candidate, a function that waits for its own results, once a round, after `warm_up` rounds without a clock."""
+    """Time every candidate, a function that waits for its own results, once a round,
+    after `warm_up` rounds without a clock.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for name in in_turns(list(candidates), warm_up + rounds):
         start = time.perf_counter()
@@ -108,7 +115,9 @@ def ignore_row(row: Mapping[str, Any], done: int, total: int) -> None:
 
 
 class Measurements:
-    """The measurements of a benchmark, `total` in the end. Each is passed to `on_row` as soon as it is added."""
+    """The measurements of a benchmark, `total` in the end. Each is passed to `on_row`
+    as soon as it is added.
+    """
 
     def __init__(self, total: int, on_row: OnRow) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -122,7 +131,9 @@ class Measurements:
 
 
 class RowPrinter:
-    """Prints each measurement of a benchmark, and the estimated time until the last one."""
+    """Prints each measurement of a benchmark, and the estimated time until the last
+    one.
+    """
 
     def __init__(self, name: str, console: Console) -> None:
         self._name, self._console, self._start = name, console, time.monotonic()

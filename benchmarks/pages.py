@@ -1,7 +1,9 @@
-"""A training step on a CPU with huge pages, which `rampup train` requests, compared with small pages.
+"""A training step on a CPU with huge pages, which `rampup train` requests, compared
+with small pages.
 
-The page size is fixed when a process starts, so each measurement is a process of its own: this file, with the
-arguments `measure` and `quick` or `full`, prints one line of JSON.
+The page size is fixed when a process starts, so each measurement is a process of its
+own: this file, with the arguments `measure` and `quick` or `full`, prints one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -65,10 +67,17 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         rows=[row(k, found["huge"], found["small"]) for k in MICROBATCHES],
         notes=[
             str(main_problem(jax.local_devices(backend="cpu")[0], quick=quick)),
-            f"One CPU device; medians of {rounds} processes each, in turn, of the medians of {QUICK_STEPS if quick else STEPS} "
-            "steps. faults are the kernel's page faults in a step.",
-            f"Huge pages are {VARIABLE}={TUNABLE}=1, which `rampup train` and `rampup tune` set on a CPU. If the faults are "
-            "the same, this machine does not provide them (the kernel's transparent_hugepage must be `madvise`).",
+            (
+                f"One CPU device; medians of {rounds} processes each, in turn, of the"
+                f" medians of {QUICK_STEPS if quick else STEPS} steps. faults are the"
+                " kernel's page faults in a step."
+            ),
+            (
+                f"Huge pages are {VARIABLE}={TUNABLE}=1, which `rampup train` and"
+                " `rampup tune` set on a CPU. If the faults are the same, this machine"
+                " does not provide them (the kernel's transparent_hugepage must be"
+                " `madvise`)."
+            ),
         ],
     )
 
@@ -103,7 +112,9 @@ def run_process(*, huge: bool, quick: bool) -> dict[str, Any]:
 
 
 def measure(problem: Problem, steps: int) -> dict[str, Any]:
-    """Return the median seconds and page faults of a step, by its number of microbatches."""
+    """Return the median seconds and page faults of a step, by its number of
+    microbatches.
+    """
     mesh = make_mesh(devices=jax.devices()[:1])
     first, last = (k * problem.rows for k in MICROBATCHES)
     plan = plan_for(

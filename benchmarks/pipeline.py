@@ -1,6 +1,8 @@
-"""Pipelined gradients of rampup and MaxText on identical layers, and the cost model's choice against measured times.
+"""Pipelined gradients of rampup and MaxText on identical layers, and the cost model's
+choice against measured times.
 
-Shape suffixes: K microbatches, R rows of one microbatch; B rows of the batch, T tokens, E width, F hidden width.
+Shape suffixes: K microbatches, R rows of one microbatch; B rows of the batch, T tokens,
+E width, F hidden width.
 """
 
 from __future__ import annotations
@@ -71,14 +73,17 @@ Candidate = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The model: layers of two matrix products, two per stage, so that v may be 1 or 2."""
+    """The model: layers of two matrix products, two per stage, so that v may be 1 or
+    2.
+    """
 
     batch: int  # B
     tokens: int  # T
     width: int  # E
     hidden: int  # F
     shapes: tuple[tuple[int, int], ...]  # (p, m) of the comparison with MaxText
-    chooser_stages: int  # p of the part about the cost model, which runs every m that divides the batch
+    # p of the part about the cost model, which runs every m that divides the batch
+    chooser_stages: int
     rounds: int  # number of measurements of each program
 
     @property
@@ -93,7 +98,9 @@ class Sizes:
         ]
 
     def model(self, num_stages: int) -> Model:
-        """Return the model for a number of stages: random layers and a random batch in float32."""
+        """Return the model for a number of stages: random layers and a random batch in
+        float32.
+        """
         rng, num_layers = np.random.default_rng(0), 2 * num_stages
 
         def normal(*shape: int, scale: float) -> jax.Array:
@@ -153,8 +160,9 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     devices = jax.devices()
     if len(devices) < MIN_DEVICES:
         raise ConfigError(
-            f"this benchmark needs at least {MIN_DEVICES} devices for its stages, but JAX sees num_devices={len(devices)} "
-            f"({devices[0].platform}); on a CPU, use --fake-devices 8",
+            f"this benchmark needs at least {MIN_DEVICES} devices for its stages, but"
+            f" JAX sees num_devices={len(devices)} ({devices[0].platform}); on a CPU,"
+            " use --fake-devices 8",
             key="fake_devices",
             nearest=(8,),
         )
@@ -178,8 +186,9 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         found.add(compare(sizes, p, m, maxtext, notes))
     found.add(check_cost_model(sizes, notes))
     title = (
-        "loss and gradients with p stages, m microbatches and v repeats: rampup and MaxText on identical layers; then every "
-        "split of one batch, and the cost model's choice"
+        "loss and gradients with p stages, m microbatches and v repeats: rampup and"
+        " MaxText on identical layers; then every split of one batch, and the cost"
+        " model's choice"
     )
     return BenchResult(name="pipeline", title=title, rows=found.rows, notes=notes)
 
@@ -187,7 +196,9 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
 def compare(
     sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """Time all systems on one model, in turn; return a row for each, and note what could not run."""
+    """Time all systems on one model, in turn; return a row for each, and note what
+    could not run.
+    """
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = [
         rampup_program("rampup 1f1b", model, mesh, m),
@@ -203,7 +214,8 @@ def compare(
             programs.append(program)
         except Exception as error:  # noqa: BLE001 - another system may raise anything on a jax that it was not written for
             notes.append(
-                f"MaxText's pipeline does not run at p={p}, m={m}, v={v}: {type(error).__name__}: {error}"
+                f"MaxText's pipeline does not run at p={p}, m={m}, v={v}:"
+                f" {type(error).__name__}: {error}"
             )
     wanted = model.gradients()
     errors = [program.gradient_error(wanted) for program in programs]
@@ -229,9 +241,12 @@ def compare(
 
 
 def check_cost_model(sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
-    """Time every split of the batch; return a row for each, and note the cost model's choice."""
+    """Time every split of the batch; return a row for each, and note the cost model's
+    choice.
+    """
     p = sizes.chooser_stages
-    # With idle ticks computed too, stages that share cores work in proportion to the critical path on devices of their own.
+    # With idle ticks computed too, stages that share cores work in proportion to the
+    # critical path on devices of their own.
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = {
         (m, v): rampup_program(
@@ -278,20 +293,30 @@ def _row(
 
 def _reading_notes(sizes: Sizes, devices: list[jax.Device]) -> list[str]:
     notes = [
-        f"Layers are x + relu(x @ up) @ down, two per stage, float32, B={sizes.batch}, T={sizes.tokens}, E={sizes.width}, "
-        f"F={sizes.hidden}; {len(devices)} {devices[0].platform} devices; medians of {sizes.rounds} rounds in which all "
-        "programs of one (p, m) take turns. All recompute each chunk's forward in the backward.",
-        "gradient_error is relative to the largest gradient of an array. vs_maxtext is the time over MaxText's at the same p, "
-        "m and v. temp_bytes is of one device. iterations, permutes and matmuls are of the program's loops: MaxText and "
-        "gpipe have two, added up. predicted_rank and regret (time over the best) are of the cost model.",
+        (
+            "Layers are x + relu(x @ up) @ down, two per stage, float32,"
+            f" B={sizes.batch}, T={sizes.tokens}, E={sizes.width}, F={sizes.hidden};"
+            f" {len(devices)} {devices[0].platform} devices; medians of {sizes.rounds}"
+            " rounds in which all programs of one (p, m) take turns. All recompute"
+            " each chunk's forward in the backward."
+        ),
+        (
+            "gradient_error is relative to the largest gradient of an array. vs_maxtext"
+            " is the time over MaxText's at the same p, m and v. temp_bytes is of one"
+            " device. iterations, permutes and matmuls are of the program's loops:"
+            " MaxText and gpipe have two, added up. predicted_rank and regret (time"
+            " over the best) are of the cost model."
+        ),
         "Not run: real accelerators with several devices.",
     ]
     if devices[0].platform == "cpu":
         notes.append(
-            f"Simulated devices share {os.cpu_count()} CPU cores, so a time is the total work of all stages and not the "
-            "critical path. Skipping idle ticks shortens it only here; the rows with all ticks compute them too, as MaxText "
-            "does. XLA on CPUs copies the weights at every tick if stages are a vmapped dimension, as in MaxText: expect "
-            "another ratio on accelerators."
+            f"Simulated devices share {os.cpu_count()} CPU cores, so a time is the"
+            " total work of all stages and not the critical path. Skipping idle ticks"
+            " shortens it only here; the rows with all ticks compute them too, as"
+            " MaxText does. XLA on CPUs copies the weights at every tick if stages are"
+            " a vmapped dimension, as in MaxText: expect another ratio on"
+            " accelerators."
         )
     return notes
 
@@ -317,7 +342,9 @@ class Program:
         return jax.block_until_ready(self.executable(*self.arguments))
 
     def gradient_error(self, wanted: Layers) -> float:
-        """Return the largest difference from other gradients, relative to the largest value of each array."""
+        """Return the largest difference from other gradients, relative to the largest
+        value of each array.
+        """
         found = self.gradients(self.run())
         differences = (
             np.max(np.abs(np.asarray(found[name]) - wanted[name]))
@@ -338,7 +365,8 @@ def rampup_program(
 ) -> Program:
     """Compile one of rampup's pipelines."""
     is_gpipe = system == GPIPE
-    # GPipe keeps what its backward needs of every microbatch; recompute the chunks there too, as the other systems do.
+    # GPipe keeps what its backward needs of every microbatch; recompute the chunks
+    # there too, as the other systems do.
     chunk = jax.checkpoint(_two_matmuls) if is_gpipe else _two_matmuls
     loss = PipelinedLoss(
         first=lambda params, x_RTE, keys: x_RTE,
@@ -409,7 +437,9 @@ def gpipe_sums(
     mesh: Mesh,
     param_shardings: Any,
 ) -> Sums:
-    """Sum loss and gradients of K microbatches by differentiating through the forward ticks, as GPipe and MaxText do."""
+    """Sum loss and gradients of K microbatches by differentiating through the forward
+    ticks, as GPipe and MaxText do.
+    """
     check_shapes(loss, params, batch_KR, keys_KR, mesh)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, *_: None) -> Sums:
@@ -458,7 +488,9 @@ def maxtext_program(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModelCheck:
-    """Measured step times of all splits of a batch, and the order that the cost model predicts without them."""
+    """Measured step times of all splits of a batch, and the order that the cost model
+    predicts without them.
+    """
 
     num_stages: int  # p
     samples: int  # samples B of the batch
@@ -467,7 +499,9 @@ class CostModelCheck:
 
     @property
     def overheads(self) -> dict[str, Fraction]:
-        """The values of h to predict with, by name: the fitted one first, if there is one."""
+        """The values of h to predict with, by name: the fitted one first, if there is
+        one.
+        """
         fitted = self.fitted_overhead
         return ({} if fitted is None else {"fitted h": fitted}) | {
             "default h": self.default_overhead
@@ -477,7 +511,8 @@ class CostModelCheck:
     def fitted_overhead(self) -> Fraction | None:
         """The h of t = ticks * c * (b + h) that fits the times with v = 1 best.
 
-        None if h would be negative: a tick whose cost grows more than in proportion to b, or falls.
+        None if h would be negative: a tick whose cost grows more than in proportion to
+        b, or falls.
 
         Example:
             >>> seconds = {(1, 1): 4.0 * (16 + 3), (16, 1): 19.0 * (1 + 3)}
@@ -497,7 +532,9 @@ class CostModelCheck:
         return Fraction(max(overhead, 0.0)) if overhead > -1e-9 else None
 
     def ranking(self, overhead: Fraction) -> list[Candidate]:
-        """Return the measured splits in the order that the cost model predicts, the fastest first."""
+        """Return the measured splits in the order that the cost model predicts, the
+        fastest first.
+        """
         repeats = sorted({v for _, v in self.seconds})
         choices = pipeline_candidates(
             self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats
@@ -510,7 +547,9 @@ class CostModelCheck:
         ]
 
     def columns(self, candidate: Candidate) -> dict[str, object]:
-        """Return the table's columns for one (m, v): its predicted rank, and its time over the best."""
+        """Return the table's columns for one (m, v): its predicted rank, and its time
+        over the best.
+        """
         rank = self.ranking(next(iter(self.overheads.values()))).index(candidate) + 1
         return {"predicted_rank": rank, "regret": self.regret(candidate)}
 
@@ -525,12 +564,15 @@ class CostModelCheck:
         for name, overhead in self.overheads.items():
             m, v = chosen = self.ranking(overhead)[0]
             notes.append(
-                f"Cost model at p={self.num_stages}, B={self.samples}: with the {name} of {float(overhead):.3g} samples it "
-                f"picks m={m}, v={v}; measured best m={best[0]}, v={best[1]}; regret (chosen / best) {self.regret(chosen):.3f}."
+                f"Cost model at p={self.num_stages}, B={self.samples}: with the {name}"
+                f" of {float(overhead):.3g} samples it picks m={m}, v={v}; measured"
+                f" best m={best[0]}, v={best[1]}; regret (chosen / best)"
+                f" {self.regret(chosen):.3f}."
             )
         if self.fitted_overhead is None:
             notes.append(
-                "The measured times give no h: the time of a tick is far from linear in the microbatch, or too noisy."
+                "The measured times give no h: the time of a tick is far from linear in"
+                " the microbatch, or too noisy."
             )
         return notes
 

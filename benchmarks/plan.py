@@ -1,4 +1,6 @@
-"""Look-ups and resumes compared with MaxText's replay, and the host's work in a training step."""
+"""Look-ups and resumes compared with MaxText's replay, and the host's work in a
+training step.
+"""
 
 from __future__ import annotations
 
@@ -66,18 +68,33 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     found.add(host_rows(rounds, QUICK_LOOP_STEPS if quick else LOOP_STEPS))
     return BenchResult(
         name="plan",
-        title=f"look-ups and a resume at step {FAR_STEP:,} compared with MaxText's manager, and the host's work in a step",
+        title=(
+            f"look-ups and a resume at step {FAR_STEP:,} compared with MaxText's"
+            " manager, and the host's work in a step"
+        ),
         rows=found.rows,
         notes=[
-            f"MaxText's manager is {origin}; it answers for step {FAR_STEP:,} by replaying every step before it: the time of "
-            f"{replayed:,} steps, multiplied by {FAR_STEP // replayed:,}.",
-            f"The ramp: {CONFIG.per_device_batch_size_start} to {CONFIG.per_device_batch_size} by "
-            f"{CONFIG.per_device_batch_size_increment} per device on {CONFIG.num_target_devices} devices, "
-            f"{len(manager_ramp(CONFIG).phases)} phases. times_faster is the baseline's time over rampup's.",
+            (
+                f"MaxText's manager is {origin}; it answers for step {FAR_STEP:,} by"
+                f" replaying every step before it: the time of {replayed:,} steps,"
+                f" multiplied by {FAR_STEP // replayed:,}."
+            ),
+            (
+                f"The ramp: {CONFIG.per_device_batch_size_start} to"
+                f" {CONFIG.per_device_batch_size} by"
+                f" {CONFIG.per_device_batch_size_increment} per device on"
+                f" {CONFIG.num_target_devices} devices,"
+                f" {len(manager_ramp(CONFIG).phases)} phases. times_faster is the"
+                " baseline's time over rampup's."
+            ),
             f"Medians of {rounds} rounds in turn.",
-            "The loop's part: look-ups, metrics file, learning rate and progress of every step. The host's part: also reading, "
-            "splitting and placing the batches, and a step with three parameters. The baseline is a step of the default "
-            "recipe's first phase on this device (goal: 100 times, and 200 us). Both are a long run less a short one.",
+            (
+                "The loop's part: look-ups, metrics file, learning rate and progress of"
+                " every step. The host's part: also reading, splitting and placing the"
+                " batches, and a step with three parameters. The baseline is a step of"
+                " the default recipe's first phase on this device (goal: 100 times, and"
+                " 200 us). Both are a long run less a short one."
+            ),
         ],
     )
 
@@ -156,7 +173,9 @@ def _row(
 
 
 def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the host's work in a step, compared with the default recipe's step."""
+    """Yield the rows of the host's work in a step, compared with the default recipe's
+    step.
+    """
     mesh = make_mesh(devices=jax.devices()[:1])
     tiny, lengths = _Tiny(mesh), {"short": steps // 10, "long": steps + steps // 10}
     runs: dict[str, Callable[[], Any]] = {"recipe": _recipe_step(mesh)}

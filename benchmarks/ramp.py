@@ -1,4 +1,6 @@
-"""A whole ramp with its compilations, and the cost of each phase change: rampup, the baselines and the ideal."""
+"""A whole ramp with its compilations, and the cost of each phase change: rampup, the
+baselines and the ideal.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,15 @@ from rampup.plan.ramp import BatchRamp
 PHASES = 8
 # Rows of the ramp, in microbatches, and steps after it.
 CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
-# Simulated devices share the cores and caches of the CPU, unlike real ones, so a ramp on a CPU runs on one.
+# Simulated devices share the cores and caches of the CPU, unlike real ones, so a ramp
+# on a CPU runs on one.
 CPU_DEVICES = 1
 
 TRANSITION_PHASES = 3
 # A step without a change is this many steps after one.
 CONTROL = 3
-# Steps of the first phase, long enough for the other phases to compile in the background, and of each later phase.
+# Steps of the first phase, long enough for the other phases to compile in the
+# background, and of each later phase.
 CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (100, 15), (1000, 200), (6, 6)
 
 
@@ -67,7 +71,9 @@ class Clocked:
 
     @property
     def over_own(self) -> float:
-        """The time over that of the first compilation and of undisturbed steps: the cost of the phase changes."""
+        """The time over that of the first compilation and of undisturbed steps: the
+        cost of the phase changes.
+        """
         return self.seconds / (self.first_seconds + self.step_seconds)
 
 
@@ -110,20 +116,34 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
             )
     return BenchResult(
         name="ramp",
-        title=f"a ramp of {PHASES} phases from the first step to the last, compilations included",
+        title=(
+            f"a ramp of {PHASES} phases from the first step to the last, compilations"
+            " included"
+        ),
         rows=rows(trips, plan),
         notes=[
             str(problem),
-            f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of {plan.ramp.sizes[0]} to "
-            f"{plan.ramp.sizes[-1]}; {mesh.size} x {device.device_kind or device.platform}; medians of {rounds} ramps each, in "
-            "turn, with cold caches.",
-            "ideal is rows * the best time per row in the last phase + the shortest first compilation, of any system. "
-            "least_over_ideal is the same of the fastest runs, which other processes disturb least. over_own is a system's "
-            "time over its first compilation and steps, each as long as its phase's median: the cost of the phase changes. "
-            f"times_ours is the time over that of {FIXED}. Columns with cpu are by this process's processor time.",
-            "A jit per batch size is MaxText's behaviour. The other baselines and rampup, fixed, take microbatches of the "
-            "first phase's batch. per_phase and auto compile in the background, on the host's cores: on a CPU, a ramp as "
-            "short as this one ends before that pays off.",
+            (
+                f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of"
+                f" {plan.ramp.sizes[0]} to {plan.ramp.sizes[-1]}; {mesh.size} x"
+                f" {device.device_kind or device.platform}; medians of {rounds} ramps"
+                " each, in turn, with cold caches."
+            ),
+            (
+                "ideal is rows * the best time per row in the last phase + the"
+                " shortest first compilation, of any system. least_over_ideal is the"
+                " same of the fastest runs, which other processes disturb least."
+                " over_own is a system's time over its first compilation and steps,"
+                " each as long as its phase's median: the cost of the phase changes."
+                f" times_ours is the time over that of {FIXED}. Columns with cpu are by"
+                " this process's processor time."
+            ),
+            (
+                "A jit per batch size is MaxText's behaviour. The other baselines and"
+                " rampup, fixed, take microbatches of the first phase's batch."
+                " per_phase and auto compile in the background, on the host's cores: on"
+                " a CPU, a ramp as short as this one ends before that pays off."
+            ),
         ],
     )
 
@@ -151,7 +171,9 @@ def ramp_plan(
 
 
 def trip(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Trip:
-    """Run one contender through the ramp. Losses are fetched some steps later, as a training loop does."""
+    """Run one contender through the ramp. Losses are fetched some steps later, as a
+    training loop does.
+    """
     jax.clear_caches()
     started = start_run(name, problem, plan, mesh)
     waiting: deque[jax.Array | None] = deque()
@@ -173,7 +195,9 @@ def _clocks() -> tuple[float, float]:
 
 
 def _read_clock(readings: Sequence[float], plan: RampPlan) -> Clocked:
-    """Summarize the readings of one clock: at the start, after the first dispatch, and when each loss was known."""
+    """Summarize the readings of one clock: at the start, after the first dispatch, and
+    when each loss was known.
+    """
     start, first, *known = readings
     num_rows = (plan.total_steps - 1 - plan.ramp.ramp_steps) * plan.ramp.sizes[-1]
     step_times = [now - before for before, now in itertools.pairwise([first, *known])]
@@ -190,7 +214,9 @@ def _read_clock(readings: Sequence[float], plan: RampPlan) -> Clocked:
 
 
 def join_compilations() -> None:
-    """Wait for background compilations of a finished run, so that they do not disturb the next one."""
+    """Wait for background compilations of a finished run, so that they do not disturb
+    the next one.
+    """
     for thread in threading.enumerate():
         if thread.name.startswith("rampup-compile"):
             thread.join()
@@ -209,26 +235,29 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
         return {
             "system": name,
             "seconds": clocked.seconds,
-            "spread": Seconds(all=tuple(trip.wall.seconds for trip in of)).spread
-            if of
-            else None,
+            "spread": (
+                Seconds(all=tuple(trip.wall.seconds for trip in of)).spread
+                if of
+                else None
+            ),
             "over_ideal": clocked.seconds / ideal.seconds,
-            "least_over_ideal": min(trip.wall.seconds for trip in of)
-            / least_ideal.seconds
-            if of
-            else 1.0,
-            "over_own": statistics.median(trip.wall.over_own for trip in of)
-            if of
-            else 1.0,
+            "least_over_ideal": (
+                min(trip.wall.seconds for trip in of) / least_ideal.seconds
+                if of
+                else 1.0
+            ),
+            "over_own": (
+                statistics.median(trip.wall.over_own for trip in of) if of else 1.0
+            ),
             "times_ours": clocked.seconds / wall[FIXED].seconds,
             "compilations": max(trip.compilations for trip in of) if of else 1,
             "first_compile_s": clocked.first_seconds,
             "row_ms": clocked.row_seconds * 1e3,
             "cpu_s": work.seconds,
             "cpu_over_ideal": work.seconds / cpu_ideal.seconds,
-            "cpu_over_own": statistics.median(trip.cpu.over_own for trip in of)
-            if of
-            else 1.0,
+            "cpu_over_own": (
+                statistics.median(trip.cpu.over_own for trip in of) if of else 1.0
+            ),
         }
 
     return [
@@ -260,7 +289,8 @@ def _ideal(trips: Iterable[Clocked], plan: RampPlan) -> Clocked:
     )
 
 
-# Phase changes: every step is waited for, and the steps at a change are compared with the others.
+# Phase changes: every step is waited for, and the steps at a change are compared with
+# the others.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +305,9 @@ class Steps:
     num_late: int = 0  # steps that ran in the shape of an earlier phase
 
     def changes(self, plan: RampPlan) -> list[int]:
-        """Return the steps, after the first, at which the phase or the microbatch size changes."""
+        """Return the steps, after the first, at which the phase or the microbatch size
+        changes.
+        """
         first = {phase.start_step for phase in plan.ramp.phases}
         sizes = self.microbatch_sizes
         return [
@@ -283,7 +315,9 @@ class Steps:
         ]
 
     def over_median(self, step: int, plan: RampPlan) -> float:
-        """Return a step's time over the median of the steps of the same phase and microbatch size."""
+        """Return a step's time over the median of the steps of the same phase and
+        microbatch size.
+        """
         phase, size = plan.position(step).phase, self.microbatch_sizes[step]
         steps = enumerate(zip(self.seconds, self.microbatch_sizes, strict=True))
         same = (
@@ -294,7 +328,9 @@ class Steps:
         return self.seconds[step] / statistics.median(same)
 
     def slowest_change(self, plan: RampPlan, later: int = 0) -> float:
-        """Return the largest `over_median` of the steps at a change, or a number of steps later, as a control."""
+        """Return the largest `over_median` of the steps at a change, or a number of
+        steps later, as a control.
+        """
         return max(
             self.over_median(min(step + later, len(self.seconds) - 1), plan)
             for step in self.changes(plan)
@@ -332,13 +368,21 @@ def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchR
         rows=transition_rows(found, plan),
         notes=[
             str(problem),
-            f"{TRANSITION_PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]} steps, batches of "
-            f"{', '.join(map(str, plan.ramp.sizes))}; one {device.device_kind or device.platform} device; {rounds} runs each, "
-            "in turn, every step waited for, with cold caches.",
-            "A change is the first step of a phase or in another microbatch size. slowest_change is the slowest of a run's "
-            "changes, each over the median of its phase and size: the median over the runs; least is the smallest. control is "
-            "the same of steps without a change. late_steps ran in the shape of an earlier phase, because their own was still "
-            "compiling in the background, which on a CPU also slows the steps of the first phase.",
+            (
+                f"{TRANSITION_PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]}"
+                f" steps, batches of {', '.join(map(str, plan.ramp.sizes))}; one"
+                f" {device.device_kind or device.platform} device; {rounds} runs each,"
+                " in turn, every step waited for, with cold caches."
+            ),
+            (
+                "A change is the first step of a phase or in another microbatch size."
+                " slowest_change is the slowest of a run's changes, each over the"
+                " median of its phase and size: the median over the runs; least is the"
+                " smallest. control is the same of steps without a change. late_steps"
+                " ran in the shape of an earlier phase, because their own was still"
+                " compiling in the background, which on a CPU also slows the steps of"
+                " the first phase."
+            ),
         ],
     )
 
@@ -387,12 +431,18 @@ def transition_rows(
                 steps.slowest_change(plan, later=CONTROL) for steps in runs
             ),
             "times_ours": changes[name].median / changes[FIXED].median,
-            "slowest_ms": 1e3
-            * statistics.median(
-                max(steps.seconds[i] for i in steps.changes(plan)) for steps in runs
+            "slowest_ms": (
+                1e3
+                * statistics.median(
+                    max(steps.seconds[i] for i in steps.changes(plan)) for steps in runs
+                )
             ),
-            "median_ms": 1e3
-            * statistics.median(second for steps in runs for second in steps.seconds),
+            "median_ms": (
+                1e3
+                * statistics.median(
+                    second for steps in runs for second in steps.seconds
+                )
+            ),
             "late_steps": statistics.median(steps.num_late for steps in runs),
             "compilations": max(steps.compilations for steps in runs),
         }

@@ -1,9 +1,11 @@
-"""Time the updates of RL steps of varying size beside those of fixed ones: `python benchmarks/rl_sizes.py [STEPS] [PROMPTS]`.
+"""Time the updates of RL steps of varying size beside those of fixed ones: `python
+benchmarks/rl_sizes.py [STEPS] [PROMPTS]`.
 
-Both train the model of configs/rl.yml on 16 prompts * 8 responses per step on average, in passes of PROMPTS prompts: always 16,
-or any number from 4 to 28. They take turns, so that both see the same load. Generation is the same program on the same rows for
-both and is left out: a step is what is between the samples on the host and the new parameters. CPU seconds depend less on other
-processes.
+Both train the model of configs/rl.yml on 16 prompts * 8 responses per step on average,
+in passes of PROMPTS prompts: always 16, or any number from 4 to 28. They take turns, so
+that both see the same load. Generation is the same program on the same rows for both
+and is left out: a step is what is between the samples on the host and the new
+parameters. CPU seconds depend less on other processes.
 """
 
 import sys
@@ -23,7 +25,9 @@ MEAN, MOST, RESPONSES, LENGTHS = 16, 28, 8, (16, 16)
 
 
 def make(prompts, micro, groups):
-    """Return a step of up to `prompts` prompts with stored samples, in passes of `micro` prompts, and its state."""
+    """Return a step of up to `prompts` prompts with stored samples, in passes of
+    `micro` prompts, and its state.
+    """
     plan = RolloutPlan(
         rollout_batch=Size(count=prompts, unit="prompts"),
         samples_per_prompt=RESPONSES,
@@ -62,7 +66,9 @@ def make(prompts, micro, groups):
 
 
 def timed(step, state, groups):
-    """Return the state after an update on some prompts, and its seconds by the clock and of the CPU."""
+    """Return the state after an update on some prompts, and its seconds by the clock
+    and of the CPU.
+    """
     jax.block_until_ready(state.params)
     tally, position = Tally(groups=groups), step.schedule.at(int(state.step))
     step._collect = lambda *args: (state.experience, tally)
@@ -100,10 +106,12 @@ def main(steps, micro):
     for number, clock in enumerate(("the clock", "the CPU")):
         fixed, varying = (1e3 * totals[name][number] for name in ("fixed", "varying"))
         print(
-            f"ms per sample by {clock}: fixed {fixed:.4f}, varying {varying:.4f}, quotient {varying / fixed:.3f}"
+            f"ms per sample by {clock}: fixed {fixed:.4f}, varying {varying:.4f},"
+            f" quotient {varying / fixed:.3f}"
         )
     print(
-        f"rows computed per sample: {sum(-(-size // micro) * micro for size in sizes) / sum(sizes):.3f}"
+        "rows computed per sample:"
+        f" {sum(-(-size // micro) * micro for size in sizes) / sum(sizes):.3f}"
     )
     print(
         "programs", {name: run[0].compilations["update"] for name, run in runs.items()}

@@ -1,7 +1,8 @@
 """A training step in several processes, and plans for many devices and phases.
 
-A process of the training step is this file, run as a program, which prints one line of JSON. Its arguments: `measure`, the
-number of all devices, the number of processes, its own number, the coordinator's address, rounds, and `quick` or `full`.
+A process of the training step is this file, run as a program, which prints one line of
+JSON. Its arguments: `measure`, the number of all devices, the number of processes, its
+own number, the coordinator's address, rounds, and `quick` or `full`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ CHILD = "measure"
 FAKE_DEVICES, PROCESSES, QUICK_PROCESSES = 8, (1, 2, 4), (1, 2)
 PLANNED_DEVICES, PHASES = (4_096, 65_536), 10_000
 QUICK_PLANNED_DEVICES, QUICK_PHASES = (4_096,), 100
-# Steps of the first phase of a planned ramp; the last phases have one for every `PHASES` of them.
+# Steps of the first phase of a planned ramp; the last phases have one for every
+# `PHASES` of them.
 FIRST_STEPS = 1_000_000
 REPLAYED = 300_000
 MICROBATCHES = 4
@@ -85,15 +87,31 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         found.add(planning_rows(num_devices, phases, manager, rounds))
     return BenchResult(
         name="scale",
-        title="one training step in several processes, and plans for many devices and phases",
+        title=(
+            "one training step in several processes, and plans for many devices and"
+            " phases"
+        ),
         rows=[{name: row.get(name) for name in COLUMNS} for row in found.rows],
         notes=[
-            f"A step: {FAKE_DEVICES} simulated CPU devices in real processes joined by jax.distributed, on the cores of this "
-            "machine. The baseline is a hand-written jitted step on the full batch; ratio is rampup / baseline.",
-            "loss_difference: the largest relative difference from one process. rows_here: the rows a process reads in a step.",
-            f"A plan: built, checked, split, and its last step looked up. The baseline is the replay of the ramp by {origin}, "
-            f"extrapolated from {REPLAYED:,} steps; it checks and splits nothing.",
-            f"Medians of {rounds} rounds in turn. peak_bytes is the peak of Python's allocations for a plan.",
+            (
+                f"A step: {FAKE_DEVICES} simulated CPU devices in real processes joined"
+                " by jax.distributed, on the cores of this machine. The baseline is a"
+                " hand-written jitted step on the full batch; ratio is rampup /"
+                " baseline."
+            ),
+            (
+                "loss_difference: the largest relative difference from one process."
+                " rows_here: the rows a process reads in a step."
+            ),
+            (
+                "A plan: built, checked, split, and its last step looked up. The"
+                f" baseline is the replay of the ramp by {origin}, extrapolated from"
+                f" {REPLAYED:,} steps; it checks and splits nothing."
+            ),
+            (
+                f"Medians of {rounds} rounds in turn. peak_bytes is the peak of"
+                " Python's allocations for a plan."
+            ),
             "Not run: several machines, accelerators, and more than 4 processes.",
         ],
     )
@@ -129,7 +147,9 @@ def process_table(
 
 
 def run_processes(number: int, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """Start this many processes, a divisor of the devices, and return the result of the first; see `measure`."""
+    """Start this many processes, a divisor of the devices, and return the result of the
+    first; see `measure`.
+    """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
@@ -143,7 +163,9 @@ def run_processes(number: int, rounds: int, *, quick: bool) -> dict[str, Any]:
 
 
 def measure(problem: Problem, rounds: int) -> dict[str, Any]:
-    """Time one optimizer step of rampup and of a hand-written big batch on all devices of all processes, in turn."""
+    """Time one optimizer step of rampup and of a hand-written big batch on all devices
+    of all processes, in turn.
+    """
     mesh = make_mesh()
     plan = problem.plan(MICROBATCHES, mesh)
     source = problem.source(plan.consumed_samples)
@@ -163,7 +185,9 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
         plain_state, loss = plain(plain_state, batch_B)
         loss.block_until_ready()
 
-    rampup_step = lambda: losses.append(float(take_step(batch)[1]["loss"]))  # noqa: E731
+    def rampup_step():
+        return losses.append(float(take_step(batch)[1]["loss"]))
+
     times = take_turns(
         {"rampup": rampup_step, "baseline": baseline_step}, rounds=rounds
     )
@@ -177,7 +201,9 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
 
 
 def measure_in_process(arguments: list[str]) -> None:
-    """Join the other processes, time the step, and print the result if this is the first process."""
+    """Join the other processes, time the step, and print the result if this is the
+    first process.
+    """
     num_devices, num_processes, number, rounds = (
         int(arguments[n]) for n in (0, 1, 2, 4)
     )

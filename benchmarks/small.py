@@ -1,6 +1,8 @@
-"""One optimizer step of a small model, with the host's part: rows in the memory of the host, to parameters on the device.
+"""One optimizer step of a small model, with the host's part: rows in the memory of the
+host, to parameters on the device.
 
-A small model computes so little that the time of a step is mostly that of Python, of transfers and of calls.
+A small model computes so little that the time of a step is mostly that of Python, of
+transfers and of calls.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from rampup.lm.transformer import LanguageModel
 
 HAND, RAMPUP, STREAM = "hand-written scan", "rampup", "rampup, stream of rows"
 SYSTEMS = (HAND, RAMPUP, STREAM, MULTI_STEPS, MICROBATCHING)
-# The way of the README, and its peer, without a wait in every step: the host prepares the next steps while the device computes.
+# The way of the README, and its peer, without a wait in every step: the host prepares
+# the next steps while the device computes.
 BATCHES, HAND_AHEAD = (
     "rampup, step.batches(rows)",
     "hand-written scan, without a wait in every step",
@@ -86,7 +89,10 @@ class LinearProblem(Problem):
         return ArrayRows({"x": x, "y": x.sum(axis=1)})
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.model.num_parameters} parameters, microbatches of {self.rows} rows of {WIDTH} numbers"
+        return (
+            f"{self.name}: {self.model.num_parameters} parameters, microbatches of"
+            f" {self.rows} rows of {WIDTH} numbers"
+        )
 
 
 LINEAR = LinearProblem(name="linear", tokens=1, rows=4)
@@ -118,7 +124,9 @@ PROBLEMS = {
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-    """Time one step of every system, from a list of rows on the host to the new parameters."""
+    """Time one step of every system, from a list of rows on the host to the new
+    parameters.
+    """
     mesh = make_mesh(devices=jax.devices()[:1])
     rounds_of = dict.fromkeys((LINEAR, QUICK), 3) if quick else PROBLEMS
     found = Measurements(len(rounds_of) * len((*SYSTEMS, *AHEAD)), on_row)
@@ -146,21 +154,38 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
             )
     return BenchResult(
         name="small",
-        title="one optimizer step of a small model, from rows in the memory of the host to new parameters",
+        title=(
+            "one optimizer step of a small model, from rows in the memory of the host"
+            " to new parameters"
+        ),
         rows=found.rows,
         notes=[
             *map(str, rounds_of),
-            f"{MICROBATCHES} microbatches on one {jax.devices()[0].device_kind} device; medians of "
-            f"{', '.join(map(str, rounds_of.values()))} steps, one of each system in turn. AdamW after clipping by the norm.",
-            f"Without a wait in every step, {AHEAD_STEPS} steps are timed and waited for at once.",
-            "All begin with the same list of rows and stack them. paired is the median of the ratios of each round.",
-            "The hand-written step returns the loss. rampup also returns weight, aux and grad_norm.",
+            (
+                f"{MICROBATCHES} microbatches on one {jax.devices()[0].device_kind}"
+                f" device; medians of {', '.join(map(str, rounds_of.values()))} steps,"
+                " one of each system in turn. AdamW after clipping by the norm."
+            ),
+            (
+                f"Without a wait in every step, {AHEAD_STEPS} steps are timed and"
+                " waited for at once."
+            ),
+            (
+                "All begin with the same list of rows and stack them. paired is the"
+                " median of the ratios of each round."
+            ),
+            (
+                "The hand-written step returns the loss. rampup also returns weight,"
+                " aux and grad_norm."
+            ),
         ],
     )
 
 
 def build(name: str, problem: Problem, mesh: Mesh, steps: int = 1) -> Callable[[], Any]:
-    """Return a function that takes the next steps of a system and returns the new parameters when they are there."""
+    """Return a function that takes the next steps of a system and returns the new
+    parameters when they are there.
+    """
     plan = replace(problem.plan(MICROBATCHES, mesh), total_steps=10**6)
     arrays = problem.source(plan.ramp.sizes[0]).arrays
     rows = [

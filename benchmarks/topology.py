@@ -1,11 +1,11 @@
-"""The last step of a ramp on an absent TPU slice, compiled: rampup, a jit per batch size, optax and a scan. With --hours, the
-hours of whole runs on paper.
+"""The last step of a ramp on an absent TPU slice, compiled: rampup, a jit per batch
+size, optax and a scan. With --hours, the hours of whole runs on paper.
 
     python benchmarks/topology.py --topology v5e:4x4
     python benchmarks/topology.py --hours
 
-Nothing runs: memory, reductions and executables are the compiler's, and times are roofline estimates. It needs the extra
-`tpu-compile`.
+Nothing runs: memory, reductions and executables are the compiler's, and times are
+roofline estimates. It needs the extra `tpu-compile`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ MODEL = LanguageModel(
 )
 TOKENS = 128
 
-# Whole runs on paper: the presets by their parameters, with samples so short that many chips can share a small batch.
+# Whole runs on paper: the presets by their parameters, with samples so short that many
+# chips can share a small batch.
 PRESETS = {"1B": "llama_1b_v5e", "8B": "llama_8b_v5p"}
 SHORT, TOKENS_PER_PARAMETER = 1024, 20
 COMPILED_FOR, NUM_CHIPS = "v5p:4x4x4", (64, 256, 1024)
@@ -88,21 +89,38 @@ CHIP_ROWS = (1, 2, 4, 8, 16, 32)
 def run(
     topology: Topology, *, problem: Problem | None = None, on_row: OnRow = ignore_row
 ) -> BenchResult:
-    """Compile the last phase of a ramp with every system, all devices on the data axis."""
+    """Compile the last phase of a ramp with every system, all devices on the data
+    axis.
+    """
     problem = problem or Problem(name="1M", model=MODEL, tokens=TOKENS, rows=MICROBATCH)
     found = Measurements(len(SYSTEMS), on_row)
     for name in SYSTEMS:
         found.add([measure(name, problem, topology)])
     return BenchResult(
         name="topology",
-        title=f"one optimizer step of {NUM_PHASES} microbatches on {topology.name}, {NOT_RUN_ON}",
+        title=(
+            f"one optimizer step of {NUM_PHASES} microbatches on {topology.name},"
+            f" {NOT_RUN_ON}"
+        ),
         rows=found.rows,
         notes=[
             str(problem),
-            f"{compiler_version()}; AdamW after clipping; all numbers are of one device and one optimizer step.",
-            f"executables: of a ramp of {NUM_PHASES} batch sizes. hbm_mib: of the largest of them.",
-            "roofline_ms: an estimate at published peaks, of the program's matrix products, memory and collectives.",
-            f"{SCAN}: gradient accumulation as GSPMD training loops such as MaxText's have it.",
+            (
+                f"{compiler_version()}; AdamW after clipping; all numbers are of one"
+                " device and one optimizer step."
+            ),
+            (
+                f"executables: of a ramp of {NUM_PHASES} batch sizes. hbm_mib: of the"
+                " largest of them."
+            ),
+            (
+                "roofline_ms: an estimate at published peaks, of the program's matrix"
+                " products, memory and collectives."
+            ),
+            (
+                f"{SCAN}: gradient accumulation as GSPMD training loops such as"
+                " MaxText's have it."
+            ),
         ],
     )
 
@@ -131,7 +149,9 @@ def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
 def compile_system(
     name: str, problem: Problem, topology: Topology
 ) -> tuple[Compiled, int, tuple[int, ...], int]:
-    """Compile a system; return the answer, calls in a step, iterations of its open loops, and executables of the ramp."""
+    """Compile a system; return the answer, calls in a step, iterations of its open
+    loops, and executables of the ramp.
+    """
     mesh, k, d = (
         make_mesh(devices=topology_devices(topology)),
         NUM_PHASES,
@@ -202,7 +222,9 @@ def compile_system(
 
 
 def hours(cache: Path | None = None) -> BenchResult:
-    """Return the hours of constant batches and of the fastest ramp to the loss that a very small batch has after 20N tokens."""
+    """Return the hours of constant batches and of the fastest ramp to the loss that a
+    very small batch has after 20N tokens.
+    """
     topology, rows = Topology.parse(COMPILED_FOR), list[dict[str, Any]]()
     for params, preset in PRESETS.items():
         seconds = step_seconds(preset, topology, cache)
@@ -212,13 +234,25 @@ def hours(cache: Path | None = None) -> BenchResult:
         title=f"whole runs on paper, their steps {NOT_RUN_ON}",
         rows=rows,
         notes=[
-            f"{compiler_version()}; {COMPILED_FOR}; {', '.join(PRESETS.values())} with samples of {SHORT:,} tokens.",
-            "Steps are roofline estimates at published peaks. Compiled: one sample for each of 64 chips. More samples multiply "
-            "the computation but not the exposed exchange of weights. On more chips, both take as long.",
-            "Batches in tokens, and hours. small: a sample for each chip. fastest: of all constant batches. "
-            f"large: that of +{ADVISED} tokens in `rampup suggest`, the geometric mean of its range.",
-            f"The noise scale is {1 / OVERHEADS[ADVISED]:g} times the large batch at the end, and grows with the power "
-            f"{PUBLISHED_GROWTH} of the progress. saved: from the hours of the fastest, over the range.",
+            (
+                f"{compiler_version()}; {COMPILED_FOR}; {', '.join(PRESETS.values())}"
+                f" with samples of {SHORT:,} tokens."
+            ),
+            (
+                "Steps are roofline estimates at published peaks. Compiled: one sample"
+                " for each of 64 chips. More samples multiply the computation but not"
+                " the exposed exchange of weights. On more chips, both take as long."
+            ),
+            (
+                "Batches in tokens, and hours. small: a sample for each chip. fastest:"
+                f" of all constant batches. large: that of +{ADVISED} tokens in `rampup"
+                " suggest`, the geometric mean of its range."
+            ),
+            (
+                f"The noise scale is {1 / OVERHEADS[ADVISED]:g} times the large batch"
+                f" at the end, and grows with the power {PUBLISHED_GROWTH} of the"
+                " progress. saved: from the hours of the fastest, over the range."
+            ),
         ],
     )
 
@@ -226,7 +260,9 @@ def hours(cache: Path | None = None) -> BenchResult:
 def step_seconds(
     preset: str, topology: Topology, cache: Path | None = None
 ) -> dict[int, float]:
-    """Return the estimated seconds of a step by the samples of a chip, from the program of one sample."""
+    """Return the estimated seconds of a step by the samples of a chip, from the program
+    of one sample.
+    """
     settings = [
         f"num_devices={topology.num_devices}",
         f"max_target_length={SHORT}",
@@ -249,7 +285,9 @@ def step_seconds(
 
 
 def hours_row(params: str, chips: int, seconds: Mapping[int, float]) -> dict[str, Any]:
-    """Return the row of a model on a number of chips, from the seconds of a step by the samples of a chip."""
+    """Return the row of a model on a number of chips, from the seconds of a step by the
+    samples of a chip.
+    """
     tokens = TOKENS_PER_PARAMETER * int(params.removesuffix("B")) * 10**9
     low, high = suggest_batch(tokens, params)["critical_batch_tokens"]
     times = StepTimes.fit({chips * rows: time for rows, time in seconds.items()})

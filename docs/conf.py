@@ -1,4 +1,6 @@
-"""Configuration of the documentation: `sphinx-build -W --keep-going -b html docs OUT`. It needs no network."""
+"""Configuration of the documentation: `sphinx-build -W --keep-going -b html docs OUT`.
+It needs no network.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ exclude_patterns = ["_build", "_ext", "_templates"]
 
 
 def remove_generated(*_):
-    """Delete what a build writes below docs/: the copied notebooks and the pages of the API."""
+    """Delete what a build writes below docs/: the copied notebooks and the pages of the
+    API.
+    """
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         (DOCS / "tutorials" / notebook.name).unlink(missing_ok=True)
     for folder in ("reference/api", "jupyter_execute"):
@@ -45,11 +49,13 @@ def remove_generated(*_):
 # Also before a build, because one that was interrupted leaves them.
 remove_generated()
 
-# The tutorials are the notebooks of the repository. Sphinx reads sources below docs/ only, so they are copied here.
+# The tutorials are the notebooks of the repository. Sphinx reads sources below docs/
+# only, so they are copied here.
 for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
     shutil.copyfile(notebook, DOCS / "tutorials" / notebook.name)
 
-# The tests run the notebooks. RAMPUP_DOCS_NOTEBOOKS=force also runs them here, so that the pages show their output.
+# The tests run the notebooks. RAMPUP_DOCS_NOTEBOOKS=force also runs them here, so that
+# the pages show their output.
 nb_execution_mode = os.environ.get("RAMPUP_DOCS_NOTEBOOKS", "off")
 nb_execution_timeout = 600
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -70,7 +76,8 @@ napoleon_use_rtype = False
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
-# Links to the documentation of JAX, Flax and Optax need their inventories, and so the network.
+# Links to the documentation of JAX, Flax and Optax need their inventories, and so the
+# network.
 if os.environ.get("RAMPUP_DOCS_INTERSPHINX"):
     extensions.append("sphinx.ext.intersphinx")
     intersphinx_mapping = {

@@ -36,10 +36,12 @@ if "rampup" not in packages:
     )
     if clone is None:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+            "rampup is not installed; copy its repository here, %cd to its notebooks,"
+            " and run this cell again"
         )
     source = f"{clone}[plot]"
-    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine
+    # has.
     kept = [
         f"{name}=={version}"
         for name, version in packages.items()
@@ -110,7 +112,8 @@ train_micro_batch_size: 4
 rollout_micro_batch_size: 16
 rl: {num_generations: 8, num_iterations: 1}
 """)
-# Not in the files: trlX gets the number of processes from its launcher, and MaxText the number of devices from the machine.
+# Not in the files: trlX gets the number of processes from its launcher, and MaxText the
+# number of devices from the machine.
 stated = {
     "trlx": ["num_processes=8", "num_prompts=6400"],
     "maxtext_rl": ["num_devices=8", "num_prompts=1600"],
@@ -138,7 +141,8 @@ def show_table(*rows):
     lines = "".join(f"<tr>{row}</tr>" for row in body)
     display(
         HTML(
-            f"<table><thead><tr style='font-weight:bold'>{head}</tr></thead><tbody>{lines}</tbody></table>"
+            "<table><thead><tr"
+            f" style='font-weight:bold'>{head}</tr></thead><tbody>{lines}</tbody></table>"
         )
     )
 
@@ -209,8 +213,8 @@ verdicts["trlx"]
 # %%
 # @title Your file
 FILE = ""  # @param {type:"string"}
-SYSTEM = (
-    "skyrl"  # @param ["skyrl", "verl", "trlx", "maxtext_rl", "maxtext", "megatron"]
+SYSTEM = (  # @param ["skyrl", "verl", "trlx", "maxtext_rl", "maxtext", "megatron"]
+    "skyrl"
 )
 SETTINGS = ""  # @param {type:"string"}
 
@@ -332,7 +336,8 @@ packed = pack(
 )
 padded = 1 - lengths.sum() / (lengths.max() * len(lengths))
 print(
-    f"padded to the longest: {padded:.0%} padding; packed: {packed.padding_fraction:.1%}, shapes {packed.shapes}"
+    f"padded to the longest: {padded:.0%} padding; packed:"
+    f" {packed.padding_fraction:.1%}, shapes {packed.shapes}"
 )
 
 # %%

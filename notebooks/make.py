@@ -1,7 +1,9 @@
-"""Make the notebooks: each .ipynb from its .py, and in both the badge and the install cell.
+"""Make the notebooks: each .ipynb from its .py, and in both the badge and the install
+cell.
 
-Edit the .py, then run this. The badge and the install cell follow `Repository` in `[project.urls]` of pyproject.toml. Without
-it there is no badge, and the notebooks install rampup from the clone that contains them.
+Edit the .py, then run this. The badge and the install cell follow `Repository` in
+`[project.urls]` of pyproject.toml. Without it there is no badge, and the notebooks
+install rampup from the clone that contains them.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def repository(pyproject: str) -> str | None:
 
 
 def badge_cell(url: str | None, name: str, *, branch: str = "main") -> str | None:
-    """Return the badge that opens a notebook in Colab, or None if the address is not on GitHub, from which Colab reads.
+    """Return the badge that opens a notebook in Colab, or None if the address is not on
+    GitHub, from which Colab reads.
 
     Args:
         url: the address of the project.
@@ -68,7 +71,10 @@ def badge_cell(url: str | None, name: str, *, branch: str = "main") -> str | Non
     if match is None:
         return None
     target = f"https://colab.research.google.com/github/{match[1]}/blob/{branch}/notebooks/{name}.ipynb"
-    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({target})"
+    return (
+        "[![Open in"
+        f" Colab](https://colab.research.google.com/assets/colab-badge.svg)]({target})"
+    )
 
 
 def install_cell(url: str | None) -> str:
@@ -82,7 +88,8 @@ def install_cell(url: str | None) -> str:
 
 
 def make_notebook(source: str, name: str, url: str | None) -> tuple[str, str]:
-    """Return a notebook as .py and as .ipynb, both with the current badge and install cell.
+    """Return a notebook as .py and as .ipynb, both with the current badge and install
+    cell.
 
     Args:
         source: the notebook as .py.
@@ -108,7 +115,9 @@ def _tags(cell: Any) -> list[str]:
 
 
 def _to_text(notebook: Any, form: str) -> str:
-    """Return the text of a notebook without the version of jupytext, which differs from machine to machine."""
+    """Return the text of a notebook without the version of jupytext, which differs from
+    machine to machine.
+    """
     text = jupytext.writes(copy.deepcopy(notebook), fmt=form)
     text = re.sub(
         r"^#\s+(?:format_version|jupytext_version): .*\n", "", text, flags=re.MULTILINE

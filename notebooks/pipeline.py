@@ -37,10 +37,12 @@ if "rampup" not in packages:
     )
     if clone is None:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+            "rampup is not installed; copy its repository here, %cd to its notebooks,"
+            " and run this cell again"
         )
     source = f"{clone}[plot]"
-    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine
+    # has.
     kept = [
         f"{name}=={version}"
         for name, version in packages.items()
@@ -122,7 +124,8 @@ print(f"{'':12}{'idle':>8}{'time':>8}   microbatches kept, by stage")
 for name, table in tables.items():
     kept = ", ".join(f"{float(number):g}" for number in table.peak_live_microbatches)
     print(
-        f"{name:12}{float(table.bubble_fraction):8.1%}{float(table.makespan):8.1f}   {kept}"
+        f"{name:12}{float(table.bubble_fraction):8.1%}{float(table.makespan):8.1f}  "
+        f" {kept}"
     )
 
 # %%
@@ -233,7 +236,8 @@ def train(plan, axes):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
     print(
-        f"{axes.data} replica(s) of {axes.pipeline} stage(s): loss {float(losses[-1]):.4f}, compiled {step.num_compilations}"
+        f"{axes.data} replica(s) of {axes.pipeline} stage(s): loss"
+        f" {float(losses[-1]):.4f}, compiled {step.num_compilations}"
     )
     return np.array([float(loss) for loss in losses])
 
@@ -299,7 +303,10 @@ for text, look in zip(OVERHEADS.split(","), looks, strict=False):
         {choice.num_pipeline_microbatches: choice.predicted_time for choice in choices},
     )
     microbatches = sorted(times)
-    idle = f"m = {best.num_pipeline_microbatches}, b = {best.microbatch_size}, {float(best.bubble_fraction):.0%} idle"
+    idle = (
+        f"m = {best.num_pipeline_microbatches}, b = {best.microbatch_size},"
+        f" {float(best.bubble_fraction):.0%} idle"
+    )
     ratios = [float(times[m] / best.predicted_time) for m in microbatches]
     axis.plot(microbatches, ratios, look, label=f"h = {text.strip()}: {idle}")
 axis.set_xscale("log", base=2)
@@ -328,7 +335,8 @@ for overhead in (None, Fraction(1, 4)):
     for phase, split in zip(chosen.ramp.phases, chosen.splits, strict=True):
         m, b = split.num_pipeline_microbatches, split.microbatch_size
         print(
-            f"  batch {phase.global_batch_size:4}: m = {m:2}, b = {b:2}, {3 / (m + 3):.0%} idle"
+            f"  batch {phase.global_batch_size:4}: m = {m:2}, b = {b:2},"
+            f" {3 / (m + 3):.0%} idle"
         )
 
 # %% [markdown]

@@ -42,10 +42,12 @@ if "rampup" not in packages:
     )
     if clone is None:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+            "rampup is not installed; copy its repository here, %cd to its notebooks,"
+            " and run this cell again"
         )
     source = f"{clone}[plot]"
-    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine
+    # has.
     kept = [
         f"{name}=={version}"
         for name, version in packages.items()
@@ -77,7 +79,8 @@ print(
     f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}"
 )
 print(
-    f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, rampup {rampup.__version__}"
+    f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, rampup"
+    f" {rampup.__version__}"
 )
 
 # %% [markdown]
@@ -189,7 +192,8 @@ for _ in range(STEPS):
     curve.append((first, float(loss)))
 curves["sizes only, linen"] = curve
 print(
-    f"loss {curve[-1][1]:.3f} after {first:,} samples, {time.perf_counter() - began:.1f} s"
+    f"loss {curve[-1][1]:.3f} after {first:,} samples,"
+    f" {time.perf_counter() - began:.1f} s"
 )
 print(f"programs compiled: {your_step._cache_size()}")
 
@@ -202,7 +206,9 @@ print(f"programs compiled: {your_step._cache_size()}")
 
 # %%
 def updates(losses):
-    """Return (samples, mean loss) of each optimizer step, from the losses of its microbatches."""
+    """Return (samples, mean loss) of each optimizer step, from the losses of its
+    microbatches.
+    """
     losses, curve = iter(losses), []
     for step in range(plan.total_steps):
         position = plan.position(step)
@@ -226,10 +232,12 @@ for batch in rampup.microbatches(rows, plan, mesh):
     losses.append(loss)
 curves["microbatches, linen"] = updates(losses)
 print(
-    f"loss {curves['microbatches, linen'][-1][1]:.3f}, {len(losses)} microbatches, {time.perf_counter() - began:.1f} s"
+    f"loss {curves['microbatches, linen'][-1][1]:.3f}, {len(losses)} microbatches,"
+    f" {time.perf_counter() - began:.1f} s"
 )
 print(
-    f"optimizer steps: {int(state.opt_state.gradient_step)}, programs compiled: {your_step._cache_size()}"
+    f"optimizer steps: {int(state.opt_state.gradient_step)}, programs compiled:"
+    f" {your_step._cache_size()}"
 )
 
 # %% [markdown]
@@ -320,7 +328,8 @@ def train(name, state, pure_loss_fn):
     curves[name] = [(samples, float(loss)) for samples, loss in losses]
     seconds = time.perf_counter() - began
     print(
-        f"{name}: loss {curves[name][-1][1]:.3f}, {seconds:.1f} s, programs compiled: {step.num_compilations}"
+        f"{name}: loss {curves[name][-1][1]:.3f}, {seconds:.1f} s, programs compiled:"
+        f" {step.num_compilations}"
     )
     return state
 
@@ -435,7 +444,8 @@ def run(name, stop_after=None):
         on_event=on_event,
     ).run(state)
     print(
-        f"{name}: steps {summary.resumed_from} to {summary.steps}, loss {summary.final_loss:.4f}"
+        f"{name}: steps {summary.resumed_from} to {summary.steps}, loss"
+        f" {summary.final_loss:.4f}"
     )
     return summary
 
@@ -456,7 +466,8 @@ runs = {
     for name in ("uninterrupted", "stopped")
 }
 print(
-    f"{len(runs['stopped'])} steps, losses equal bit for bit: {runs['uninterrupted'] == runs['stopped']}"
+    f"{len(runs['stopped'])} steps, losses equal bit for bit:"
+    f" {runs['uninterrupted'] == runs['stopped']}"
 )
 
 # %%

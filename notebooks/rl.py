@@ -37,10 +37,12 @@ if "rampup" not in packages:
     )
     if clone is None:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+            "rampup is not installed; copy its repository here, %cd to its notebooks,"
+            " and run this cell again"
         )
     source = f"{clone}[plot]"
-    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine
+    # has.
     kept = [
         f"{name}=={version}"
         for name, version in packages.items()
@@ -75,7 +77,8 @@ from rampup.rl.train import train
 from rampup import make_mesh
 
 print(
-    f"found {jax.device_count()} device(s): {jax.devices()[0].device_kind}; JAX {jax.__version__}"
+    f"found {jax.device_count()} device(s): {jax.devices()[0].device_kind}; JAX"
+    f" {jax.__version__}"
 )
 mesh = make_mesh(devices=jax.devices()[:1])
 
@@ -127,7 +130,8 @@ for _ in range(plan.num_steps):
     state, metrics = step(state, [[token] for token in range(1, 17)])
     rewards.append(metrics["reward"])
 print(
-    f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}; learned: {rewards[-1] > rewards[0] + 0.2}"
+    f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}; learned:"
+    f" {rewards[-1] > rewards[0] + 0.2}"
 )
 print("programs compiled:", step.compilations)
 

@@ -1,7 +1,8 @@
 """Batch ramp-up and pipeline-microbatch scheduling for JAX.
 
-Everything a user needs is a name of this package: `rampup.load_config`, `rampup.train_step`, ... A name is imported when it is
-first used, so planning a run does not import jax.
+Everything a user needs is a name of this package: `rampup.load_config`,
+`rampup.train_step`, ... A name is imported when it is first used, so planning a run
+does not import jax.
 """
 
 from __future__ import annotations
@@ -107,8 +108,11 @@ _HOMES = {
     "rampup.engine.pipeline": "PipelinedLoss",
     "rampup.engine.state": "TrainState create_state prepare_state",
     "rampup.engine.step": "EvalStep TrainStep train_step",
-    "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning LossWarning MissingDependencyError "
-    "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError ResumeWarning",
+    "rampup.errors": (
+        "BatchDivisibilityError ConfigError DataError DataWarning LossWarning"
+        " MissingDependencyError PipelineShapeError RampDefinitionError RampupError"
+        " ResumeMismatchError ResumeWarning"
+    ),
     "rampup.inspection.inspect": "Inspection inspect",
     "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
     "rampup.lm.load": "LoadedRun",
@@ -135,14 +139,17 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 _MODULES = ("batch_size", "config", "data", "dialects", "engine", "inspection", "integrations", "lm", "loop", "plan", "rl",
             "show", "tune")  # fmt: skip
 __all__ = sorted(_HOME)
-# The classes that a notebook shows as HTML, which `rampup.show.notebook` makes when it is needed.
+# The classes that a notebook shows as HTML, which `rampup.show.notebook` makes when it
+# is needed.
 _SHOWN = {name: _HOME[name] for name in ("BatchRamp", "RampPlan", "RolloutPlan")} | {
     "Verdict": "rampup.dialects.verdict"
 }
 
 
 def load_name(package: str, homes: Mapping[str, str], name: str) -> Any:
-    """Return a public name of a package from its module in `homes`, and keep it in the package."""
+    """Return a public name of a package from its module in `homes`, and keep it in the
+    package.
+    """
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(homes[name]), name)
@@ -166,7 +173,8 @@ def _to_html(value: Any) -> Any:
     return importlib.import_module("rampup.show.notebook").to_html(value)
 
 
-# Tell IPython, if this process is one of its shells, how to show the classes. By name: this imports none of them.
+# Tell IPython, if this process is one of its shells, how to show the classes. By name:
+# this imports none of them.
 _shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 if (_formatter := getattr(_shell, "display_formatter", None)) is not None:
     for _name, _module in _SHOWN.items():

@@ -1,7 +1,8 @@
 """The exceptions that rampup raises.
 
-A message states the rule, both numbers with their names, the place and the nearest fix. Each class also derives from the
-built-in exception that a caller would expect, so `except ValueError` works.
+A message states the rule, both numbers with their names, the place and the nearest fix.
+Each class also derives from the built-in exception that a caller would expect, so
+`except ValueError` works.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ class RampupError(Exception):
     Attributes:
         key: the configuration key to change, or None.
         nearest: legal values near the rejected one, smallest first.
-        alternatives: legal values of other keys; each alone would also solve the problem.
-        problems: the individual errors, if `raise_together` combined several or closed the message. Otherwise empty.
+        alternatives: legal values of other keys; each alone would also solve the
+            problem.
+        problems: the individual errors, if `raise_together` combined several or closed
+            the message. Otherwise empty.
     """
 
     def __init__(
@@ -37,10 +40,12 @@ class RampupError(Exception):
 
 
 class ConfigError(RampupError, ValueError):
-    """An invalid configuration: an unknown key, a bad value, or a file that cannot be read. Its subclasses say what is invalid.
+    """An invalid configuration: an unknown key, a bad value, or a file that cannot be
+    read. Its subclasses say what is invalid.
 
     Attributes:
-        path: the file that the value came from, or another source such as the command line.
+        path: the file that the value came from, or another source such as the command
+            line.
         line: the line in that file, counted from 1.
     """
 
@@ -101,7 +106,9 @@ class BatchDivisibilityError(ConfigError):
 
 
 class PipelineShapeError(ConfigError):
-    """An inconsistent combination of pipeline stages, repeats, layers and microbatches."""
+    """An inconsistent combination of pipeline stages, repeats, layers and
+    microbatches.
+    """
 
 
 class ResumeMismatchError(RampupError, ValueError):
@@ -121,15 +128,21 @@ class ResumeWarning(UserWarning):
 
 
 class LossWarning(UserWarning):
-    """A loss that is not a sum over rows, so that it depends on how a batch is split; see `rampup.check_loss`."""
+    """A loss that is not a sum over rows, so that it depends on how a batch is split;
+    see `rampup.check_loss`.
+    """
 
 
 class StorageError(RampupError, OSError):
-    """A checkpoint or a metrics file that cannot be written, for example because the disk is full."""
+    """A checkpoint or a metrics file that cannot be written, for example because the
+    disk is full.
+    """
 
 
 class NonFiniteError(RampupError, ArithmeticError):
-    """Too many consecutive optimizer steps, numbered `steps`, with a loss or gradient that is not finite."""
+    """Too many consecutive optimizer steps, numbered `steps`, with a loss or gradient
+    that is not finite.
+    """
 
     def __init__(
         self, message: str, *, steps: Sequence[int], key: str | None = None
@@ -152,7 +165,9 @@ def choice_error(name: str, value: object, choices: Sequence[str]) -> ConfigErro
 
 
 def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
-    """Raise all problems, if any, as one error of the first one's type. `closing` ends its message: what is not checked yet."""
+    """Raise all problems, if any, as one error of the first one's type. `closing` ends
+    its message: what is not checked yet.
+    """
     if problems:
         raise combine(problems, closing)
 

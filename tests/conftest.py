@@ -1,4 +1,6 @@
-"""All tests run on eight simulated CPU devices and share one compilation cache, also between worker processes."""
+"""All tests run on eight simulated CPU devices and share one compilation cache, also
+between worker processes.
+"""
 
 import gc
 import importlib.util
@@ -15,7 +17,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Commands that tests start need not re-execute themselves to set it.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-# Most of the time goes into compiling programs that run a few steps. The level changes no operation, only the machine code.
+# Most of the time goes into compiling programs that run a few steps. The level changes
+# no operation, only the machine code.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import hypothesis
@@ -23,7 +26,8 @@ import jax
 import pytest
 
 gc.disable()  # until all tests are collected
-# A shell that runs the tests in the background makes them ignore Ctrl-C, which some of them send.
+# A shell that runs the tests in the background makes them ignore Ctrl-C, which some of
+# them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,7 +39,9 @@ hypothesis.settings.load_profile("rampup")
 
 @pytest.fixture(scope="module")
 def optimized():
-    """Compile training steps as users do: at another level, a step with a feature may round otherwise than one without it."""
+    """Compile training steps as users do: at another level, a step with a feature may
+    round otherwise than one without it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("XLA_FLAGS", raising=False)
         yield
@@ -43,7 +49,9 @@ def optimized():
 
 @pytest.fixture(scope="session", autouse=True)
 def unchecked_losses():
-    """Let no training step check its loss by itself, which takes longer than the step; see tests/engine/test_check_loss.py."""
+    """Let no training step check its loss by itself, which takes longer than the step;
+    see tests/engine/test_check_loss.py.
+    """
     import rampup.engine.check_loss
 
     with pytest.MonkeyPatch.context() as patch:
@@ -51,23 +59,29 @@ def unchecked_losses():
         yield
 
 
-# Tests with these markers run only if the marker is selected, for instance by `pytest -m faults`.
+# Tests with these markers run only if the marker is selected, for instance by `pytest
+# -m faults`.
 ON_REQUEST = {"bench", "faults", "notebooks", "slow", "tpu_compile"}
 
 # What happens after each fault, with the file that tests it.
 FAULTS = Path(__file__).parents[1] / "docs/explanation/fault_tolerance.md"
 
-# Long files come first: with `--dist loadfile`, a long one at the end leaves the other workers without work.
+# Long files come first: with `--dist loadfile`, a long one at the end leaves the other
+# workers without work.
 FIRST = ("lm", "rl", "engine", "cli", "faults", "loop", "tune")
 
 
-# What a bare machine and the oldest versions lack. A test that is skipped for another reason tests nothing without a word, so
-# it fails where `UNEXPECTED_SKIPS=fail`, as in `.ci/run`.
+# What a bare machine and the oldest versions lack. A test that is skipped for another
+# reason tests nothing without a word, so it fails where `UNEXPECTED_SKIPS=fail`, as in
+# `.ci/run`.
 EXPECTED_SKIPS = re.compile(
-    r"(MaxText is (not )?installed|needs the package maxtext|Ray is not installed|libtpu|the TPU compiler is not installed"
-    r"|selenium|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not installed \(Debian: slurm"
+    r"(MaxText is (not )?installed|needs the package maxtext|Ray is not"
+    r" installed|libtpu|the TPU compiler is not installed"
+    r"|selenium|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not"
+    r" installed \(Debian: slurm"
     r"|Slurm does not start here"
-    r"|could not import '(tunix\.|maxtext)|the kernel offers no huge pages|not permitted here|network namespaces"
+    r"|could not import '(tunix\.|maxtext)|the kernel offers no huge pages|not"
+    r" permitted here|network namespaces"
     r"|cannot use pinned_host memory|JAX has no callbacks in a manual function"
     r"|this (version of )?(JAX|Orbax|Optax|Flax) )"
 )
@@ -93,14 +107,17 @@ def pytest_sessionfinish(session):
         reason for reason in reasons if not EXPECTED_SKIPS.search(reason)
     ):
         reporter.write_line(
-            f"skipped for a reason that is not in EXPECTED_SKIPS of tests/conftest.py: {unexpected}",
+            "skipped for a reason that is not in EXPECTED_SKIPS of tests/conftest.py:"
+            f" {unexpected}",
             red=True,
         )
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish():
-    """Leave what was imported out of every garbage collection, and collect less often: tracing makes many small objects."""
+    """Leave what was imported out of every garbage collection, and collect less often:
+    tracing makes many small objects.
+    """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

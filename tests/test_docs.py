@@ -1,4 +1,6 @@
-"""The pages of docs/ and the README: what they show runs, what they list is complete, and their links lead somewhere."""
+"""The pages of docs/ and the README: what they show runs, what they list is complete,
+and their links lead somewhere.
+"""
 
 import dataclasses
 import importlib
@@ -29,7 +31,10 @@ TRAINED = command_line(
         "measure_gradient_noise": True,
     }
 )
-TRAINED_RL = "num_batches=1 batch_size=8 rl.num_generations=4 mini_batch_size=8 warm_start_steps=0 num_test_batches=0"
+TRAINED_RL = (
+    "num_batches=1 batch_size=8 rl.num_generations=4 mini_batch_size=8"
+    " warm_start_steps=0 num_test_batches=0"
+)
 # The README runs by default.
 WITH_BLOCKS = [
     PAGES[0],
@@ -48,7 +53,9 @@ def page_id(page):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """Work in a folder that has the configurations of the repository and the files that pages call yours."""
+    """Work in a folder that has the configurations of the repository and the files that
+    pages call yours.
+    """
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "my.yml").write_text(
         "base_config: configs/base.yml\nper_device_batch_size_increment: 5\n"
@@ -56,7 +63,10 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "my_skyrl.yml").write_text(
         "trainer: {train_batch_size: 64, policy_mini_batch_size: 16}\n"
     )
-    keys = "enable_rampup_batch_size: true\nper_device_batch_size: 8\nper_device_batch_size_start: 2\n"
+    keys = (
+        "enable_rampup_batch_size: true\nper_device_batch_size:"
+        " 8\nper_device_batch_size_start: 2\n"
+    )
     (tmp_path / "my_maxtext.yml").write_text(
         f"{keys}per_device_batch_size_increment: 2\nglobal_rampup_samples: 3000\n"
     )
@@ -65,12 +75,16 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=page_id)
 def test_page_runs(page, workplace, capsys):
-    """The Python blocks and the commands of a page run in their order, and the commands print what the page shows."""
+    """The Python blocks and the commands of a page run in their order, and the commands
+    print what the page shows.
+    """
     run_page(page, lambda: capsys.readouterr().out)
 
 
 def documented_names():
-    """Return the names in the autosummary tables of the API reference, with their module."""
+    """Return the names in the autosummary tables of the API reference, with their
+    module.
+    """
     text, names = (DOCS / "reference" / "api.md").read_text(), set()
     for block in re.findall(r"```\{eval-rst\}\n(.*?)```", text, re.DOTALL):
         module = re.search(r"\.\. currentmodule:: (\S+)", block)[1]
@@ -96,7 +110,9 @@ def test_settings_of_the_guide_on_rollouts_are_legal():
 
 
 def test_sizes_of_the_guide_are_those_of_the_laws(capsys):
-    """What the guide says about a model of 7B parameters and 300B tokens is what the command prints."""
+    """What the guide says about a model of 7B parameters and 300B tokens is what the
+    command prints.
+    """
     page = " ".join((DOCS / "guides" / "how_large_a_batch.md").read_text().split())
     command = ["suggest", "--train-tokens", "300B", "--params", "7B"]
     assert main(command) == 0
@@ -112,8 +128,8 @@ def test_sizes_of_the_guide_are_those_of_the_laws(capsys):
     laws = json.loads(capsys.readouterr().out)["laws"]
     (pair,) = (law for law in laws if law["name"] == "Step Law")
     assert (
-        f"{pair['batch_tokens'] / 1e6:.1f}M tokens a step, and a peak learning rate of {pair['learning_rate']:.5f}"
-        in page
+        f"{pair['batch_tokens'] / 1e6:.1f}M tokens a step, and a peak learning rate of"
+        f" {pair['learning_rate']:.5f}" in page
     )
     costs = [
         pair["batch_tokens"] / law["batch_tokens_at_overhead"]["100%"]
@@ -126,7 +142,9 @@ def test_sizes_of_the_guide_are_those_of_the_laws(capsys):
 
 
 def test_every_public_name_is_documented():
-    """The API reference has every name of `rampup`, every error, and no name that does not exist."""
+    """The API reference has every name of `rampup`, every error, and no name that does
+    not exist.
+    """
     errors = {
         name
         for name, value in vars(rampup.errors).items()
@@ -142,7 +160,9 @@ def test_every_public_name_is_documented():
 
 
 def test_generated_pages_are_complete():
-    """The generated pages name every key, command and published ramp. Every generator has a page, every mark a generator."""
+    """The generated pages name every key, command and published ramp. Every generator
+    has a page, every mark a generator.
+    """
     marks = [
         mark for page in PAGES for mark in generator.MARK.findall(page.read_text())
     ]
@@ -158,7 +178,9 @@ def test_generated_pages_are_complete():
 
 
 def test_pages_are_short():
-    """Limits on the words of all pages but the reference; the README links to the reference and repeats none of its tables."""
+    """Limits on the words of all pages but the reference; the README links to the
+    reference and repeats none of its tables.
+    """
     pages = [
         page
         for page in PAGES
@@ -226,8 +248,13 @@ def test_json_output_is_documented(command, workplace, capsys):
 
 @pytest.mark.slow
 def test_json_output_of_runs_is_documented(workplace, capsys):
-    """The page on the JSON output names every key that training and the commands on its run print."""
-    train = f"train configs/base.yml run_name=run base_output_directory=runs {' '.join(TRAINED)}"
+    """The page on the JSON output names every key that training and the commands on its
+    run print.
+    """
+    train = (
+        "train configs/base.yml run_name=run base_output_directory=runs"
+        f" {' '.join(TRAINED)}"
+    )
     commands = [
         "rows configs/base.yml --step 3",
         "generate runs/run --prompt a",
@@ -254,7 +281,8 @@ def undocumented(printed):
     }
 
 
-# What is under these keys is named by the user, or belongs to one system or one benchmark.
+# What is under these keys is named by the user, or belongs to one system or one
+# benchmark.
 FREE = {
     "derived",
     "changed_keys",
@@ -293,7 +321,9 @@ def test_summary_is_documented():
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_and_named_files_exist(page):
-    """Every relative link of a page leads to a file of the repository, as does every source file that it names."""
+    """Every relative link of a page leads to a file of the repository, as does every
+    source file that it names.
+    """
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(((?!https?:|#|mailto:)[^)#\s]+)(?:#[^)]*)?\)", text)
     copied = {

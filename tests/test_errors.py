@@ -16,7 +16,9 @@ from rampup.errors import (
 
 
 def test_errors_derive_from_builtins():
-    """Each error is also the built-in exception that a caller would expect, and a bad ramp, split or pipeline a ConfigError."""
+    """Each error is also the built-in exception that a caller would expect, and a bad
+    ramp, split or pipeline a ConfigError.
+    """
     for name in ("ConfigError", "ResumeMismatchError", "DataError"):
         assert {RampupError, ValueError} <= set(getattr(errors, name).__mro__)
     for name in ("RampDefinitionError", "BatchDivisibilityError", "PipelineShapeError"):
@@ -25,7 +27,9 @@ def test_errors_derive_from_builtins():
 
 
 def test_raise_together_combines_problems():
-    """All problems are raised as one error of the first one's type, nested ones are flattened, and a thousand summarized."""
+    """All problems are raised as one error of the first one's type, nested ones are
+    flattened, and a thousand summarized.
+    """
     inner = [RampDefinitionError("a", key="ka"), ConfigError("b")]
     with pytest.raises(RampDefinitionError, match="2 problems") as first:
         raise_together(inner)
@@ -39,7 +43,9 @@ def test_raise_together_combines_problems():
 
 
 def test_errors_keep_their_attributes_through_pickle_and_name_their_location():
-    """Also those whose arguments have no default; a configuration error has file and line."""
+    """Also those whose arguments have no default; a configuration error has file and
+    line.
+    """
     error = BatchDivisibilityError("no", value=10, divisor=4, key="k")
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (

@@ -17,7 +17,9 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 @pytest.mark.parametrize("name", generator.PAIRS)
 def test_a_ramp_takes_at_most_12_lines(name):
-    """At most 12 lines are new or changed, and the page states how many, and how many are gone."""
+    """At most 12 lines are new or changed, and the page states how many, and how many
+    are gone.
+    """
     new, gone = generator.changed_lines(name)
     assert new <= 12
     page = (EXAMPLES / "index.md").read_text()
@@ -58,7 +60,9 @@ def test_examples_learn_and_a_ramp_is_one_executable(name):
     [("nanodo", 1), ("equinox_mlp", 1), ("batch_norm", 2), ("contrastive", 2)],
 )
 def test_ports_have_the_same_losses(name, programs):
-    """A program gives rampup the batches that it has, and its losses stay, as do the running statistics of a normalization."""
+    """A program gives rampup the batches that it has, and its losses stay, as do the
+    running statistics of a normalization.
+    """
     before, after = run_both(f"ports/{name}")
     np.testing.assert_allclose(after["losses"], before["losses"], rtol=1e-5)
     assert [split.global_batch_size for split in after["plan"].splits] == [8, 32]
@@ -71,7 +75,9 @@ def test_ports_have_the_same_losses(name, programs):
 
 @pytest.mark.notebooks
 def test_grpo_earns_its_reward_and_a_ramp_is_one_executable_per_role():
-    """Both forms learn to repeat the prompt; the one with a ramp has 8 and then 32 prompts per step."""
+    """Both forms learn to repeat the prompt; the one with a ramp has 8 and then 32
+    prompts per step.
+    """
     before, after = run_both("flax/grpo")
     for found in (before, after):
         assert found["rewards"][0] < 0.3

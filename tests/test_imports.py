@@ -13,9 +13,13 @@ import pytest
 import rampup
 
 PACKAGE = Path(__file__).parent.parent / "rampup"
-FLOORS = "errors < plan < batch_size < config < engine < data inspection < loop < lm < rl < dialects < show < tune"
+FLOORS = (
+    "errors < plan < batch_size < config < engine < data inspection < loop < lm < rl <"
+    " dialects < show < tune"
+)
 FLOORS += " < integrations < cli"
-# The only import that points up, inside two methods of the step: what they return is made by `rampup.data`.
+# The only import that points up, inside two methods of the step: what they return is
+# made by `rampup.data`.
 UPWARD = {("engine/step.py", "rampup.data.batches")}
 PURE = ("errors", "plan", "batch_size", "config")
 IMPURE = {
@@ -55,7 +59,9 @@ def imported(path):
     "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_imports_point_down(path):
-    """A room imports from those to its left in `FLOORS`, and from itself. Plan and configuration import no jax and no clock."""
+    """A room imports from those to its left in `FLOORS`, and from itself. Plan and
+    configuration import no jax and no clock.
+    """
     file = path.relative_to(PACKAGE)
     own = file.parts[0].removesuffix(".py")
     for name in imported(path):
@@ -97,7 +103,9 @@ def test_imports_have_no_cycle():
 
 
 def test_import_rampup_imports_no_jax():
-    """A plan and a check import no jax, and a legal plan no refusals; `train_step` imports nothing that reads data."""
+    """A plan and a check import no jax, and a legal plan no refusals; `train_step`
+    imports nothing that reads data.
+    """
     code = """
 import sys, rampup
 rampup.build_plan(rampup.Config(), 1), rampup.check_file, rampup.RolloutPlan, rampup.Timetable
@@ -130,8 +138,13 @@ assert "jax" in sys.modules and "rampup.data.batches" not in sys.modules
     ],
 )
 def test_a_room_does_not_load_those_above_it(module, others):
-    """`import rampup.plan` loads neither jax nor another room, and the compiled step no room above it and no table of TPUs."""
-    code = f"import sys, rampup.{module}; print([name for name in sys.modules if name.startswith({others!r})])"
+    """`import rampup.plan` loads neither jax nor another room, and the compiled step no
+    room above it and no table of TPUs.
+    """
+    code = (
+        f"import sys, rampup.{module}; print([name for name in sys.modules if"
+        f" name.startswith({others!r})])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True, text=True
@@ -142,7 +155,10 @@ def test_a_room_does_not_load_those_above_it(module, others):
 
 def test_the_loop_loads_little():
     """A loop of the caller's own model loads at most 7,800 lines of rampup."""
-    code = "import sys, rampup.loop.loop; print(*(m.__file__ for name, m in [*sys.modules.items()] if 'rampup' in name))"
+    code = (
+        "import sys, rampup.loop.loop; print(*(m.__file__ for name, m in"
+        " [*sys.modules.items()] if 'rampup' in name))"
+    )
     files = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
@@ -202,7 +218,9 @@ if importlib.util.find_spec("libtpu"):
 
 
 def test_the_process_of_the_caller_stays_as_it_is(tmp_path):
-    """No import, step, run or load changes hooks, warnings, loggers, the environment, signal handlers or JAX."""
+    """No import, step, run or load changes hooks, warnings, loggers, the environment,
+    signal handlers or JAX.
+    """
     environ = os.environ | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [sys.executable, "-c", GUEST, tmp_path / "run"],
@@ -214,7 +232,9 @@ def test_the_process_of_the_caller_stays_as_it_is(tmp_path):
 
 
 def test_public_names_are_found_and_documented():
-    """Every import that editors see is a public name, in `dir(rampup)`, and documented."""
+    """Every import that editors see is a public name, in `dir(rampup)`, and
+    documented.
+    """
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     listed = {alias.name: node.module for node in block.body for alias in node.names}
@@ -223,12 +243,15 @@ def test_public_names_are_found_and_documented():
     assert all(getattr(rampup, name).__doc__ for name in rampup.__all__)
 
 
-# Keywords that are the user's own: the fields of a state, and the keys of a configuration.
+# Keywords that are the user's own: the fields of a state, and the keys of a
+# configuration.
 OWN_KEYWORDS = {"TrainState.replace"}
 
 
 def test_public_signatures_name_their_keywords():
-    """No public function or method takes `**options`, which neither an editor nor `help` can show."""
+    """No public function or method takes `**options`, which neither an editor nor
+    `help` can show.
+    """
     found = set()
     for name in rampup.__all__:
         thing = getattr(rampup, name)

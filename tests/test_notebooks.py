@@ -53,7 +53,9 @@ def texts(name):
 
 @pytest.mark.parametrize("name", make.NAMES)
 def test_files_are_in_sync(name):
-    """Both files equal what notebooks/make.py makes from the .py and pyproject.toml, without outputs."""
+    """Both files equal what notebooks/make.py makes from the .py and pyproject.toml,
+    without outputs.
+    """
     url = make.repository((ROOT / "pyproject.toml").read_text())
     py, ipynb = texts(name)
     assert make.make_notebook(py, name, url) == (py, ipynb)
@@ -62,7 +64,9 @@ def test_files_are_in_sync(name):
 
 
 def test_every_notebook_is_made_and_named():
-    """The folder contains exactly the notebooks that are made, and the README links to each."""
+    """The folder contains exactly the notebooks that are made, and the README links to
+    each.
+    """
     assert (
         {path.stem for path in FOLDER.glob("*.ipynb")} == set(make.NAMES) == set(PRINTS)
     )
@@ -73,7 +77,9 @@ def test_every_notebook_is_made_and_named():
 
 
 def test_badge_and_install_follow_the_address():
-    """An address gives a badge as the first cell and an install from there; without it both are as before."""
+    """An address gives a badge as the first cell and an install from there; without it
+    both are as before.
+    """
     py, ipynb = texts("pipeline")
     with_url, notebook = make.make_notebook(py, "pipeline", URL)
     first, _, install, *_ = nbformat.reads(notebook, 4).cells
@@ -89,7 +95,9 @@ def test_badge_and_install_follow_the_address():
 
 
 def test_address_is_read_from_the_project_and_badge_needs_github():
-    """It is `Repository` in project.urls, if any; every spelling at GitHub gives the same badge, and Colab opens no others."""
+    """It is `Repository` in project.urls, if any; every spelling at GitHub gives the
+    same badge, and Colab opens no others.
+    """
     assert (
         make.repository(
             f'[project]\nname = "a"\n[project.urls]\nRepository = "{URL}"\n'
@@ -119,7 +127,9 @@ def test_address_is_read_from_the_project_and_badge_needs_github():
 
 
 def install(monkeypatch, url, packages):
-    """Run the install cell on a machine with these packages and return the arguments of each `%pip`."""
+    """Run the install cell on a machine with these packages and return the arguments of
+    each `%pip`.
+    """
     found = [
         SimpleNamespace(name=name, version=version)
         for name, version in packages.items()
@@ -132,7 +142,9 @@ def install(monkeypatch, url, packages):
 
 
 def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
-    """Pip keeps the installed versions of jax, jaxlib, its plugins and libtpu, and no others."""
+    """Pip keeps the installed versions of jax, jaxlib, its plugins and libtpu, and no
+    others.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     packages = {
         "jax": "0.7.2",
@@ -155,7 +167,9 @@ def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
 
 
 def test_install_from_the_clone(monkeypatch, tmp_path):
-    """Without an address, the cell installs the notebook's clone; without a clone it fails. With rampup, pip does not run."""
+    """Without an address, the cell installs the notebook's clone; without a clone it
+    fails. With rampup, pip does not run.
+    """
     monkeypatch.chdir(FOLDER)
     (command,) = install(monkeypatch, None, {})
     assert command.endswith(f'"{ROOT.resolve()}[plot]"')
@@ -195,7 +209,9 @@ def test_notebook_runs(name, monkeypatch):
 
 @pytest.mark.tpu_compile
 def test_quickstart_compiles_for_the_chip_of_colab():
-    """Its steps compile for v5e:1x1: a program for each batch size, one for microbatches, and one of each `train_step`."""
+    """Its steps compile for v5e:1x1: a program for each batch size, one for
+    microbatches, and one of each `train_step`.
+    """
     pytest.importorskip("libtpu")
     import jax
     import numpy as np

@@ -1,4 +1,6 @@
-"""Reference pages that are written from the code: a line `<!-- generated: NAME -->` becomes the Markdown of GENERATED[NAME]."""
+"""Reference pages that are written from the code: a line `<!-- generated: NAME -->`
+becomes the Markdown of GENERATED[NAME].
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ COMMON = (
 
 
 def configuration_keys() -> str:
-    """Return every key of base.yml: first the common ones, then the others, folded by section."""
+    """Return every key of base.yml: first the common ones, then the others, folded by
+    section.
+    """
     common = [line for name in COMMON for line in _key(BASE_FILE, name)]
     return "\n".join(
         [
@@ -78,7 +82,9 @@ def rollout_keys() -> str:
 
 
 def _keys(file: ConfigFile, without: tuple[str, ...]) -> list[str]:
-    """Return the keys of a file as a list of definitions, in its sections, each of which unfolds."""
+    """Return the keys of a file as a list of definitions, in its sections, each of
+    which unfolds.
+    """
     lines: list[str] = []
     for section in dict.fromkeys(key.section for key in file.keys.values()):
         names = [
@@ -118,7 +124,9 @@ def _key(file: ConfigFile, name: str) -> list[str]:
 
 
 def presets() -> str:
-    """Return the published ramps that come with rampup, with the comment at the head of each file."""
+    """Return the published ramps that come with rampup, with the comment at the head of
+    each file.
+    """
     lines = []
     for path in sorted(CONFIGS.glob("*.yml")):
         if path.stem not in NOT_PRESETS:
@@ -139,7 +147,9 @@ def preset_rules() -> str:
 
 
 def changed_lines(name: str) -> tuple[int, int]:
-    """Return how many lines of a program a ramp adds or changes, and how many it removes, without docstring and blanks."""
+    """Return how many lines of a program a ramp adds or changes, and how many it
+    removes, without docstring and blanks.
+    """
     texts = (
         (EXAMPLES / f"{name}{end}.py").read_text(encoding="utf-8")
         for end in ("", "_ramp")
@@ -176,7 +186,9 @@ def examples() -> str:
 
 
 def _head(path: Path) -> str:
-    """Return the comment at the head of a file, without the lines that every file begins with."""
+    """Return the comment at the head of a file, without the lines that every file
+    begins with.
+    """
     head = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
     assert head is not None
     lines = [line.removeprefix("#").strip() for line in head[0].splitlines()]
@@ -219,7 +231,9 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _argument(action: argparse.Action) -> str:
-    """Return an argument as one writes it: `CONFIG.yml`, or `-o FILE, --output FILE`."""
+    """Return an argument as one writes it: `CONFIG.yml`, or `-o FILE, --output
+    FILE`.
+    """
     value = (
         action.metavar
         if isinstance(action.metavar, str)
@@ -235,7 +249,9 @@ def _argument(action: argparse.Action) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return text in which Markdown sees no column separators, no tags and no emphasis."""
+    """Return text in which Markdown sees no column separators, no tags and no
+    emphasis.
+    """
     return (
         html.escape(text, quote=False)
         .replace("|", "\\|")

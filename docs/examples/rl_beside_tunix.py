@@ -1,7 +1,9 @@
-"""Time a step of GRPO beside Tunix, on a model and a task of the same sizes: `python docs/examples/rl_beside_tunix.py [STEPS]`.
+"""Time a step of GRPO beside Tunix, on a model and a task of the same sizes: `python
+docs/examples/rl_beside_tunix.py [STEPS]`.
 
-Needs google-tunix and jax. Both systems train in one process and take turns step by step, so that both see the same load.
-A step generates responses to 32 prompts, 8 each, rewards them, and runs two optimizer steps of two passes each.
+Needs google-tunix and jax. Both systems train in one process and take turns step by
+step, so that both see the same load. A step generates responses to 32 prompts, 8 each,
+rewards them, and runs two optimizer steps of two passes each.
 """
 
 import os
@@ -61,8 +63,13 @@ class Bytes:
 
 
 def rampup_steps(steps):
-    """Yield the seconds of each step, and of its generation with rewards and log-probabilities."""
-    size = lambda count: Size(count=count, unit="prompts")  # noqa: E731
+    """Yield the seconds of each step, and of its generation with rewards and
+    log-probabilities.
+    """
+
+    def size(count):
+        return Size(count=count, unit="prompts")
+
     plan = RolloutPlan(
         rollout_batch=size(PROMPTS),
         samples_per_prompt=RESPONSES,
@@ -101,7 +108,9 @@ def rampup_steps(steps):
 
 
 def tunix_steps(steps):
-    """Yield the same of Tunix: its learner asks for the next batch when a step is done, and waits there for its turn."""
+    """Yield the same of Tunix: its learner asks for the next batch when a step is done,
+    and waits there for its turn.
+    """
     config = qwen3.ModelConfig(
         num_layers=2,
         vocab_size=256,
@@ -197,7 +206,8 @@ def main():
     steps = (int(sys.argv[1]) if len(sys.argv) > 1 else 30) + WARM_UP
     pairs = list(zip(rampup_steps(steps), tunix_steps(steps), strict=True))[WARM_UP:]
     print(
-        f"{len(pairs)} steps in turn, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; median (quartiles), ms"
+        f"{len(pairs)} steps in turn, load {os.getloadavg()[0]:.1f} on {os.cpu_count()}"
+        " cores; median (quartiles), ms"
     )
     rows = {
         "step": lambda seconds, generation: seconds,

@@ -1,6 +1,8 @@
-"""Tunix's PeftTrainer with a batch that grows from 8 to 32: `python tunix_ramp.py FOLDER`. Needs google-tunix.
+"""Tunix's PeftTrainer with a batch that grows from 8 to 32: `python tunix_ramp.py
+FOLDER`. Needs google-tunix.
 
-Run it again with the same folder, also after a kill, and it resumes from its last checkpoint.
+Run it again with the same folder, also after a kill, and it resumes from its last
+checkpoint.
 """
 
 import sys
@@ -66,5 +68,6 @@ with mesh:
     trainer.train(())
 state = trainer.optimizer.opt_state
 print(
-    f"{trainer.iter_steps} microbatches, {int(state.gradient_step[...])} optimizer steps"
+    f"{trainer.iter_steps} microbatches, {int(state.gradient_step[...])} optimizer"
+    " steps"
 )

@@ -1,1 +1,3 @@
-"""How large the batch should be: noise scale, critical batch, designed ramps, constants that follow the batch."""
+"""How large the batch should be: noise scale, critical batch, designed ramps, constants
+that follow the batch.
+"""

@@ -1,11 +1,15 @@
-"""The critical batch size by branches: which branches, when one is losing, and what their losses mean.
+"""The critical batch size by branches: which branches, when one is losing, and what
+their losses mean.
 
-The method is that of Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971): branches from one checkpoint
-train on the same samples, and the critical batch is the largest whose smoothed loss exceeds that of no smaller one by more than
-a tolerance. Here all losses are measured on the same rows, whose noise cancels in the differences.
+The method is that of Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv
+2505.23971): branches from one checkpoint train on the same samples, and the critical
+batch is the largest whose smoothed loss exceeds that of no smaller one by more than a
+tolerance. Here all losses are measured on the same rows, whose noise cancels in the
+differences.
 
-A window can only show what it changes. The *gain* is what it lowers the loss of the smallest branch. A branch that ends worse
-by a share w of it has wasted about that share of its samples, so it needs w / (1 - w) more tokens: by default, at most 20%.
+A window can only show what it changes. The *gain* is what it lowers the loss of the
+smallest branch. A branch that ends worse by a share w of it has wasted about that share
+of its samples, so it needs w / (1 - w) more tokens: by default, at most 20%.
 """
 
 from __future__ import annotations
@@ -23,16 +27,18 @@ from rampup.plan.numbers import exact_fraction, finite_or_none
 SMOOTHING = 0.5  # weight of the newest evaluation in the smoothed loss, as in the paper
 # Evaluations of a branch if its window is long enough, and the fewest.
 EVALUATIONS, LEAST_EVALUATIONS = 16, 4
-# A window that is not given has at least so many steps of the largest branch, and the loss curve of the run promises this gain
-# in nats from it: a sixth of it is some three standard errors of a difference of losses.
+# A window that is not given has at least so many steps of the largest branch, and the
+# loss curve of the run promises this gain in nats from it: a sixth of it is some three
+# standard errors of a difference of losses.
 DEFAULT_STEPS, DEFAULT_GAIN = 20, 0.02
 TOLERANCE_SHARE = (
     1 / 6
 )  # the default tolerance as a share w of the gain: w / (1 - w) is 20%
-# A measurement decides if its tolerance is at most this share of the gain, so that a batch which wastes half of its samples
-# fails, and at least so many standard errors.
+# A measurement decides if its tolerance is at most this share of the gain, so that a
+# batch which wastes half of its samples fails, and at least so many standard errors.
 DECISIVE_SHARE, DECISIVE_ERRORS = 0.5, 2.0
-# A branch can be stopped after this fraction of its window, if it then loses by this many tolerances and standard errors.
+# A branch can be stopped after this fraction of its window, if it then loses by this
+# many tolerances and standard errors.
 LEAST_PROGRESS = Fraction(1, 3)
 CLEAR_TOLERANCES, CLEAR_ERRORS = 2.0, 3.0
 MAX_MULTIPLE, MAX_MULTIPLES = 10**6, 32
@@ -53,7 +59,8 @@ class BranchWindow:
 
     multiples: tuple[Fraction, ...]  # factors of the run's batch, ascending
     sizes: tuple[int, ...]  # the global batch size of each branch
-    interval: int  # samples between two evaluations, a whole number of optimizer steps of every branch
+    # samples between two evaluations, a whole number of optimizer steps of every branch
+    interval: int
     num_evaluations: (
         int  # evaluations of a branch; the last one is at the end of the window
     )
@@ -67,7 +74,9 @@ class BranchWindow:
         *,
         promising: int = 0,
     ) -> Self:
-        """Return the branches of a run with this batch, of at least `samples`, by default `promising` ones, or refuse them."""
+        """Return the branches of a run with this batch, of at least `samples`, by
+        default `promising` ones, or refuse them.
+        """
         factors = sorted(
             exact_fraction(multiple, what="multiples", key="multiples")
             for multiple in multiples
@@ -81,7 +90,10 @@ class BranchWindow:
                 if len(factors) == 1
                 else ""
             )
-            rule = f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as 1,2,4,8{single}"
+            rule = (
+                f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as"
+                f" 1,2,4,8{single}"
+            )
             raise ConfigError(rule, key="multiples")
         for factor in factors:
             if (size := factor * global_batch_size).denominator != 1:
@@ -91,8 +103,9 @@ class BranchWindow:
                     if n
                 ]
                 raise BatchDivisibilityError(
-                    f"multiples: {factor} * the run's batch of {global_batch_size} = {float(size):g} is not a whole batch; "
-                    f"nearest: {', '.join(map(str, nearest))}",
+                    f"multiples: {factor} * the run's batch of {global_batch_size} ="
+                    f" {float(size):g} is not a whole batch; nearest:"
+                    f" {', '.join(map(str, nearest))}",
                     value=size.numerator,
                     divisor=size.denominator,
                     key="multiples",
@@ -108,8 +121,10 @@ class BranchWindow:
         if samples <= (LEAST_EVALUATIONS - 1) * unit:
             least = LEAST_EVALUATIONS * unit
             raise ConfigError(
-                f"a window of {samples:,} samples is too short for batches of {', '.join(map(str, sizes))} samples, which meet "
-                f"every {unit:,} samples; at least {LEAST_EVALUATIONS} * {unit:,} = {least:,} samples are needed",
+                f"a window of {samples:,} samples is too short for batches of"
+                f" {', '.join(map(str, sizes))} samples, which meet every {unit:,}"
+                f" samples; at least {LEAST_EVALUATIONS} * {unit:,} = {least:,} samples"
+                " are needed",
                 key="tokens",
                 nearest=(least,),
             )
@@ -128,7 +143,9 @@ class BranchWindow:
 
 
 class Evaluation(NamedTuple):
-    """The losses of one branch on the rows of one evaluation, which are the same for all branches."""
+    """The losses of one branch on the rows of one evaluation, which are the same for
+    all branches.
+    """
 
     losses: tuple[float, ...]  # mean loss of each group of rows
     weights: tuple[float, ...]  # weight (tokens) of each group
@@ -142,7 +159,9 @@ class Evaluation(NamedTuple):
 
 
 def smoothed_loss(curve: Sequence[Evaluation]) -> float:
-    """Return the exponential moving average of the losses of a branch after its last evaluation."""
+    """Return the exponential moving average of the losses of a branch after its last
+    evaluation.
+    """
     return sum(
         share * evaluation.mean
         for share, evaluation in zip(_shares(len(curve)), curve, strict=True)
@@ -152,9 +171,11 @@ def smoothed_loss(curve: Sequence[Evaluation]) -> float:
 def smoothed_difference(
     curve: Sequence[Evaluation], other: Sequence[Evaluation]
 ) -> tuple[float, float]:
-    """Return the smoothed loss of a branch less that of another one at the same tokens, and its standard error.
+    """Return the smoothed loss of a branch less that of another one at the same tokens,
+    and its standard error.
 
-    The error is that of means over rows that both share, without what another seed would change; 0 with one group of rows.
+    The error is that of means over rows that both share, without what another seed
+    would change; 0 with one group of rows.
     """
     total = variance = 0.0
     for share, one, two in zip(_shares(len(curve)), curve, other, strict=False):
@@ -177,14 +198,17 @@ def is_losing(
     num_evaluations: int,
     tolerance: float,
 ) -> bool:
-    """Return whether a branch has clearly lost against complete branches of smaller batches: its window need not be run on."""
+    """Return whether a branch has clearly lost against complete branches of smaller
+    batches: its window need not be run on.
+    """
     done = len(curve)
     if done and not math.isfinite(curve[-1].mean):
         return True
     if done < 2 or done < LEAST_PROGRESS * num_evaluations or done == num_evaluations:
         return False
     for other in smaller:
-        # Even if the difference keeps closing as fast as in the second half so far; one that closes exponentially is slower.
+        # Even if the difference keeps closing as fast as in the second half so far; one
+        # that closes exponentially is slower.
         gap, error = smoothed_difference(curve, other)
         before, _ = smoothed_difference(curve[: done // 2], other)
         closing = min((gap - before) / (done - done // 2), 0.0)
@@ -208,15 +232,18 @@ class BranchResult:
     )  # of its difference from the best smaller branch; 0 for the smallest, None if not finite
     stopped: bool  # whether it was stopped early
     difference: float | None  # from the best smaller branch, or None
-    # The share of additional tokens that its batch needs, compared with the best smaller branch: the estimate, and the ends of
-    # its interval of two standard errors. None if it is not known, or without a limit.
+    # The share of additional tokens that its batch needs, compared with the best
+    # smaller branch: the estimate, and the ends of its interval of two standard errors.
+    # None if it is not known, or without a limit.
     token_overhead: tuple[float | None, float | None, float | None] | None = None
 
 
 def find_critical(
     window: BranchWindow, curves: Sequence[Sequence[Evaluation]], tolerance: float
 ) -> tuple[tuple[BranchResult, ...], int]:
-    """Return the result of every branch in the order of their batches, and the number of that with the critical batch."""
+    """Return the result of every branch in the order of their batches, and the number
+    of that with the critical batch.
+    """
     results: list[BranchResult] = []
     complete: list[Sequence[Evaluation]] = []
     critical = 0
@@ -238,9 +265,9 @@ def find_critical(
                 loss=finite_or_none(smoothed_loss(curve)),
                 standard_error=finite_or_none(error),
                 stopped=stopped,
-                difference=finite_or_none(gap)
-                if len(complete) > (not stopped)
-                else None,
+                difference=(
+                    finite_or_none(gap) if len(complete) > (not stopped) else None
+                ),
             )
         )
     return tuple(results), critical
@@ -256,12 +283,17 @@ class Verdict:
     gain: (
         float | None
     )  # nats by which the window lowered the loss of the smallest branch; None if it was stopped
-    decisive: bool  # whether the window could tell a batch that wastes half of its samples from one that wastes none
+    # whether the window could tell a batch that wastes half of its samples from one
+    # that wastes none
+    decisive: bool
     deciding_samples: int | None = (
-        None  # samples of a window that could, if this one could not; None = nothing says so
+        # samples of a window that could, if this one could not; None = nothing says so
+        None
     )
     earlier: int | None = (
-        None  # the number of the branch that the first half of the window shows, if it is another one
+        # the number of the branch that the first half of the window shows, if it is
+        # another one
+        None
     )
 
 
@@ -272,7 +304,9 @@ def judge(
     tolerance: float | None,
     consumed_samples: int,
 ) -> Verdict:
-    """Return what the branches from a checkpoint show, and whether they could have shown something else."""
+    """Return what the branches from a checkpoint show, and whether they could have
+    shown something else.
+    """
     gain, gain_error = _gain(curves[0], checkpoint, window.num_evaluations)
     # A gain that is not clear may be as large as its error.
     likely = max(gain or 0.0, gain_error)
@@ -289,7 +323,8 @@ def judge(
             decisive=False,
         )
     errors = [branch.standard_error or 0.0 for branch in results if not branch.stopped]
-    # How many times as much the window would have to gain. A longer one gains, and is evaluated on rows, in proportion.
+    # How many times as much the window would have to gain. A longer one gains, and is
+    # evaluated on rows, in proportion.
     needed = max(
         tolerance / (DECISIVE_SHARE * likely),
         (DECISIVE_ERRORS * max(errors) / tolerance) ** (2 / 3),
@@ -302,16 +337,20 @@ def judge(
         replace(window, num_evaluations=len(half[0])), half, tolerance
     )[1]
     return Verdict(
-        branches=tuple(_with_overhead(branch, gain * progress) for branch in results)
-        if is_clear
-        else results,
+        branches=(
+            tuple(_with_overhead(branch, gain * progress) for branch in results)
+            if is_clear
+            else results
+        ),
         critical=critical,
         tolerance=tolerance,
         gain=gain,
         decisive=is_decisive,
-        deciding_samples=None
-        if is_decisive
-        else longer_window(window.samples, consumed_samples, max(needed, 1.0)),
+        deciding_samples=(
+            None
+            if is_decisive
+            else longer_window(window.samples, consumed_samples, max(needed, 1.0))
+        ),
         earlier=None if earlier == critical else earlier,
     )
 
@@ -321,7 +360,9 @@ def samples_for_gain(
     consumed_samples: int,
     gain: float = DEFAULT_GAIN,
 ) -> int:
-    """Return after how many samples the loss of a run is lower by `gain`, by its second half; 0 if that does not say it."""
+    """Return after how many samples the loss of a run is lower by `gain`, by its second
+    half; 0 if that does not say it.
+    """
     second_half = [
         (n, loss)
         for n, loss in curve
@@ -330,7 +371,8 @@ def samples_for_gain(
     if len(second_half) < LEAST_EVALUATIONS:
         return 0
     _, slope, _ = weighted_line([(math.log(n), loss, 1.0) for n, loss in second_half])
-    # A slope that promises the gain only after a hundred times the samples promises nothing.
+    # A slope that promises the gain only after a hundred times the samples promises
+    # nothing.
     return (
         math.ceil(consumed_samples * math.expm1(gain / -slope))
         if slope < 0 and gain / -slope < math.log(100)
@@ -339,7 +381,9 @@ def samples_for_gain(
 
 
 def longer_window(samples: int, consumed_samples: int, times: float) -> int:
-    """Return the samples of a window that gains `times` as much as one of `samples`: losses fall with ln(samples)."""
+    """Return the samples of a window that gains `times` as much as one of `samples`:
+    losses fall with ln(samples).
+    """
     consumed = max(consumed_samples, 1)
     exponent = min(times * math.log1p(samples / consumed), 60.0)
     return max(math.ceil(consumed * math.expm1(exponent)), math.ceil(times * samples))
@@ -348,7 +392,9 @@ def longer_window(samples: int, consumed_samples: int, times: float) -> int:
 def _gain(
     smallest: Sequence[Evaluation], checkpoint: Evaluation, num_evaluations: int
 ) -> tuple[float | None, float]:
-    """Return what the window lowered the loss of the smallest branch, and its standard error."""
+    """Return what the window lowered the loss of the smallest branch, and its standard
+    error.
+    """
     if len(smallest) < num_evaluations or not math.isfinite(smallest[-1].mean):
         return None, 0.0
     return smoothed_difference([checkpoint], [smallest[-1]])
@@ -359,7 +405,9 @@ def tolerance_of(
     checkpoint: Evaluation | None,
     num_evaluations: int,
 ) -> float:
-    """Return the default tolerance as far as it is known: infinite before the smallest branch is complete."""
+    """Return the default tolerance as far as it is known: infinite before the smallest
+    branch is complete.
+    """
     gain = (
         None if checkpoint is None else _gain(curves[0], checkpoint, num_evaluations)[0]
     )
@@ -371,7 +419,9 @@ def tolerance_of(
 
 
 def _progress(num_evaluations: int) -> float:
-    """Return the part of the window that has passed in a smoothed loss, whose older evaluations are earlier in it."""
+    """Return the part of the window that has passed in a smoothed loss, whose older
+    evaluations are earlier in it.
+    """
     return sum(
         share * number / num_evaluations
         for number, share in enumerate(_shares(num_evaluations), start=1)
@@ -396,7 +446,9 @@ Bound = Literal["exact", "at_least", "at_most"]
 
 
 def critical_bound(sizes: Sequence[int], critical: int) -> Bound:
-    """Return what the critical batch of branches says: a bound if it is the largest or the smallest that was tried."""
+    """Return what the critical batch of branches says: a bound if it is the largest or
+    the smallest that was tried.
+    """
     return (
         "at_most"
         if critical == min(sizes)
@@ -407,7 +459,9 @@ def critical_bound(sizes: Sequence[int], critical: int) -> Bound:
 
 
 def implied_noise_scale(size: float, *, tolerance: float, gain: float) -> float:
-    """Return the noise scale that follows from a critical batch: the batch that needs 100% more tokens."""
+    """Return the noise scale that follows from a critical batch: the batch that needs
+    100% more tokens.
+    """
     return size * (gain - tolerance) / tolerance
 
 

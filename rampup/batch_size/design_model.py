@@ -1,14 +1,19 @@
-"""Two models of the hours and the loss of a batch size schedule, and the best schedules under them. They read no files.
+"""Two models of the hours and the loss of a batch size schedule, and the best schedules
+under them. They read no files.
 
-`DesignModel` is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162): a sample in a
-batch B does 1 / (1 + B/N) of the work of a sample in a very small batch, where N is the gradient noise scale. *Progress* is the
-number of samples that a run with a very small batch would need. N is a function of progress, measured on a run. With t(B)
-seconds per step, a unit of progress takes t(B) * (1/B + 1/N) seconds; AdaptDL and Pollux call its inverse goodput (Qiao et al.
-2021, arXiv 2008.12260). The batch that minimizes it at every point of the run makes the fastest schedule to any loss.
+`DesignModel` is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch
+Training" (arXiv 1812.06162): a sample in a batch B does 1 / (1 + B/N) of the work of a
+sample in a very small batch, where N is the gradient noise scale. *Progress* is the
+number of samples that a run with a very small batch would need. N is a function of
+progress, measured on a run. With t(B) seconds per step, a unit of progress takes t(B) *
+(1/B + 1/N) seconds; AdaptDL and Pollux call its inverse goodput (Qiao et al. 2021,
+arXiv 2008.12260). The batch that minimizes it at every point of the run makes the
+fastest schedule to any loss.
 
-It has no memory: what the noise of a step costs is lost for good. `ForgettingModel` is for a constant learning rate, at which
-loss curves of different batches cross (Zhou et al. 2026, arXiv 2601.05034) and noise is forgotten (Wang et al. 2026, arXiv
-2602.14208, whose functional scaling law is that of Li et al. 2025, arXiv 2509.19189).
+It has no memory: what the noise of a step costs is lost for good. `ForgettingModel` is
+for a constant learning rate, at which loss curves of different batches cross (Zhou et
+al. 2026, arXiv 2601.05034) and noise is forgotten (Wang et al. 2026, arXiv 2602.14208,
+whose functional scaling law is that of Li et al. 2025, arXiv 2509.19189).
 """
 
 from __future__ import annotations
@@ -22,17 +27,20 @@ from typing import Literal, NamedTuple, Self
 
 from rampup.errors import DataError
 
-# The largest published growth of the critical batch with the data (Zhang et al. 2024, arXiv 2410.21676; Power Lines,
-# arXiv 2505.13738, has 0.462); Merrill et al. 2025 (arXiv 2505.23971) find that it ends, which is a growth of 0.
+# The largest published growth of the critical batch with the data (Zhang et al. 2024,
+# arXiv 2410.21676; Power Lines, arXiv 2505.13738, has 0.462); Merrill et al. 2025
+# (arXiv 2505.23971) find that it ends, which is a growth of 0.
 PUBLISHED_GROWTH = 0.47
-# Exponents of the loss over the data, reducible part: Hoffmann et al. 2022 (arXiv 2203.15556), and the refit of their data by
-# Besiroglu et al. 2024 (arXiv 2404.10102).
+# Exponents of the loss over the data, reducible part: Hoffmann et al. 2022 (arXiv
+# 2203.15556), and the refit of their data by Besiroglu et al. 2024 (arXiv 2404.10102).
 DATA_EXPONENTS = (0.28, 0.37)
 PARTS, FORGETTING_PARTS = (
     1024,
     1000,
 )  # parts of a schedule in which the models are integrated
-MOST_LENGTHS = 3  # a schedule that has not reached a loss after so many lengths of the run is taken never to reach it
+# a schedule that has not reached a loss after so many lengths of the run is taken never
+# to reach it
+MOST_LENGTHS = 3
 Schedule = tuple[
     tuple[int, int], ...
 ]  # thresholds in samples with the batch from there on, the first at 0
@@ -42,7 +50,8 @@ Schedule = tuple[
 class NoiseCurve:
     """The gradient noise scale over the progress of a run, in samples."""
 
-    # (progress, noise scale) in order, the latter infinite if it has no upper end; straight lines between them in logarithms.
+    # (progress, noise scale) in order, the latter infinite if it has no upper end;
+    # straight lines between them in logarithms.
     knots: tuple[tuple[float, float], ...]
     growth: float  # exponent of the power law after the last knot
 
@@ -72,7 +81,9 @@ class NoisePoint(NamedTuple):
 
     @property
     def is_bound(self) -> bool:
-        """Whether one end of the interval is all that is known: the noise scale is at least `low`, or at most `noise`."""
+        """Whether one end of the interval is all that is known: the noise scale is at
+        least `low`, or at most `noise`.
+        """
         return self.low == 0 or (self.high == math.inf and self.noise == self.low)
 
     def scaled(self, factor: float) -> Self:
@@ -82,7 +93,9 @@ class NoisePoint(NamedTuple):
         )
 
     def widened(self, low: float, high: float) -> Self:
-        """Return the measurement with an interval that contains another one too; a bound stays as it is."""
+        """Return the measurement with an interval that contains another one too; a
+        bound stays as it is.
+        """
         return (
             self
             if self.is_bound
@@ -93,8 +106,11 @@ class NoisePoint(NamedTuple):
 def noise_curves(
     points: Sequence[NoisePoint], growth: float | None = None
 ) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
-    """Return the noise scale over the progress, and the lower and the upper end of its interval, from points in order."""
-    # Where a measurement is only a bound, the curve has the others, held to it; the bounds themselves if there are no others.
+    """Return the noise scale over the progress, and the lower and the upper end of its
+    interval, from points in order.
+    """
+    # Where a measurement is only a bound, the curve has the others, held to it; the
+    # bounds themselves if there are no others.
     exact = [point for point in points if not point.is_bound]
     known = NoiseCurve(
         knots=tuple((point.samples, point.noise) for point in exact), growth=0.0
@@ -120,11 +136,13 @@ def noise_curves(
             before = point.samples
             found.append((max(progress, 1.0), noise))
         knots.append(tuple(found))
-    # After the last of at most two, the growth is not known, and its interval begins at 0.
+    # After the last of at most two, the growth is not known, and its interval begins at
+    # 0.
     assumed = PUBLISHED_GROWTH if growth is None else growth
     growths = [assumed, 0.0, max(assumed, PUBLISHED_GROWTH)]
     if len(exact) > 2 and growth is None:
-        # A line through the second half of the measurements, each by its precision. Its slope has an interval of its own.
+        # A line through the second half of the measurements, each by its precision. Its
+        # slope has an interval of its own.
         rows = []
         placed = [
             (place, point)
@@ -162,7 +180,9 @@ class StepTimes:
 
     @classmethod
     def fit(cls, seconds: dict[int, float]) -> Self:
-        """Return the times of measured steps, by their batch. With a single one, time is in proportion to the batch."""
+        """Return the times of measured steps, by their batch. With a single one, time
+        is in proportion to the batch.
+        """
         points = tuple(sorted(seconds.items()))
         if not points or points[0][0] < 1 or min(time for _, time in points) <= 0:
             raise DataError(
@@ -178,7 +198,9 @@ class StepTimes:
         return cls(measured=points, slope=slope)
 
     def bounds(self) -> tuple[Self, Self]:
-        """Return the least and the most that untimed batches take: no less than smaller ones, and no more per sample."""
+        """Return the least and the most that untimed batches take: no less than smaller
+        ones, and no more per sample.
+        """
         return replace(self, others="least"), replace(self, others="most")
 
     def total(self, schedule: Schedule, samples: float) -> float:
@@ -198,7 +220,8 @@ class StepTimes:
         if batch >= high:
             return last + self.slope * (batch - high)
         if batch <= low:
-            # Not below the time in proportion to the batch: a smaller batch is never more efficient.
+            # Not below the time in proportion to the batch: a smaller batch is never
+            # more efficient.
             return max(first - self.slope * (low - batch), first * batch / low)
         place = bisect.bisect_right(self.measured, (batch, math.inf))
         (b0, t0), (b1, t1) = self.measured[place - 1], self.measured[place]
@@ -228,12 +251,15 @@ class DesignModel:
         samples: int | None = None,
         progress: float | None = None,
     ) -> Outcome:
-        """Return the outcome of a schedule after a number of samples, or if that is None at a progress."""
+        """Return the outcome of a schedule after a number of samples, or if that is
+        None at a progress.
+        """
         done, reached = 0.0, 0.0
         total: float = math.inf if samples is None else samples
         starts = [(min(float(start), total), batch) for start, batch in schedule]
         for (start, batch), (end, _) in itertools.pairwise([*starts, (total, 0)]):
-            # Short parts while little is done, because the noise scale changes on a logarithmic scale.
+            # Short parts while little is done, because the noise scale changes on a
+            # logarithmic scale.
             while done < end:
                 part = min(
                     end - done,
@@ -243,7 +269,8 @@ class DesignModel:
                         1.0,
                     ),
                 )
-                # No part goes beyond a knot of the noise curve, which may be close to the one before it.
+                # No part goes beyond a knot of the noise curve, which may be close to
+                # the one before it.
                 place = bisect.bisect_right(self.noise.knots, (reached, math.inf))
                 knot = (
                     self.noise.knots[place][0]
@@ -280,8 +307,11 @@ class DesignModel:
         )
 
     def best_schedule(self, sizes: Sequence[int], *, progress: float) -> Schedule:
-        """Return the schedule of ascending sizes that reaches a progress in the least time, of all that do not shrink."""
-        # The length and the noise scale of parts of the progress, shorter where little is done and split at knots.
+        """Return the schedule of ascending sizes that reaches a progress in the least
+        time, of all that do not shrink.
+        """
+        # The length and the noise scale of parts of the progress, shorter where little
+        # is done and split at knots.
         edges = {x for x, _ in self.noise.knots if x < progress} | {progress}
         reached = 0.0
         while reached < progress:
@@ -295,7 +325,8 @@ class DesignModel:
             (number, size, self.times.at(size) / size)
             for number, size in enumerate(sizes)
         ][::-1]
-        # From the end backwards: the least time of the rest, if the batch may be `sizes[number]` or any larger one.
+        # From the end backwards: the least time of the rest, if the batch may be
+        # `sizes[number]` or any larger one.
         rest, choices = [0.0] * len(sizes), list[list[int]]()
         for length, noise in reversed(parts):
             best, after, rest = (math.inf, 0), rest, rest.copy()
@@ -313,14 +344,17 @@ class DesignModel:
                     number
                 ]  # of several batches from one whole sample on, the last
             done += length * (1 + sizes[number] / noise)
-        # The constants too: where the optimum is one of them, it is not to lose by the rounding of a threshold.
+        # The constants too: where the optimum is one of them, it is not to lose by the
+        # rounding of a threshold.
         found = [tuple(switches.items()), *(((0, size),) for size in sizes)]
         return min(
             found, key=lambda schedule: self.run(schedule, progress=progress).seconds
         )
 
     def late_switch(self, sizes: Sequence[int], *, samples: int) -> Schedule:
-        """Return the schedule with one late switch from the smallest batch that is fastest to the loss of that batch."""
+        """Return the schedule with one late switch from the smallest batch that is
+        fastest to the loss of that batch.
+        """
         target = self.run(((0, sizes[0]),), samples=samples).progress
         return min(
             late_switches(sizes, samples),
@@ -338,12 +372,15 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgettingModel:
-    """The model for a constant learning rate, in which the loss is a signal plus a noise.
+    """The model for a constant learning rate, in which the loss is a signal plus a
+    noise.
 
-    The signal falls with the learning rate times the steps, and the noise relaxes to a level in proportion to the rate over the
-    batch. Two choices are ours. Noise fades exponentially, not by a power law. And its size follows from a batch b for which
-    the rate was tuned: a slightly higher one would add as much noise as it lowers the signal, so the noise of b is the decrease
-    of the loss per factor e of the progress P. A step of b makes a progress of b / (1 + b/N). With a rate that is scaled by
+    The signal falls with the learning rate times the steps, and the noise relaxes to a
+    level in proportion to the rate over the batch. Two choices are ours. Noise fades
+    exponentially, not by a power law. And its size follows from a batch b for which the
+    rate was tuned: a slightly higher one would add as much noise as it lowers the
+    signal, so the noise of b is the decrease of the loss per factor e of the progress
+    P. A step of b makes a progress of b / (1 + b/N). With a rate that is scaled by
     (B/b)^r, and is not above that of a noiseless step, a sample in a batch B makes
 
         g(B) = min((B/b)^r b / (1 + b/N), N) / B    of progress, and its noise fades to    g(B)/g(b) |dL/dlnP|.
@@ -353,7 +390,8 @@ class ForgettingModel:
     batch: int  # b, for which the learning rate was tuned
     power: float  # r, of the rule by which the learning rate follows the batch
     memory: float  # the progress in which noise falls by a factor e
-    slope: float  # decrease of the loss per factor e of the progress, at the last measurement
+    # decrease of the loss per factor e of the progress, at the last measurement
+    slope: float
     length: int  # samples of the run
 
     def gain(self, size: int, progress: float) -> float:
@@ -367,7 +405,9 @@ class ForgettingModel:
         return min(step, noise) / size
 
     def follow(self, schedule: Schedule, loss: float = -math.inf) -> Point:
-        """Return where a schedule is after the samples of the run, or where it reaches a loss, which may be later."""
+        """Return where a schedule is after the samples of the run, or where it reaches
+        a loss, which may be later.
+        """
         here = Point(0.0, 0.0, math.nan)
         part = self.length / FORGETTING_PARTS
         last = self.model.noise.knots[-1][0]
@@ -403,7 +443,9 @@ class ForgettingModel:
         )
 
     def seconds(self, schedule: Schedule, loss: float) -> float:
-        """Return the seconds until a schedule has a loss; infinite if it has not after three times the samples of the run."""
+        """Return the seconds until a schedule has a loss; infinite if it has not after
+        three times the samples of the run.
+        """
         samples = self.follow(schedule, loss).samples
         return (
             self.model.times.total(schedule, samples)
@@ -412,7 +454,9 @@ class ForgettingModel:
         )
 
     def late_switch(self, sizes: Sequence[int]) -> Schedule:
-        """Return the schedule with one switch from the smallest batch, in the second half, whose loss is the lowest."""
+        """Return the schedule with one switch from the smallest batch, in the second
+        half, whose loss is the lowest.
+        """
         return min(
             late_switches(sizes, self.length),
             key=lambda schedule: self.loss(self.follow(schedule)),
@@ -420,7 +464,9 @@ class ForgettingModel:
 
 
 def late_switches(sizes: Sequence[int], samples: int) -> list[Schedule]:
-    """Return the schedules with one switch from the smallest batch, in the second half of the samples (arXiv 2602.14208)."""
+    """Return the schedules with one switch from the smallest batch, in the second half
+    of the samples (arXiv 2602.14208).
+    """
     start = (0, sizes[0])
     return [
         (start, (round(samples * share / 20), size))
@@ -430,7 +476,9 @@ def late_switches(sizes: Sequence[int], samples: int) -> list[Schedule]:
 
 
 def _parts_of(schedule: Schedule, samples: float) -> list[tuple[int, float]]:
-    """Return the batches of a schedule, each with its samples, up to a number of them."""
+    """Return the batches of a schedule, each with its samples, up to a number of
+    them.
+    """
     ends = [*(float(start) for start, _ in schedule[1:]), math.inf]
     return [
         (batch, max(min(end, samples) - start, 0.0))
@@ -446,17 +494,20 @@ def loss_penalty(
     measured_at: float,
     exponent: float = DATA_EXPONENTS[0],
 ) -> float:
-    """Return the loss at a progress less that at another one, by a power law of the reducible loss.
+    """Return the loss at a progress less that at another one, by a power law of the
+    reducible loss.
 
-    `slope` is the decrease of the loss per factor e of samples, measured at the progress `measured_at`.
+    `slope` is the decrease of the loss per factor e of samples, measured at the
+    progress `measured_at`.
     """
     powers = [(x / measured_at) ** -exponent for x in (progress, reference)]
     return float(slope / exponent * (powers[0] - powers[1]))
 
 
 def loss_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return start and slope of a line through the loss over the logarithm of the samples consumed, in the second half of a
-    run, where the loss does not grow; None if it is short.
+    """Return start and slope of a line through the loss over the logarithm of the
+    samples consumed, in the second half of a run, where the loss does not grow; None if
+    it is short.
     """
     late = [
         (samples, loss)
@@ -486,7 +537,9 @@ def format_schedule(
 def weighted_line(
     points: Sequence[tuple[float, float, float]],
 ) -> tuple[float, float, float]:
-    """Return start, slope and inverse variance of the slope of a least-squares line through (x, y, inverse variance of y)."""
+    """Return start, slope and inverse variance of the slope of a least-squares line
+    through (x, y, inverse variance of y).
+    """
     total = sum(weight for *_, weight in points)
     mean_x, mean_y = (
         sum(point[axis] * point[2] for point in points) / total for axis in (0, 1)

@@ -1,4 +1,6 @@
-"""AdamW's constants for a batch of another size: published rules that keep the optimizer's behavior per token."""
+"""AdamW's constants for a batch of another size: published rules that keep the
+optimizer's behavior per token.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from rampup.plan.plan import RampPlan
 DecayScaling = Literal["none", "half_life", "sde"]
 EpsScaling = Literal["none", "sde"]
 WeightDecayScaling = Literal["none", "timescale", "power_lines"]
-# The best B / (learning rate * weight decay * D) falls with the tokens per parameter, to this power (Bergsma et al. 2025).
+# The best B / (learning rate * weight decay * D) falls with the tokens per parameter,
+# to this power (Bergsma et al. 2025).
 TIMESCALE_EXPONENT = -0.527
 MAX_DECAY_RATE = (
     1 - 2**-24
@@ -34,14 +37,17 @@ class AdamScaling:
     """How AdamW's constants depend on the batch.
 
     Attributes:
-        b1, b2: `none`; `half_life`, b**ratio, so that the average spans the same number of tokens (Marek et al. 2025, arXiv
-            2507.07101); or `sde`, 1 - ratio * (1 - b), with which batches of different sizes approximate the same stochastic
+        b1, b2: `none`; `half_life`, b**ratio, so that the average spans the same number
+            of tokens (Marek et al. 2025, arXiv 2507.07101); or `sde`, 1 - ratio * (1 -
+            b), with which batches of different sizes approximate the same stochastic
             differential equation (Malladi et al. 2022, arXiv 2205.10287).
         b2_floor, b2_ceiling: limits of the scaled b2; None = no limit.
         eps: `none`, or `sde`, eps / sqrt(ratio) (Malladi et al. 2022).
-        weight_decay: `none`; `timescale`, which keeps B / (learning rate * weight decay * D) constant, where D is the number of
-            tokens of the run (Wang & Aitchison 2024, arXiv 2405.13698); or `power_lines`, which lets it fall as D**-0.527 for
-            the same model (Bergsma et al. 2025, arXiv 2505.13738). They differ only in runs of another length.
+        weight_decay: `none`; `timescale`, which keeps B / (learning rate * weight decay
+            * D) constant, where D is the number of tokens of the run (Wang & Aitchison
+            2024, arXiv 2405.13698); or `power_lines`, which lets it fall as D**-0.527
+            for the same model (Bergsma et al. 2025, arXiv 2505.13738). They differ only
+            in runs of another length.
         token_ratio: D divided by that of the run for which the weight decay was chosen.
 
     Example:
@@ -87,12 +93,15 @@ class AdamScaling:
     def constants(
         self, base: AdamConstants, *, ratio: float, rate_scale: float, where: str = ""
     ) -> AdamConstants:
-        """Return the constants for a batch, `ratio` times the reference batch, whose constants are `base`.
+        """Return the constants for a batch, `ratio` times the reference batch, whose
+        constants are `base`.
 
-        The batch puts the factor `rate_scale` on the learning rate; `where` names its phase in errors.
+        The batch puts the factor `rate_scale` on the learning rate; `where` names its
+        phase in errors.
 
         Raises:
-            ConfigError: a decay rate falls below 0, or rounds to 1 on a device, and no floor or ceiling prevents it.
+            ConfigError: a decay rate falls below 0, or rounds to 1 on a device, and no
+                floor or ceiling prevents it.
         """
         rates = {}
         of_b1 = (base.b1, self.b1, None, None)
@@ -121,12 +130,14 @@ class AdamScaling:
                     rule == "sde"
                 )
                 raise ConfigError(
-                    f"the rule {rule} gives adam_{name} = {formula} = {scaled:.9g} for {where or 'this batch'}, which is "
-                    f"{problem}; {', or '.join(fixes) or 'use larger batches'}",
+                    f"the rule {rule} gives adam_{name} = {formula} = {scaled:.9g} for"
+                    f" {where or 'this batch'}, which is {problem};"
+                    f" {', or '.join(fixes) or 'use larger batches'}",
                     key="batch_scaling",
                     nearest=("half_life",) if rule == "sde" else (),
                 )
-        # The timescale B / (learning rate * weight decay * D), relative to that of the reference.
+        # The timescale B / (learning rate * weight decay * D), relative to that of the
+        # reference.
         timescale = (
             self.token_ratio**TIMESCALE_EXPONENT
             if self.weight_decay == "power_lines"
@@ -141,9 +152,11 @@ class AdamScaling:
         return AdamConstants(**rates, eps=eps, weight_decay=base.weight_decay * factor)
 
 
-# The published rules of the key `batch_scaling`: each scales the learning rate, and some of AdamW's constants. `sqrt` is `sde`
-# for the learning rate alone, `half_life` has the largest adam_b2 of marin, `timescale` the learning rate of nanochat, and
-# `complete` has the weight decay that goes with `sde` (Mlodozeniec et al. 2025, arXiv 2512.22382).
+# The published rules of the key `batch_scaling`: each scales the learning rate, and
+# some of AdamW's constants. `sqrt` is `sde` for the learning rate alone, `half_life`
+# has the largest adam_b2 of marin, `timescale` the learning rate of nanochat, and
+# `complete` has the weight decay that goes with `sde` (Mlodozeniec et al. 2025, arXiv
+# 2512.22382).
 BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
     "none": ("none", AdamScaling()),
     "linear": ("linear", AdamScaling()),
@@ -162,7 +175,9 @@ BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
 def adam_constants(
     plan: RampPlan, base: AdamConstants, scaling: AdamScaling
 ) -> tuple[AdamConstants, ...]:
-    """Return the constants of every segment of a plan's clock, or raise the errors of all segments at once."""
+    """Return the constants of every segment of a plan's clock, or raise the errors of
+    all segments at once.
+    """
     found, problems = [], dict[str, RampupError]()
     for segment in plan.clock:
         ratio = segment.global_batch_size / plan.reference_size

@@ -1,9 +1,12 @@
-"""Published scaling laws for the batch size of language-model pre-training: how large it may be, before any run.
+"""Published scaling laws for the batch size of language-model pre-training: how large
+it may be, before any run.
 
-The *optimal* batch reaches the lowest loss with a number of tokens. The *critical* laws say what a larger batch costs, in one
-definition here: with D_min the tokens that a very small batch needs for a loss, a batch B needs D_min * (1 + B / B_100%)
-(McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So B_100% needs twice the tokens, and 0.2 * B_100% needs 20% more.
-The laws were fitted on other data, tokenizers, optimizers and schedules, so their spread is part of the answer.
+The *optimal* batch reaches the lowest loss with a number of tokens. The *critical* laws
+say what a larger batch costs, in one definition here: with D_min the tokens that a very
+small batch needs for a loss, a batch B needs D_min * (1 + B / B_100%) (McCandlish et
+al. 2018, arXiv 1812.06162, equation 2.11). So B_100% needs twice the tokens, and 0.2 *
+B_100% needs 20% more. The laws were fitted on other data, tokenizers, optimizers and
+schedules, so their spread is part of the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any, NamedTuple
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import parse_count
 
-# The shares of additional tokens for which each critical law is evaluated. The range that is recommended is that of `ADVISED`.
+# The shares of additional tokens for which each critical law is evaluated. The range
+# that is recommended is that of `ADVISED`.
 OVERHEADS = {"5%": 0.05, "20%": 0.2, "100%": 1.0}
 ADVISED = "20%"
 
@@ -43,7 +47,9 @@ class ScalingLaw(NamedTuple):
         return "optimal" if self.overhead is None else "critical"
 
     def rate_at(self, batch_tokens: float, d: int, n: int) -> float:
-        """Return the rate of the law for another batch than its own, by the square-root rule."""
+        """Return the rate of the law for another batch than its own, by the square-root
+        rule.
+        """
         assert self.learning_rate is not None
         return self.learning_rate(d, n) * float(
             (batch_tokens / self.batch_tokens(d, n)) ** 0.5
@@ -68,7 +74,8 @@ LAWS = (
     ),
     ScalingLaw(
         "DeepSeek LLM",
-        "0.2920 * C**0.3271 tokens, C = M * D FLOPs, M = 6 * N without those of attention",
+        "0.2920 * C**0.3271 tokens, C = M * D FLOPs, M = 6 * N without those of"
+        " attention",
         "DeepSeek-AI 2024, arXiv 2401.02954, section 3.1",
         lambda d, n: 0.2920 * (6.0 * n * d) ** 0.3271,
         needs_params=True,
@@ -77,13 +84,15 @@ LAWS = (
     ),
     ScalingLaw(
         "nanochat",
-        "2**19 * (D / 1.32B)**0.383 tokens: the exponent of Power Lines through one point, its model d12",
+        "2**19 * (D / 1.32B)**0.383 tokens: the exponent of Power Lines through one"
+        " point, its model d12",
         "karpathy/nanochat, scripts/base_train.py",
         lambda d, n: 2**19 * (d / 1_321_210_944) ** 0.383,
     ),
     ScalingLaw(
         "Power Lines, critical",
-        "0.0471 * D**0.462 sequences of 2,048 tokens, which need twice the D tokens that a small batch needs",
+        "0.0471 * D**0.462 sequences of 2,048 tokens, which need twice the D tokens"
+        " that a small batch needs",
         POWER_LINES,
         lambda d, n: 2048 * 0.0471 * d**0.462,
         overhead=1.0,
@@ -97,7 +106,8 @@ LAWS = (
     ),
     ScalingLaw(
         "Kaplan et al.",
-        "2e8 * L**(-1 / 0.21) tokens, which need twice the tokens, with their loss L(N, D) at the end of the run",
+        "2e8 * L**(-1 / 0.21) tokens, which need twice the tokens, with their loss L(N,"
+        " D) at the end of the run",
         "Kaplan et al. 2020, arXiv 2001.08361, sections 4.1 and 5.1",
         lambda d, n: (
             2e8
@@ -108,25 +118,47 @@ LAWS = (
     ),
 )
 NOTES = (
-    "optimal: lowest loss for the tokens; critical: the batch that needs so many more tokens for the same loss",
-    f"take the range of the column +{ADVISED}; a batch of the column +100% doubles the tokens",
+    (
+        "optimal: lowest loss for the tokens; critical: the batch that needs so many"
+        " more tokens for the same loss"
+    ),
+    (
+        f"take the range of the column +{ADVISED}; a batch of the column +100% doubles"
+        " the tokens"
+    ),
     "steps are those of all tokens, the additional ones included",
-    "the laws were fitted on runs of other data, models and schedules; outside of their scale they extrapolate",
+    (
+        "the laws were fitted on runs of other data, models and schedules; outside of"
+        " their scale they extrapolate"
+    ),
     "N of Kaplan et al. and of DeepSeek is without the embeddings",
-    "of Power Lines, the exponents are confirmed by other public texts, the factors are not",
-    "nanochat's law overshoots at larger models: its pull request 851 caps the batch at 2**20 tokens, because a model d34 at "
-    "2**21 was 4 to 6 times less efficient in tokens than a d24",
-    "a run can start smaller: measured critical batches grow during training (Merrill et al. 2025, arXiv 2505.23971)",
+    (
+        "of Power Lines, the exponents are confirmed by other public texts, the factors"
+        " are not"
+    ),
+    (
+        "nanochat's law overshoots at larger models: its pull request 851 caps the"
+        " batch at 2**20 tokens, because a model d34 at 2**21 was 4 to 6 times less"
+        " efficient in tokens than a d24"
+    ),
+    (
+        "a run can start smaller: measured critical batches grow during training"
+        " (Merrill et al. 2025, arXiv 2505.23971)"
+    ),
 )
 EXCEEDS = (
-    "the largest optimal batch is above the smallest critical one, because the laws come from different runs; where the two "
-    "overlap, take the smaller"
+    "the largest optimal batch is above the smallest critical one, because the laws"
+    " come from different runs; where the two overlap, take the smaller"
 )
 STEP_LAW = next(law for law in LAWS if law.name == "Step Law")
-BORROWED_RATE = f"that of Step Law, {STEP_LAW.rate_formula} at its batch, by the square root of the batch"
+BORROWED_RATE = (
+    f"that of Step Law, {STEP_LAW.rate_formula} at its batch, by the square root of the"
+    " batch"
+)
 RATES = (
-    "rates are peak rates of Adam: Step Law and DeepSeek LLM have their own for their batch; for other batches, that of Step "
-    "Law follows the square root of the batch (Malladi et al. 2022, arXiv 2205.10287)"
+    "rates are peak rates of Adam: Step Law and DeepSeek LLM have their own for their"
+    " batch; for other batches, that of Step Law follows the square root of the batch"
+    " (Malladi et al. 2022, arXiv 2205.10287)"
 )
 NO_RATES = "--params adds the peak learning rate of each batch"
 
@@ -137,10 +169,12 @@ def suggest_batch(
     *,
     tuned: str | None = None,
 ) -> dict[str, Any]:
-    """Return the batch sizes that published scaling laws give for a run, as `rampup suggest --train-tokens --json` prints them.
+    """Return the batch sizes that published scaling laws give for a run, as `rampup
+    suggest --train-tokens --json` prints them.
 
-    `tuned` is a learning rate and the batch in tokens for which it was tuned, such as `"3e-4@0.5M"`: each law then has the rate
-    for its batch by the square-root rule (Malladi et al. 2022, arXiv 2205.10287).
+    `tuned` is a learning rate and the batch in tokens for which it was tuned, such as
+    `"3e-4@0.5M"`: each law then has the rate for its batch by the square-root rule
+    (Malladi et al. 2022, arXiv 2205.10287).
     """
     problems: list[RampupError] = []
 
@@ -167,7 +201,10 @@ def suggest_batch(
         except (ValueError, RampupError):
             pair = 0.0, 0
         if not (0 < pair[0] < float("inf") and pair[1] >= 1):
-            text = f"tuned={tuned} must be a learning rate and its batch in tokens, such as 3e-4@0.5M"
+            text = (
+                f"tuned={tuned} must be a learning rate and its batch in tokens, such"
+                " as 3e-4@0.5M"
+            )
             problems.append(ConfigError(text, key="tuned", nearest=("3e-4@0.5M",)))
     raise_together(problems)
     known = [law for law in LAWS if n is not None or not law.needs_params]
@@ -184,12 +221,14 @@ def suggest_batch(
     if left_out := [law.name for law in LAWS if law not in known]:
         notes.insert(
             0,
-            f"--params adds the laws that need the parameters of the model: {', '.join(left_out)}",
+            "--params adds the laws that need the parameters of the model:"
+            f" {', '.join(left_out)}",
         )
     notes.append(RATES if n is not None else NO_RATES)
     if pair is None:
         notes.append(
-            "--tuned RATE@BATCH adds the rate of each batch by the square-root rule, from a pair that was tuned"
+            "--tuned RATE@BATCH adds the rate of each batch by the square-root rule,"
+            " from a pair that was tuned"
         )
     ranges = {"optimal": optimal, "critical": critical}
     found = {"train_tokens": d, "params": n, "laws": rows}
@@ -204,23 +243,33 @@ def suggest_batch(
 
 
 def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
-    """Return a sentence about a batch above all laws that need the tokens of the run only; nothing if one has it or more."""
+    """Return a sentence about a batch above all laws that need the tokens of the run
+    only; nothing if one has it or more.
+    """
     sizes = {
         law.batch_tokens(train_tokens, 0): law for law in LAWS if not law.needs_params
     }
     largest = max(sizes)
     if batch_tokens <= largest:
         return ()
-    above = f"a batch of {batch_tokens:,} tokens is above all published laws for a run of {train_tokens:,} tokens"
+    above = (
+        f"a batch of {batch_tokens:,} tokens is above all published laws for a run of"
+        f" {train_tokens:,} tokens"
+    )
     return (
-        f"{above}; the largest is {round(largest):,} ({sizes[largest].name}, {sizes[largest].source}): see `rampup suggest`",
+        (
+            f"{above}; the largest is {round(largest):,} ({sizes[largest].name},"
+            f" {sizes[largest].source}): see `rampup suggest`"
+        ),
     )
 
 
 def _evaluate(
     law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None
 ) -> dict[str, Any]:
-    """Return a law's row for D tokens and N parameters; one without a rate of its own has that of Step Law, for its batch."""
+    """Return a law's row for D tokens and N parameters; one without a rate of its own
+    has that of Step Law, for its batch.
+    """
     size = max(round(law.batch_tokens(d, n or 0)), 1)
     row: dict[str, Any] = {"name": law.name, "kind": law.kind, "batch_tokens": size}
     if law.overhead is None:
@@ -253,7 +302,9 @@ def _evaluate(
 
 
 def _advised(row: dict[str, Any]) -> int:
-    """Return the batch of a row that is advised: the optimal one, or that of 20% more tokens."""
+    """Return the batch of a row that is advised: the optimal one, or that of 20% more
+    tokens.
+    """
     size: int = row.get("batch_tokens_at_overhead", {}).get(
         ADVISED, row["batch_tokens"]
     )

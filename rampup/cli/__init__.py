@@ -1,8 +1,10 @@
-"""The command line: dispatches to a command, prints its result, and turns errors into messages and exit codes.
+"""The command line: dispatches to a command, prints its result, and turns errors into
+messages and exit codes.
 
-A command is a function that takes its arguments and returns a `Result`, with a table of its arguments in capitals: `plan` and
-`PLAN`. It is in the module of its name, or in that of `HOMES`, which alone is imported. Exit codes: 0 success, 1 failed, 2
-refused, 130 interrupted, 141 the output was closed early.
+A command is a function that takes its arguments and returns a `Result`, with a table of
+its arguments in capitals: `plan` and `PLAN`. It is in the module of its name, or in
+that of `HOMES`, which alone is imported. Exit codes: 0 success, 1 failed, 2 refused,
+130 interrupted, 141 the output was closed early.
 """
 
 from __future__ import annotations
@@ -75,19 +77,26 @@ class _Parser(argparse.ArgumentParser):
         if option := re.match(
             r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message
         ):
-            message += f"; a key of the configuration is set without dashes, {option[1]}={option[2] or 'VALUE'}"
+            message += (
+                "; a key of the configuration is set without dashes,"
+                f" {option[1]}={option[2] or 'VALUE'}"
+            )
         raise common.usage_error(f"{message}; see `{self.prog} --help`")
 
 
 class _Console(Console):
-    """Leaves a closed pipe to `main`; rich would exit with 1, the code of a failed run."""
+    """Leaves a closed pipe to `main`; rich would exit with 1, the code of a failed
+    run.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, with which one of several processes ends here if the run failed."""
+    """Run one command and return its exit code, with which one of several processes
+    ends here if the run failed.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         common.skip_absent_tpu()
@@ -100,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout, io.TextIOWrapper
     ):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Orbax logs the failures that it also raises, which are printed here in a sentence, and drops what it had begun.
+    # Orbax logs the failures that it also raises, which are printed here in a sentence,
+    # and drops what it had begun.
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     sys.unraisablehook = _report_unraisable
@@ -109,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = contextvars.copy_context()
         context.run(ctrl_c_stops.set, True)
         code = context.run(_dispatch, arguments)
-        sys.stdout.flush()  # a closed pipe must be noticed here, and not when the interpreter exits
+        # a closed pipe must be noticed here, and not when the interpreter exits
+        sys.stdout.flush()
         return code
     except RampupError as error:
         _print_error(error, as_json=as_json)
@@ -136,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_unraisable(problem: Any) -> None:
-    """Report an error that nothing can catch, but not those of writes that end after one that has failed."""
+    """Report an error that nothing can catch, but not those of writes that end after
+    one that has failed.
+    """
     if not re.match(
         "Event loop is closed|Existing exports of data", str(problem.exc_value)
     ):
@@ -174,7 +187,8 @@ def _dispatch(arguments: list[str]) -> int:
                 sep="\n",
             )
         print(
-            "\nrampup COMMAND --help describes a command; rampup --version prints the version."
+            "\nrampup COMMAND --help describes a command; rampup --version prints the"
+            " version."
         )
         return 0
     if arguments[0] == "--version":
@@ -228,7 +242,9 @@ def _error_object(error: Exception) -> dict[str, Any]:
 
 
 def _print_error(error: Exception, *, as_json: bool) -> None:
-    """Print an error: as JSON on standard output, and one of rampup's own as a message on standard error."""
+    """Print an error: as JSON on standard output, and one of rampup's own as a message
+    on standard error.
+    """
     if as_json:
         print(json.dumps(_error_object(error)))
     if isinstance(error, RampupError):

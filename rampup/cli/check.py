@@ -1,4 +1,6 @@
-"""`rampup check`: explains, checks and converts another system's configuration. Piped, a row is a line of any length."""
+"""`rampup check`: explains, checks and converts another system's configuration. Piped,
+a row is a line of any length.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,20 @@ DEVICES = {
 CHECK = {
     "file": arg(
         "FILE",
-        "another system's configuration or launch script, or `-- COMMAND ...` at the end",
+        "another system's configuration or launch script, or `-- COMMAND ...` at"
+        " the end",
         nargs="?",
     ),
     "overrides": arg(
         "key=value",
-        "settings in that system's keys that take precedence over the file, and variables that a script does not set",
+        "settings in that system's keys that take precedence over the file, and"
+        " variables that a script does not set",
         nargs="*",
     ),
     "--from": arg(
         "SYSTEM",
-        "maxtext, maxtext_rl, megatron, skyrl, verl or trlx; without it, rampup finds it",
+        "maxtext, maxtext_rl, megatron, skyrl, verl or trlx; without it, rampup"
+        " finds it",
         dest="system",
     ),
     "--devices": arg(
@@ -80,7 +85,10 @@ def check(args: argparse.Namespace) -> Result:
     system = args.system or find_system(tuple(args.command) or args.file, settings)
     if args.devices is not None:
         if system not in DEVICES:
-            rule = f"--devices is for {', '.join(DEVICES)}; for {system}, set its own keys of devices as key=value"
+            rule = (
+                f"--devices is for {', '.join(DEVICES)}; for {system}, set its own keys"
+                " of devices as key=value"
+            )
             raise usage_error(rule, key="devices")
         settings.append(f"{DEVICES[system]}={args.devices}")
     verdict = (
@@ -107,7 +115,9 @@ def print_verdict(
     verbose: bool = False,
     all_phases: bool = False,
 ) -> None:
-    """Print violations, the meaning of the file and notes, and on request what each size changes and every phase."""
+    """Print violations, the meaning of the file and notes, and on request what each
+    size changes and every phase.
+    """
     style = "bold green" if verdict.ok else "bold red"
     console.print(
         f"{verdict.system}: {OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}",

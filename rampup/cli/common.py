@@ -1,4 +1,6 @@
-"""What commands share: their result, exit codes, arguments, and the devices that they mean."""
+"""What commands share: their result, exit codes, arguments, and the devices that they
+mean.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def usage_error(
 
 
 def arg(metavar: str | None, words: str, **options: Any) -> dict[str, Any]:
-    """Return what `add_argument` takes besides the name; without a metavar and other options, that of a switch."""
+    """Return what `add_argument` takes besides the name; without a metavar and other
+    options, that of a switch.
+    """
     kind = (
         {"metavar": metavar}
         if metavar is not None
@@ -98,12 +102,16 @@ TOPOLOGY = {"--topology": arg("NAME", f"plan for {SLICES}")}
 
 
 def environment() -> dict[str, str]:
-    """Return the environment, in which `RAMPUP_KEY` sets a key, without the variable that is not a key."""
+    """Return the environment, in which `RAMPUP_KEY` sets a key, without the variable
+    that is not a key.
+    """
     return {name: value for name, value in os.environ.items() if name != SWITCH}
 
 
 def is_rollout_file(path: str | Path) -> bool:
-    """Return whether a file configures a rollout; `rampup.rl` is imported only if a name needs it."""
+    """Return whether a file configures a rollout; `rampup.rl` is imported only if a
+    name needs it.
+    """
     if names_in(path) <= KEYS.keys():
         return False
     from rampup.rl import config
@@ -112,14 +120,19 @@ def is_rollout_file(path: str | Path) -> bool:
 
 
 def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:
-    """Return the devices of `--topology`, `--devices`, the configuration, or this machine; only the last needs JAX."""
+    """Return the devices of `--topology`, `--devices`, the configuration, or this
+    machine; only the last needs JAX.
+    """
     if (topology := named_topology(args)) is not None:
         if args.devices is not None:
             raise ConfigError(
                 "--topology has a number of devices; leave --devices out", key="devices"
             )
         if config.num_devices not in (AUTO, topology.num_devices):
-            rule = f"num_devices={config.num_devices}, but topology={args.topology} has {topology.num_devices}"
+            rule = (
+                f"num_devices={config.num_devices}, but topology={args.topology} has"
+                f" {topology.num_devices}"
+            )
             raise ConfigError(
                 rule, key="num_devices", nearest=(topology.num_devices, AUTO)
             )
@@ -157,7 +170,9 @@ def named_topology(args: argparse.Namespace) -> Topology | None:
 def read_plan(
     args: argparse.Namespace, path: str, overrides: Sequence[str]
 ) -> tuple[Config, RampPlan]:
-    """Return a configuration and its plan, with the environment's variables and the slices of `--topology`."""
+    """Return a configuration and its plan, with the environment's variables and the
+    slices of `--topology`.
+    """
     config = with_slices(
         load_config(path, overrides, environ=environment()), named_topology(args)
     )
@@ -165,7 +180,9 @@ def read_plan(
 
 
 def skip_absent_tpu() -> None:
-    """Before JAX is imported, keep it from searching for a TPU, with warnings, where libtpu is installed only to compile."""
+    """Before JAX is imported, keep it from searching for a TPU, with warnings, where
+    libtpu is installed only to compile.
+    """
     if (
         "jax" in sys.modules
         or "JAX_PLATFORMS" in os.environ
@@ -179,10 +196,12 @@ def skip_absent_tpu() -> None:
 
 
 def enable_huge_pages() -> None:
-    """Re-execute this process with huge pages on a CPU, if the kernel offers them and the user has not set the tunable.
+    """Re-execute this process with huge pages on a CPU, if the kernel offers them and
+    the user has not set the tunable.
 
-    XLA allocates a step's temporary buffers anew on every step, with a page fault for each page of 4 KiB. glibc can ask for
-    huge pages (its manual, "Memory Allocation Tunables"), but it reads the tunable only when a process starts.
+    XLA allocates a step's temporary buffers anew on every step, with a page fault for
+    each page of 4 KiB. glibc can ask for huge pages (its manual, "Memory Allocation
+    Tunables"), but it reads the tunable only when a process starts.
     """
     before = os.environ.get(VARIABLE, "")
     if (
@@ -198,7 +217,9 @@ def enable_huge_pages() -> None:
 
 
 def on_offer() -> bool:
-    """Return whether transparent huge pages are in `madvise` mode and the C library can ask for them."""
+    """Return whether transparent huge pages are in `madvise` mode and the C library can
+    ask for them.
+    """
     library, version = platform.libc_ver()
     try:
         return (
@@ -211,7 +232,9 @@ def on_offer() -> bool:
 
 
 def has_accelerators() -> bool:
-    """Return whether JAX has a plugin, or the machine a TPU chip. libtpu alone is none: it also compiles for absent chips."""
+    """Return whether JAX has a plugin, or the machine a TPU chip. libtpu alone is none:
+    it also compiles for absent chips.
+    """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
     return accelerator_plugins() or any(
@@ -234,12 +257,14 @@ def describe_topology(topology: Topology) -> str:
         else f"{topology.num_slices}*{topology.product_name}"
     )
     lines = [
-        f"planned for {topology.name} ({product}): {topology.num_devices:,} devices with "
-        f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {shlex.quote(topology.name)}` compiles for it"
+        f"planned for {topology.name} ({product}): {topology.num_devices:,} devices"
+        f" with {topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology"
+        f" {shlex.quote(topology.name)}` compiles for it"
     ]
     if options := tpu_options(topology.chip.name):
         lines.append(
-            "`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:"
+            "`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS"
+            " sets them:"
         )
     return "\n".join(
         [*lines, *(f"  {name}={value}" for name, value in options.items())]
@@ -263,7 +288,9 @@ def use_fake_devices(number: int | None) -> None:
 
 
 def check_picture(path: str | None) -> None:
-    """Refuse a picture with another suffix, in no folder or without matplotlib, before the work."""
+    """Refuse a picture with another suffix, in no folder or without matplotlib, before
+    the work.
+    """
     if path is None:
         return
     from rampup.show.figures import check_format, import_matplotlib

@@ -1,4 +1,6 @@
-"""`rampup critical`: the critical batch size of a run, by branches from one of its checkpoints."""
+"""`rampup critical`: the critical batch size of a run, by branches from one of its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,23 @@ CRITICAL = {
     ),
     "--multiples": arg(
         "K,K,...",
-        "factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that give no legal batch",
+        "factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that"
+        " give no legal batch",
     ),
     "--tokens": arg(
         "WINDOW",
-        "tokens that each branch trains on; by default so many that the run's loss curve promises a gain of 0.02, and at least "
-        "20 steps of the largest batch",
+        "tokens that each branch trains on; by default so many that the run's loss"
+        " curve promises a gain of 0.02, and at least 20 steps of the largest batch",
     ),
     "--tolerance": arg(
         "NATS",
-        "loss by which a larger batch may be worse; by default a sixth of what the window gains: a fifth more tokens",
+        "loss by which a larger batch may be worse; by default a sixth of what the"
+        " window gains: a fifth more tokens",
     ),
     "--work": arg(
         "DIR",
-        "folder from which an interrupted measurement resumes, RUN_DIR.critical by default",
+        "folder from which an interrupted measurement resumes, RUN_DIR.critical by"
+        " default",
     ),
     **FAKE_DEVICES,
 }
@@ -135,24 +140,30 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
     console.print(make_table(console, titles, rows, left=1))
     if found.gain is not None:
         console.print(
-            f"{found.tokens:,} tokens lowered the loss of the smallest branch by {found.gain:.4f}"
+            f"{found.tokens:,} tokens lowered the loss of the smallest branch by"
+            f" {found.gain:.4f}"
         )
     if not found.decisive:
         why = "which is too little to measure"
         fix = f"a window several times as long, such as --tokens {8 * found.tokens:,}"
         if found.gain is not None and found.deciding_tokens is not None:
-            why = f"too little for a tolerance of {found.tolerance:.4g}: a batch that wastes half of its samples could pass"
+            why = (
+                f"too little for a tolerance of {found.tolerance:.4g}: a batch that"
+                " wastes half of its samples could pass"
+            )
             fix = f"--tokens {found.deciding_tokens:,}"
         console.print(
-            f"undecided at step {found.step:,}: the window gains {why}; {fix} could decide"
+            f"undecided at step {found.step:,}: the window gains {why}; {fix} could"
+            " decide"
         )
     else:
         relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[
             found.bound
         ]
         console.print(
-            f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose "
-            f"loss is within {found.tolerance:.4g} of every smaller one"
+            f"critical batch size at step {found.step:,}:"
+            f" {relation}{found.critical_batch_size:,} samples, the largest whose loss"
+            f" is within {found.tolerance:.4g} of every smaller one"
         )
         for branch, rate in branches:
             if branch.global_batch_size == found.critical_batch_size:
@@ -161,13 +172,15 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
                     * (branch.token_overhead is not None)
                 )
                 console.print(
-                    f"it needs {tokens}a learning rate of {format_value(rate)} at this checkpoint"
+                    f"it needs {tokens}a learning rate of {format_value(rate)} at this"
+                    " checkpoint"
                 )
         notes = []
         if found.bound == "at_least":
             largest = found.branches[-1].multiple
             notes.append(
-                f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"
+                "no larger batch was tried: --multiples"
+                f" {largest / 2},{largest},{2 * largest},{4 * largest}"
             )
         if found.bound == "at_most":
             tried = ",".join(
@@ -185,28 +198,37 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
                 else "half of it is not legal on these devices"
             )
             notes.append(
-                f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"
+                "no smaller batch was tried:"
+                f" {f'--multiples {tried}' if found.smaller else reason}"
             )
         if found.half_window_size is not None:
-            shown = f"the first half of the window shows {found.half_window_size:,}: the answer depends on the window"
+            shown = (
+                f"the first half of the window shows {found.half_window_size:,}: the"
+                " answer depends on the window"
+            )
             notes.append(f"{shown}; measure again with --tokens {2 * found.tokens:,}")
         print_notes(notes, console)
         console.print(
-            f"to go on with it: rampup train {run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
-            f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
+            f"to go on with it: rampup train {run} on_plan_change=continue_by_samples"
+            " enable_rampup_batch_size=false "
+            f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if'
+            " the run is finished"
         )
     notes = [] if found.disagreement is None else [found.disagreement]
     if found.noise_scale_samples is None:
         notes = [
-            "the run measured no gradient noise scale to compare with: measure_gradient_noise=true"
+            "the run measured no gradient noise scale to compare with:"
+            " measure_gradient_noise=true"
         ]
     else:
         console.print(
-            f"gradient noise scale measured by the run: {found.noise_scale_samples} samples"
+            f"gradient noise scale measured by the run: {found.noise_scale_samples}"
+            " samples"
         )
     if close:
         notes.append(
-            f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them"
+            f"within two standard errors of the tolerance: {', '.join(close)}; a longer"
+            " --tokens decides them"
         )
     print_notes(notes, console)
     console.print(f"kept in {found.folder}")

@@ -39,34 +39,40 @@ DESIGN = {
     "--train-tokens": arg("TOKENS", "tokens of the run to design, such as 300B"),
     "--measured": arg(
         "RUN_DIR",
-        "a measured run, or a file with the output of `rampup tune --json`, for step times; can be repeated",
+        "a measured run, or a file with the output of `rampup tune --json`, for step"
+        " times; can be repeated",
         action="append",
         default=[],
     ),
     "--max-batch": arg("SAMPLES", "largest global batch to consider"),
     "--assume-growth": arg(
         "POWER",
-        "power of the noise scale's growth after its last measurement, such as 0.47, or 0 for none; needed if it would exceed "
-        "4 times the measured one",
+        "power of the noise scale's growth after its last measurement, such as 0.47, or"
+        " 0 for none; needed if it would exceed 4 times the measured one",
         type=float,
     ),
     **common.DEVICES,
     "--cost-per-prompt": arg(
         "RESPONSES",
-        "of a run of reinforcement learning: the cost of a prompt in units of that of one response; default 0",
+        "of a run of reinforcement learning: the cost of a prompt in units of that of"
+        " one response; default 0",
         type=float,
     ),
     "--write": arg(
         "RUN_DIR",
-        "make the folder of a new run with the fastest schedule, and keep the prediction in it: `rampup train RUN_DIR` starts "
-        "it (the keys of another schedule may follow), and `rampup report RUN_DIR` shows how far off the prediction was",
+        "make the folder of a new run with the fastest schedule, and keep the"
+        " prediction in it: `rampup train RUN_DIR` starts it (the keys of another"
+        " schedule may follow), and `rampup report RUN_DIR` shows how far off the"
+        " prediction was",
     ),
     "-o --output": arg("FILE", "draw the candidates into a .png, .svg or .pdf file"),
 }
 
 
 def design(args: argparse.Namespace) -> Result:
-    """Design schedules, and predict their steps, hours and loss; of a run of rollouts, the sizes that its noise is worth."""
+    """Design schedules, and predict their steps, hours and loss; of a run of rollouts,
+    the sizes that its noise is worth.
+    """
     source = files.as_path(args.config)
     if (
         source.is_dir()
@@ -75,7 +81,10 @@ def design(args: argparse.Namespace) -> Result:
     ):
         return _rollout_sizes(args, source)
     if args.cost_per_prompt is not None:
-        rule = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
+        rule = (
+            "--cost-per-prompt is for the folder of a run of reinforcement learning;"
+            " leave it out"
+        )
         raise common.usage_error(rule, key="cost-per-prompt")
     file = args.config
     folders = [files.as_path(path) for path in args.measured]
@@ -84,12 +93,21 @@ def design(args: argparse.Namespace) -> Result:
             not (source / files.CONFIG_FILE).is_file()
             and (source / files.METRICS_FILE).is_file()
         ):
-            problem = f"{source} has no {files.CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
-            fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
+            problem = (
+                f"{source} has no {files.CONFIG_FILE}, so that it is not the folder of"
+                " a run of `rampup train`"
+            )
+            fix = (
+                "name a configuration of the run to design, and give a run of another"
+                f" loop as CONFIG.yml --measured {source}"
+            )
             raise common.usage_error(f"{problem}; {fix}")
         file, folders = common.run_config(source), [source, *folders]
     elif not folders:
-        problem = "a design needs measurements: give --measured RUN_DIR, a run with measure_gradient_noise=true or one that "
+        problem = (
+            "a design needs measurements: give --measured RUN_DIR, a run with"
+            " measure_gradient_noise=true or one that "
+        )
         raise common.usage_error(
             f"{problem}`rampup critical` has measured", key="measured"
         )
@@ -150,7 +168,9 @@ def design(args: argparse.Namespace) -> Result:
 
 
 def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
-    """Return how many prompts and responses the noise of a run of reinforcement learning makes worth it."""
+    """Return how many prompts and responses the noise of a run of reinforcement
+    learning makes worth it.
+    """
     from rampup.rl.noise import advice_from_line
 
     names = (
@@ -163,7 +183,10 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
         "output",
     )
     if others := [name for name in names if getattr(args, name) not in (None, [])]:
-        rule = "is for ramps of pre-training; leave it out for a run of reinforcement learning"
+        rule = (
+            "is for ramps of pre-training; leave it out for a run of reinforcement"
+            " learning"
+        )
         raise common.usage_error(
             f"--{others[0].replace('_', '-')} {rule}", key=others[0]
         )
@@ -177,13 +200,20 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     config = rl.load_rollout_config(
         folder / files.CONFIG_FILE, args.overrides, environ=common.environment()
     )
-    # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
+    # Without the settings of this command: the noise scale in the lines is that of the
+    # responses that the run had.
     key = "rl.num_generations"
     responses = config.num_generations
     measured = rl.load_rollout_config(folder / files.CONFIG_FILE)
     if responses != measured.num_generations:
-        rule = f"is not that of the run, whose noise scale is for {measured.num_generations} responses"
-        problem = f"{key}={responses} {rule}; leave it out: the command lists other numbers of responses"
+        rule = (
+            "is not that of the run, whose noise scale is for"
+            f" {measured.num_generations} responses"
+        )
+        problem = (
+            f"{key}={responses} {rule}; leave it out: the command lists other numbers"
+            " of responses"
+        )
         raise common.usage_error(problem, key=key, nearest=(measured.num_generations,))
     lines = (
         line
@@ -210,7 +240,8 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
             f"noise scale: {scale} prompts, with {responses} responses each{reused}"
         )
         console.print(
-            f"a mini batch has {prompts} prompts; above the noise scale, more prompts pay less and less"
+            f"a mini batch has {prompts} prompts; above the noise scale, more prompts"
+            " pay less and less"
         )
         for name, what in (
             ("between", "between prompts"),
@@ -220,12 +251,14 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
                 f"variance {what}: {NoiseEstimate(**facts[f'noise_{name}_prompts'])}"
             )
         console.print(
-            "for the same noise, with the mean gradient taken as fixed; it falls with fewer responses, which are not listed:"
+            "for the same noise, with the mean gradient taken as fixed; it falls with"
+            " fewer responses, which are not listed:"
         )
         for row in facts["choices"]:
             some = "" if row["prompts"] is None else f"{row['prompts']:,.3g} prompts, "
             console.print(
-                f"{row['num_generations']:3} responses: {some}{row['relative_cost']:.2f} of the cost"
+                f"{row['num_generations']:3} responses:"
+                f" {some}{row['relative_cost']:.2f} of the cost"
             )
 
     return Result(facts=facts, show=show)
@@ -234,7 +267,9 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 def print_design(
     facts: Mapping[str, Any], console: Console, written: Path | None = None
 ) -> None:
-    """Print the candidates with their steps, time and loss, their schedules, and the assumptions."""
+    """Print the candidates with their steps, time and loss, their schedules, and the
+    assumptions.
+    """
     tokens = format_si(facts["train_tokens"])
     ends = ("", "_low", "_high")
     start, end = (
@@ -242,12 +277,14 @@ def print_design(
         for place in ("start", "end")
     )
     console.print(
-        f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples: {start} at the start, {end} at the end "
-        f"({facts['noise_source']}; last measured: {format_value(facts['noise_scale_last_measured'])}, then growing with the "
-        f"power {facts['noise_growth']:.2f})"
+        f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples:"
+        f" {start} at the start, {end} at the end ({facts['noise_source']}; last"
+        f" measured: {format_value(facts['noise_scale_last_measured'])}, then growing"
+        f" with the power {facts['noise_growth']:.2f})"
     )
     console.print(
-        "a batch of the noise scale costs 100% more tokens than a very small one, a fifth of it 20%"
+        "a batch of the noise scale costs 100% more tokens than a very small one, a"
+        " fifth of it 20%"
     )
     unit, per_hour = (
         ("minutes", 60)
@@ -285,10 +322,17 @@ def print_design(
             f"{key}={value}" for key, value in candidate["rate_rule"].items()
         )
         console.print(
-            f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}" {rule}'
+            f"{candidate['name']}:"
+            f' batch_size_schedule="{candidate["batch_size_schedule"]}" {rule}'
         )
-        costs = f"{_with_interval(candidate, 'token_overhead', '{:.0%}'.format)} more tokens than a very small batch"
-        wrong = f"if the noise scale is half of this, it costs {candidate['more_tokens_if_noise_is_half']:.0%} more tokens"
+        costs = (
+            f"{_with_interval(candidate, 'token_overhead', '{:.0%}'.format)} more"
+            " tokens than a very small batch"
+        )
+        wrong = (
+            "if the noise scale is half of this, it costs"
+            f" {candidate['more_tokens_if_noise_is_half']:.0%} more tokens"
+        )
         console.print(f"  {costs}; {wrong}")
         if candidate["hours_to_same_loss_if_noise_is_forgotten"] is not None:
             taken = time(candidate["hours_to_same_loss_if_noise_is_forgotten"])
@@ -320,7 +364,9 @@ def _with_interval(
 
 
 def draw_design(facts: Mapping[str, Any], path: str) -> None:
-    """Draw the batch of every candidate over the tokens, and its hours by its loss penalty."""
+    """Draw the batch of every candidate over the tokens, and its hours by its loss
+    penalty.
+    """
     figure = new_figure(DEFAULT_WIDTH, 4.2)
     over_tokens, by_loss = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, candidate in enumerate(facts["candidates"]):

@@ -1,4 +1,6 @@
-"""`rampup plot` and `rampup report`: a plan, runs or a verdict as a picture or as one HTML page."""
+"""`rampup plot` and `rampup report`: a plan, runs or a verdict as a picture or as one
+HTML page.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ PLOT = {
     ),
     "--kind": arg(
         None,
-        "batch: batch size and cost of each phase (default for a configuration); rate: the learning rate on both clocks; "
-        "timetable: the pipeline of the last phase; runs: loss, batch and tokens/s of runs (default for runs)",
+        "batch: batch size and cost of each phase (default for a configuration); rate:"
+        " the learning rate on both clocks; timetable: the pipeline of the last phase;"
+        " runs: loss, batch and tokens/s of runs (default for runs)",
         choices=("batch", "rate", "timetable", "runs"),
     ),
     "--width": arg(
@@ -105,7 +108,9 @@ def report(args: argparse.Namespace) -> Result:
 
 
 def gather_report(args: argparse.Namespace) -> Report:
-    """Return the content of a report of a configuration, of the folder of a run, or of another system's file."""
+    """Return the content of a report of a configuration, of the folder of a run, or of
+    another system's file.
+    """
     inputs = parse_inputs(args.sources)
     topology = common.named_topology(args)
     if args.system is not None:
@@ -142,7 +147,8 @@ def gather_report(args: argparse.Namespace) -> Report:
     plan = rampup.build_plan(config, common.count_devices(args, config))
     rates, prediction = learning_rates(config, plan), None
     if run is not None:
-        # What the steps had: a run that was resumed with another length had another schedule before.
+        # What the steps had: a run that was resumed with another length had another
+        # schedule before.
         planned = rates[plan.learning_rate_clock]
         had = {
             step: rate
@@ -185,10 +191,13 @@ class CliInputs:
 
     @property
     def file(self) -> Path:
-        """The file with the configuration, of a run the one that it was last started with."""
+        """The file with the configuration, of a run the one that it was last started
+        with.
+        """
         if len(self.runs) > 1:
             raise usage_error(
-                f"{len(self.runs)} runs are named; only their metrics can be drawn together"
+                f"{len(self.runs)} runs are named; only their metrics can be drawn"
+                " together"
             )
         return (
             Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE
@@ -197,10 +206,16 @@ class CliInputs:
     def read_config(self) -> Config:
         """Return the configuration in `file`."""
         if self.config is None and not self.file.is_file():
-            rule = f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
+            rule = (
+                f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its"
+                " metrics alone can be drawn: "
+            )
             raise usage_error(f"{rule}rampup plot {self.runs[0]} -o FILE")
         if self.config is not None and rl.is_rollout_file(self.config):
-            rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
+            rule = (
+                "a step of reinforcement learning has no ramp to draw; `rampup plan`"
+                " and `rampup report` show it"
+            )
             raise ConfigError(rule, path=self.config)
         return load_config(
             self.config or self.file,
@@ -249,7 +264,9 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
 def learning_rates(
     config: OptimizerKeys, plan: RampPlan
 ) -> dict[Clock, Callable[[int], float]]:
-    """Return the configured learning rate with its schedule on each clock, the plan's own clock first."""
+    """Return the configured learning rate with its schedule on each clock, the plan's
+    own clock first.
+    """
     from rampup.lm.train import learning_rate
 
     clocks = sorted(CLOCKS, key=lambda clock: clock != plan.learning_rate_clock)

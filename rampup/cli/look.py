@@ -1,4 +1,6 @@
-"""`rampup timetable`, `rows`, `inspect` and `explain`: a pipeline, the rows of a step, a compiled program, a key."""
+"""`rampup timetable`, `rows`, `inspect` and `explain`: a pipeline, the rows of a step,
+a compiled program, a key.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def inspect(args: argparse.Namespace) -> Result:
         pairs = [part.partition("=") for part in args.mesh.split(",")]
         if any(not name.strip() or not sign for name, sign, _ in pairs):
             raise ConfigError(
-                f"--mesh={args.mesh} must name axes with their sizes, such as data=4,fsdp=2",
+                f"--mesh={args.mesh} must name axes with their sizes, such as"
+                " data=4,fsdp=2",
                 key="mesh",
             )
         mesh = tuple((name.strip(), _number(size, "mesh")) for name, _, size in pairs)
@@ -150,7 +153,8 @@ def explain(args: argparse.Namespace) -> Result:
         for source in dict.fromkeys(row["source"] for row in slices):
             console.print(f"  {source}")
         console.print(
-            "several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that are multiples of 4"
+            "several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that"
+            " are multiples of 4"
         )
 
     return Result(facts={"topologies": slices}, show=show)

@@ -1,4 +1,6 @@
-"""`rampup plan`: the phases of a run, compared with another plan, or with a token budget."""
+"""`rampup plan`: the phases of a run, compared with another plan, or with a token
+budget.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ PLAN = {
     ),
     "--export": arg(
         "SYSTEM",
-        "the sizes in the keys of another system: maxtext, megatron, levanter or olmo_core; of a rollout: maxtext_rl, verl, "
-        "skyrl or trlx",
+        "the sizes in the keys of another system: maxtext, megatron, levanter or"
+        " olmo_core; of a rollout: maxtext_rl, verl, skyrl or trlx",
     ),
     "-o --output": arg("FILE", "with --export: write the file instead of printing it"),
 }
@@ -104,7 +106,10 @@ def plan(args: argparse.Namespace) -> Result:
     length = config.max_target_length
     if args.budget is not None:
         if plan.auto_schedule == "follow":
-            text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
+            text = (
+                "--budget needs batches that are known before the run;"
+                " batch_size_schedule=auto decides them during it"
+            )
             raise usage_error(text, key="budget")
         tokens = parse_count(args.budget, what="budget", key="budget")
         throughput = None
@@ -165,7 +170,8 @@ def plan(args: argparse.Namespace) -> Result:
             console.print(common.describe_topology(topology))
         if devices is not None:
             console.print(
-                f"Numbers of devices that can run these batches: {list_devices(devices)}"
+                "Numbers of devices that can run these batches:"
+                f" {list_devices(devices)}"
             )
 
     return Result(facts=facts, show=show)
@@ -188,7 +194,8 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     ]
     if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
         raise usage_error(
-            f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave one out",
+            f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave"
+            " one out",
             key=given[0],
         )
     if args.output is not None and args.export is None:
@@ -205,7 +212,8 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
         )
     if len(rates) > 1:
         raise usage_error(
-            "--tokens-per-second and --measured both give the throughput; leave one out",
+            "--tokens-per-second and --measured both give the throughput; leave"
+            " one out",
             key=rates[1],
         )
 

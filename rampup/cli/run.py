@@ -1,4 +1,6 @@
-"""`rampup train` and `generate`: the model, trained on text or by reinforcement learning, and text that it continues."""
+"""`rampup train` and `generate`: the model, trained on text or by reinforcement
+learning, and text that it continues.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def train(args: argparse.Namespace) -> Result:
 
 
 def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
-    """Return the configuration: a file with its settings, or that of a run's folder, which the run then resumes in."""
+    """Return the configuration: a file with its settings, or that of a run's folder,
+    which the run then resumes in.
+    """
     folder = as_path(args.config)
     file = run_config(folder) if folder.is_dir() else folder
     for setting in args.overrides if folder.is_dir() else ():
@@ -127,7 +131,8 @@ def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
     config = read(file, args.overrides, environ=environment())
     if not folder.is_dir():
         return config
-    # The folder may have been moved since, and config.yml must not name it relative to where this command is.
+    # The folder may have been moved since, and config.yml must not name it relative to
+    # where this command is.
     place = folder if folder.name not in ("", "..") else folder.resolve()
     if absolute_path(config.base_output_directory) != absolute_path(place.parent):
         config = dataclasses.replace(

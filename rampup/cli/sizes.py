@@ -28,12 +28,14 @@ from rampup.show.console import print_batch_range, print_fix, print_suggestion
 SUGGEST = {
     "--params": arg(
         "N",
-        "parameters of the model without its embeddings, such as 6B; needed with --system",
+        "parameters of the model without its embeddings, such as 6B; needed with"
+        " --system",
     ),
     "--train-tokens": arg("D", "tokens of a pre-training run, such as 300B"),
     "--tuned": arg(
         "RATE@BATCH",
-        "with --train-tokens: a tuned learning rate and its batch in tokens, such as 3e-4@0.5M",
+        "with --train-tokens: a tuned learning rate and its batch in tokens, such as"
+        " 3e-4@0.5M",
     ),
     "--system": arg(
         "NAME", "for reinforcement learning: trlx, skyrl, verl or maxtext_rl"
@@ -50,11 +52,13 @@ FIX = (
 
 
 def suggest(args: argparse.Namespace) -> Result:
-    """Suggest batch sizes for pre-training by scaling laws, or starting sizes for reinforcement learning."""
+    """Suggest batch sizes for pre-training by scaling laws, or starting sizes for
+    reinforcement learning.
+    """
     if (args.train_tokens is None) == (args.system is None):
         raise usage_error(
-            "give --train-tokens for the batch of a pre-training run, or --system for the starting sizes of reinforcement "
-            "learning; not both"
+            "give --train-tokens for the batch of a pre-training run, or --system for"
+            " the starting sizes of reinforcement learning; not both"
         )
     if args.train_tokens is not None:
         if args.memory_gib is not None:
@@ -84,7 +88,10 @@ def fix(args: argparse.Namespace) -> Result:
     ):  # a file that cannot be read yet, because its base is misspelled, is no rollout's
         rollout = is_rollout_file(args.config)
     if rollout:
-        rule = "fix is for a pre-training configuration; `rampup plan` shows what is wrong with a rollout"
+        rule = (
+            "fix is for a pre-training configuration; `rampup plan` shows what is wrong"
+            " with a rollout"
+        )
         raise ConfigError(rule, path=args.config)
     found = find_fix(
         args.config,

@@ -1,4 +1,6 @@
-"""`rampup tune`: the largest microbatch that fits in memory, and the fastest settings."""
+"""`rampup tune`: the largest microbatch that fits in memory, and the fastest
+settings.
+"""
 
 from __future__ import annotations
 
@@ -73,17 +75,21 @@ def tune(args: argparse.Namespace) -> Result:
     return Result(
         facts=facts,
         show=lambda console: print_tuning(facts, console),
-        exit_code=common.EXIT_INTERRUPTED
-        if facts.get("interrupted")
-        else 0
-        if problem is None
-        else common.EXIT_REFUSED,
+        exit_code=(
+            common.EXIT_INTERRUPTED
+            if facts.get("interrupted")
+            else 0
+            if problem is None
+            else common.EXIT_REFUSED
+        ),
         problem=problem,
     )
 
 
 def _leave_compiler() -> None:
-    """End the process if Ctrl-C left a compilation behind: nothing can stop it, and the interpreter must not end under it."""
+    """End the process if Ctrl-C left a compilation behind: nothing can stop it, and the
+    interpreter must not end under it.
+    """
     from rampup.tune.topology import COMPILER_THREAD
 
     if any(thread.name == COMPILER_THREAD for thread in threading.enumerate()):
@@ -91,15 +97,24 @@ def _leave_compiler() -> None:
 
 
 def print_tuning(found: Facts, console: Console) -> None:
-    """Print the largest microbatch that fits, the recommended settings with their phases, and what else would save memory."""
-    device = f"{found['num_devices']:,} x {found['device']}, {found['memory_gib']:.4g} GiB each"
+    """Print the largest microbatch that fits, the recommended settings with their
+    phases, and what else would save memory.
+    """
+    device = (
+        f"{found['num_devices']:,} x {found['device']}, {found['memory_gib']:.4g} GiB"
+        " each"
+    )
     if is_estimate := "topology" in found:
         console.print(
-            f"{found['topology']}, {found['compiled_for']}\n{device}, compiled with {found['compiler']}"
+            f"{found['topology']}, {found['compiled_for']}\n{device}, compiled with"
+            f" {found['compiler']}"
         )
     else:
         source = "as given" if found["memory_is_named"] else "as reported by the device"
-        used = f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are left free"
+        used = (
+            f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are"
+            " left free"
+        )
         console.print(f"{device} ({source}), of which {used}")
     largest = found["largest_microbatch"]
     if found.get("interrupted"):
@@ -116,7 +131,10 @@ def print_tuning(found: Facts, console: Console) -> None:
     elif found["next_larger"] is None:
         text = f"the largest microbatch tried, {largest:,} samples, fits"
     else:
-        text = f"the largest microbatch that fits is {largest:,} samples; {found['next_larger']:,} does not "
+        text = (
+            f"the largest microbatch that fits is {largest:,} samples;"
+            f" {found['next_larger']:,} does not "
+        )
         text += f"({found['next_larger_run']})"
         if (peak := found["measured_peak_bytes"]) is not None:
             text += (
@@ -162,10 +180,12 @@ def print_tuning(found: Facts, console: Console) -> None:
         ]
         parts = ", ".join(f"{name} {format_bytes(memory[name])}" for name in names)
         console.print(
-            f"memory of a device: {format_bytes(memory['total'])} of {format_bytes(found['hbm_bytes'])} ({parts})"
+            f"memory of a device: {format_bytes(memory['total'])} of"
+            f" {format_bytes(found['hbm_bytes'])} ({parts})"
         )
         console.print(
-            f"executables: {found['executables']}, compiled in {format_value(found['compile_seconds'])} s"
+            f"executables: {found['executables']}, compiled in"
+            f" {format_value(found['compile_seconds'])} s"
         )
         console.print(
             "collectives of an optimizer step in the last phase, for each device:"
@@ -201,11 +221,13 @@ def print_tuning(found: Facts, console: Console) -> None:
             for kind, words in kinds.items()
         )
         console.print(
-            f"roofline estimate of that step: {format_value(found['roofline_seconds'])} s ({parts})"
+            f"roofline estimate of that step: {format_value(found['roofline_seconds'])}"
+            f" s ({parts})"
         )
     if levers := found["levers"]:
         console.print(
-            "what saves memory, with nothing else changed (~: estimated, the others are compiled):"
+            "what saves memory, with nothing else changed (~: estimated, the others are"
+            " compiled):"
         )
         table = make_table(
             console, ["", "memory", "saves", "step time", "fits"], left=1
@@ -247,9 +269,13 @@ def _print_settings(found: Facts, console: Console) -> None:
     time = "" if best is None else f"; the run's steps take {format_value(best)} s"
     if (estimate := found.get("roofline_run_seconds")) is not None:
         best = estimate
-        time = f"; the run's steps take at least {format_value(estimate)} s (roofline estimate)"
+        time = (
+            f"; the run's steps take at least {format_value(estimate)} s (roofline"
+            " estimate)"
+        )
     console.print(
-        f"recommended{' so far' * bool(found.get('interrupted'))}: {words(found['settings'])}{time}"
+        f"recommended{' so far' * bool(found.get('interrupted'))}:"
+        f" {words(found['settings'])}{time}"
     )
     rows = found["phases"]
     columns = ["global_batch_size", "per_device_batch_size"]
@@ -282,7 +308,8 @@ def _print_settings(found: Facts, console: Console) -> None:
         console.print(f"alternative: {words(other['settings'])}: {time}{programs}")
     if found["pipeline_tick_overhead"] is not None:
         console.print(
-            f"measured for the pipeline's cost model: pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}"
+            "measured for the pipeline's cost model:"
+            f" pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}"
         )
 
 

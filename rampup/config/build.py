@@ -1,6 +1,8 @@
-"""Builds the plan that a configuration describes: mesh, split, ramp, evaluation and learning rate, one after the other.
+"""Builds the plan that a configuration describes: mesh, split, ramp, evaluation and
+learning rate, one after the other.
 
-The first broken rule ends the build. Then `rampup.config.refusal` finds every broken rule and the nearest legal values.
+The first broken rule ends the build. Then `rampup.config.refusal` finds every broken
+rule and the nearest legal values.
 """
 
 from __future__ import annotations
@@ -56,12 +58,16 @@ def build_plan(
 
     Args:
         config: the configuration.
-        num_devices: None = the configuration's `num_devices`, which must then not be -1.
-        ramp, seesaw: the ramp of a resumed run and the transform that made it, instead of those that the keys describe.
-        eval_size, reserved_sizes: its evaluation batch in samples, and its sizes of `batch_size_schedule: auto`.
+        num_devices: None = the configuration's `num_devices`, which must then not be
+            -1.
+        ramp, seesaw: the ramp of a resumed run and the transform that made it, instead
+            of those that the keys describe.
+        eval_size, reserved_sizes: its evaluation batch in samples, and its sizes of
+            `batch_size_schedule: auto`.
 
     Raises:
-        RampupError: the rules that the configuration breaks in any phase or in evaluation, all at once.
+        RampupError: the rules that the configuration breaks in any phase or in
+            evaluation, all at once.
 
     Example:
         >>> plan = build_plan(Config(enable_rampup_batch_size=True), num_devices=4)
@@ -70,11 +76,15 @@ def build_plan(
     """
     if not isinstance(config, Config):
         raise ConfigError(
-            f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
+            f"build_plan takes a Config, not {a_type(config)}; read a file with"
+            " rampup.load_config(PATH)"
         )
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
-        text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
+        text = (
+            f"num_devices={num_devices} must be at least 1; pass the number to"
+            " `build_plan` or set the key"
+        )
         raise ConfigError(text, key="num_devices", nearest=(1,))
     resumed: dict[str, Any] = {
         "ramp": ramp,
@@ -99,7 +109,9 @@ def plan_or_first_error(
     eval_size: int | None = None,
     reserved_sizes: Sequence[int] | None = None,
 ) -> RampPlan:
-    """Return the plan of `build_plan`, or raise the error about the first rule that is broken."""
+    """Return the plan of `build_plan`, or raise the error about the first rule that is
+    broken.
+    """
     axes = mesh_axes(config, num_devices)
     overhead = tick_overhead(config)
     splitter = make_splitter(config, axes, num_repeats(config, axes.pipeline), overhead)
@@ -126,7 +138,8 @@ def plan_or_first_error(
         )
         rules = (replace(splitter, num_repeats=number) for number in divisors(most))
         splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
-    # The steps of a configuration are those of the planned ramp. With Seesaw, others consume the same samples.
+    # The steps of a configuration are those of the planned ramp. With Seesaw, others
+    # consume the same samples.
     steps = config.total_steps
     schedule = (
         None
@@ -158,9 +171,9 @@ def plan_or_first_error(
         seesaw=seesaw,
         reserved_sizes=tuple(reserved_sizes or ()),
         auto_schedule=auto_schedule,
-        budget_samples=needed
-        if budget is not None and auto_schedule == "follow"
-        else None,
+        budget_samples=(
+            needed if budget is not None and auto_schedule == "follow" else None
+        ),
     )
     if adam.is_active:
         hyperparameters(
@@ -169,8 +182,14 @@ def plan_or_first_error(
     if config.measure_gradient_noise:
         problems = [*noise_problems(plan, axes.data)]
         if splitter.num_stages > 1 and config.logits_via_embedding:
-            rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
-            reason = "the first and the last stage each have a part of the gradient of a tied embedding"
+            rule = (
+                "measure_gradient_noise=true with pipeline stages needs"
+                " logits_via_embedding=false"
+            )
+            reason = (
+                "the first and the last stage each have a part of the gradient of a"
+                " tied embedding"
+            )
             problems.append(
                 ConfigError(
                     f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)
@@ -181,7 +200,9 @@ def plan_or_first_error(
 
 
 def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
-    """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one."""
+    """Return the devices along each mesh axis. A configuration without the keys of
+    several slices, as rl.yml, has one.
+    """
     groups = {
         group: {
             axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES
@@ -194,7 +215,9 @@ def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
 
 
 def tick_overhead(config: Config) -> Fraction:
-    """Return the fixed cost of a pipeline tick in samples: as measured, or as assumed."""
+    """Return the fixed cost of a pipeline tick in samples: as measured, or as
+    assumed.
+    """
     measured = config.pipeline_tick_overhead
     if measured is None:
         return Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length)
@@ -261,11 +284,14 @@ def make_ramp(
     splitter: BatchSplitter | None,
     reserved_sizes: Sequence[int] | None,
 ) -> BatchRamp:
-    """Return the ramp. A splitter refuses sizes per device that no microbatch fits; `RampPlan` checks every batch fully."""
+    """Return the ramp. A splitter refuses sizes per device that no microbatch fits;
+    `RampPlan` checks every batch fully.
+    """
     if config.batch_size_schedule == AUTO_SCHEDULE:
         assert reserved_sizes is not None
         return BatchRamp.constant(reserved_sizes[0])
-    # If only `microbatch_size` does not fit, `RampPlan` refuses: the error then offers other microbatches, not other sizes.
+    # If only `microbatch_size` does not fit, `RampPlan` refuses: the error then offers
+    # other microbatches, not other sizes.
     unfixed = None if splitter is None else replace(splitter, microbatch_size=AUTO)
     return ramp_from_config(
         config, num_devices, budget=budget_samples(config), splitter=unfixed
@@ -305,13 +331,16 @@ def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> See
 def eval_batch(
     config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter
 ) -> int | None:
-    """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
+    """Return the samples of an evaluation batch; None if it is not needed and the
+    default size cannot be split.
+    """
     key = "eval_per_device_batch_size"
     size = config.eval_per_device_batch_size
     rule = splitter.for_eval()
     try:
         if size == 0 and config.batch_size_schedule is not None and ramp is not None:
-            # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
+            # A schedule gives global batches, so the default comes from its last one
+            # instead of per_device_batch_size.
             whole = ramp.sizes[-1] // config.gradient_accumulation_steps
             if not rule.allows(whole):
                 raise batch_error(
@@ -341,7 +370,9 @@ def _last_step_time(
 
 
 def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]:
-    """Return AdamW's constants for every segment of a plan's clock; a ConfigError if a rule gives one that is no decay rate."""
+    """Return AdamW's constants for every segment of a plan's clock; a ConfigError if a
+    rule gives one that is no decay rate.
+    """
     return adam_constants(plan, adam_base(config), adam_scaling(config, plan))
 
 
@@ -364,24 +395,32 @@ def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
         scaling,
         b2_floor=config.adam_b2_floor,
         # A larger adam_b2 of the reference batch stays as it is.
-        b2_ceiling=None
-        if scaling.b2_ceiling is None
-        else max(scaling.b2_ceiling, config.adam_b2),
-        token_ratio=1.0
-        if reference is None
-        else float(samples * config.max_target_length / reference),
+        b2_ceiling=(
+            None
+            if scaling.b2_ceiling is None
+            else max(scaling.b2_ceiling, config.adam_b2)
+        ),
+        token_ratio=(
+            1.0
+            if reference is None
+            else float(samples * config.max_target_length / reference)
+        ),
     )
 
 
 def budget_samples(config: Config) -> Fraction | None:
-    """Return the samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
+    """Return the samples of `train_samples` or `train_tokens`, exactly; None if `steps`
+    counts.
+    """
     if config.train_tokens is not None:
         return Fraction(config.train_tokens, config.max_target_length)
     return None if config.train_samples is None else Fraction(config.train_samples)
 
 
 def with_slices(config: Config, topology: Topology | None) -> Config:
-    """Return the configuration for a topology, if there is one: with its number of slices, unless it sets another one."""
+    """Return the configuration for a topology, if there is one: with its number of
+    slices, unless it sets another one.
+    """
     if topology is None:
         return config
     for key in ("num_slices", "num_devices"):

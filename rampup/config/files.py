@@ -1,6 +1,8 @@
-"""What is written from the keys and so cannot differ from them: configuration files, their JSON schemas, explanations.
+"""What is written from the keys and so cannot differ from them: configuration files,
+their JSON schemas, explanations.
 
-`python -m rampup.config.files configs` writes configs/base.yml and configs/rampup.schema.json.
+`python -m rampup.config.files configs` writes configs/base.yml and
+configs/rampup.schema.json.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ LINE_LENGTH = 118
 # Keys that `explain` suggests for an unknown one.
 MAX_CLOSE = 6
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-# A number as text, which YAML 1.2 does not take for one: 1_000, 2K or, of a size, 1/3. In Python, `$` alone also matches before
-# a line's end.
+# A number as text, which YAML 1.2 does not take for one: 1_000, 2K or, of a size, 1/3.
+# In Python, `$` alone also matches before a line's end.
 _NUMERAL = r"^(?=.*[1-9])[0-9][0-9_]*(\.[0-9_]+)?{end}$(?!\n)"
 _ENDS = {"int": "[KMBTkmbt]?", "float": "", "size": "(/[0-9_.]*[1-9][0-9_.]*)?"}
 
@@ -69,13 +71,17 @@ class ConfigFile:
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """The JSON schema (draft 2020-12) with which an editor checks and completes such files; dotted keys may be nested.
+        """The JSON schema (draft 2020-12) with which an editor checks and completes
+        such files; dotted keys may be nested.
 
-        It accepts legal values as people write them, and refuses other types and numbers outside the limits.
+        It accepts legal values as people write them, and refuses other types and
+        numbers outside the limits.
         """
         base = {
-            "description": "The configuration that provides all values not set here: a file in the same folder, or one that "
-            "comes with rampup.",
+            "description": (
+                "The configuration that provides all values not set here: a file in the"
+                " same folder, or one that comes with rampup."
+            ),
             "type": ["string", "null"],
             "examples": ["base.yml"],
         }
@@ -153,7 +159,9 @@ BASE_FILE = ConfigFile(
 
 
 def run_yaml(config: Settings, **changes: Any) -> str:
-    """Return a file that sets every key as a run has it, with `changes` that the run has found out, such as `num_devices`."""
+    """Return a file that sets every key as a run has it, with `changes` that the run
+    has found out, such as `num_devices`.
+    """
     return yaml_text(
         "# The configuration that this run was last started with.\n",
         config.keys(),
@@ -162,7 +170,9 @@ def run_yaml(config: Settings, **changes: Any) -> str:
 
 
 def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:
-    """Return a file that sets every key, each under a comment; dotted keys are nested."""
+    """Return a file that sets every key, each under a comment; dotted keys are
+    nested.
+    """
     lines, section, group = [head], None, ""
     for name, key in keys.items():
         if key.section != section:
@@ -182,7 +192,9 @@ def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> 
 
 
 def describe(key: Key) -> str:
-    """Return a key's documentation, with its unit and choices if the documentation leaves them out, and MaxText's default."""
+    """Return a key's documentation, with its unit and choices if the documentation
+    leaves them out, and MaxText's default.
+    """
     remarks = (
         [f"Unit: {key.unit}."]
         if key.unit and key.unit.rstrip("s") not in key.doc.lower()
@@ -221,7 +233,9 @@ def yaml_value(value: Any) -> str:
 
 
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
-    """Return a key's explanation from the first file that has it, as `rampup explain --json` prints it; or name close keys."""
+    """Return a key's explanation from the first file that has it, as `rampup explain
+    --json` prints it; or name close keys.
+    """
     file = next((file for file in files if name in file.keys), None)
     if file is None:
         # Keys that are spelled like the name, or that have a part which is.
@@ -260,7 +274,8 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
         "value_in_file": file.values[name],
         "maxtext_name": None if key.own else name,
         "maxtext_default": key.maxtext or (None if key.own else yaml_value(default)),
-        # The other keys that the documentation names, and those whose documentation names it.
+        # The other keys that the documentation names, and those whose documentation
+        # names it.
         "interacts": [
             o
             for o in file.keys
@@ -270,7 +285,9 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
 
 
 def _names(key: Key, name: str) -> bool:
-    """Return whether a key's documentation names another key, and not just a word that is also a key, such as steps."""
+    """Return whether a key's documentation names another key, and not just a word that
+    is also a key, such as steps.
+    """
     return (
         "_" in name
         and re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", key.doc) is not None

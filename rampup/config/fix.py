@@ -1,7 +1,9 @@
-"""Fix a refused configuration: change each bad value to the nearest legal one, in the text of the file.
+"""Fix a refused configuration: change each bad value to the nearest legal one, in the
+text of the file.
 
-An error names the key to blame and the legal values next to the refused one. Each round applies one such value per error; the
-configuration is then checked again, because a value that was hidden behind another problem may be refused too.
+An error names the key to blame and the legal values next to the refused one. Each round
+applies one such value per error; the configuration is then checked again, because a
+value that was hidden behind another problem may be refused too.
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
 from rampup.plan.refusal import END, START
 
 MAX_ROUNDS = 20
-# Two words are spellings of each other if difflib's ratio, from 0 to 1, is at least this.
+# Two words are spellings of each other if difflib's ratio, from 0 to 1, is at least
+# this.
 MIN_SIMILARITY = 0.6
-# The final batch is kept if another key of the ramp can absorb the change within a factor of two.
+# The final batch is kept if another key of the ramp can absorb the change within a
+# factor of two.
 MAX_ALTERNATIVE_DISTANCE = 0.5
-# A size of a schedule moves by at most this share of the larger of the two; further away, it is not the ramp that was meant.
+# A size of a schedule moves by at most this share of the larger of the two; further
+# away, it is not the ramp that was meant.
 MAX_SIZE_CHANGE = 0.25
 SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
 SCHEDULE = "batch_size_schedule"
@@ -57,7 +62,8 @@ class Change:
     """One changed value."""
 
     key: str  # the key; the right name if the name was misspelled
-    # The value as written, before and after. `before` is None if the file did not set the key.
+    # The value as written, before and after. `before` is None if the file did not set
+    # the key.
     before: str | None
     after: str
     where: str  # the file and line, the command line, or the environment variable
@@ -79,7 +85,9 @@ class Fix:
 
     @property
     def patch(self) -> str:
-        """The change of the file as a unified diff; empty if the file does not change."""
+        """The change of the file as a unified diff; empty if the file does not
+        change.
+        """
         before, after = (
             text.splitlines(keepends=True) for text in (self.before, self.text)
         )
@@ -97,7 +105,8 @@ def find_fix(
     environ: Mapping[str, str] | None = None,
     check: Callable[[Config], object],
 ) -> Fix:
-    """Return a legal configuration near a refused one, for which `check` raises no RampupError, or raise what is left.
+    """Return a legal configuration near a refused one, for which `check` raises no
+    RampupError, or raise what is left.
 
     A value that was set outside the file is changed there.
     """
@@ -150,15 +159,18 @@ def find_fix(
             for problem in problems
         )
         rule = (
-            f" that keeps the ramp (it grows where it grew, and a size moves by at most {MAX_SIZE_CHANGE:.0%})"
-            * sizes
+            " that keeps the ramp (it grows where it grew, and a size moves by at most"
+            f" {MAX_SIZE_CHANGE:.0%})" * sizes
         )
         left = (
             f"{problems[0]}, and {len(problems) - 1:,} more"
             if len(problems) > 1
             else problems[0]
         )
-        message = f"no legal configuration was found near this one{rule}; what is left{with_changes}: {left}"
+        message = (
+            f"no legal configuration was found near this one{rule}; what is"
+            f" left{with_changes}: {left}"
+        )
         raise ConfigError(message, key=problems[0].key, nearest=problems[0].nearest)
     # A change may have been made for a problem that another change solves too.
     for key in list(edits)[::-1] if len(edits) > 1 else ():
@@ -176,7 +188,9 @@ def find_fix(
 
 
 def write_fix(fix: Fix) -> None:
-    """Write the fixed text to the file, atomically and with the file's permissions, or raise a ConfigError."""
+    """Write the fixed text to the file, atomically and with the file's permissions, or
+    raise a ConfigError.
+    """
     target = fix.file.resolve()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -195,7 +209,9 @@ def write_fix(fix: Fix) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A configuration on the way: the file's text, the settings outside it, and the changes so far by edited name."""
+    """A configuration on the way: the file's text, the settings outside it, and the
+    changes so far by edited name.
+    """
 
     file: Path
     text: str
@@ -216,7 +232,9 @@ class _Draft:
         return ()
 
     def located(self) -> dict[str, Located]:
-        """Return the value of each key that is set, and where; nothing while the file cannot be read."""
+        """Return the value of each key that is set, and where; nothing while the file
+        cannot be read.
+        """
         try:
             return locate_values(
                 self.file, self.overrides, self.environ, KEYS, text=self.text
@@ -225,15 +243,19 @@ class _Draft:
             return {}
 
     def source_rank(self, entry: Located | None) -> int:
-        """Return how close to the user a value was set: 0 = a setting or variable, 1 = the file, 2 = its base or a default."""
+        """Return how close to the user a value was set: 0 = a setting or variable, 1 =
+        the file, 2 = its base or a default.
+        """
         if entry is None or entry.line is not None:
             return 1 if entry is not None and entry.path == str(self.file) else 2
         return 0
 
     def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
-        """Return the draft after edits, names first: a key with a value as in YAML, or an unknown name with the name of a key.
+        """Return the draft after edits, names first: a key with a value as in YAML, or
+        an unknown name with the name of a key.
 
-        None if one cannot be made: the text of the value is an alias or has one, or the right name is already there.
+        None if one cannot be made: the text of the value is an alias or has one, or the
+        right name is already there.
         """
         draft: _Draft | None = self
         for name in sorted(edits, key=lambda name: name in KEYS):
@@ -252,7 +274,8 @@ class _Draft:
         if name in KEYS and source == 2:
             newline = "\r\n" if "\r\n" in self.text else "\n"
             new["text"] = (
-                f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}: {after}{newline}"
+                f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}:"
+                f" {after}{newline}"
             )
             change = Change(
                 key=name, before=None, after=after, where=f"{self.file}, a new line"
@@ -290,7 +313,8 @@ class _Draft:
             )
             if not is_name:
                 before = self.text[place]
-                # A value without text follows the colon directly; a block value includes its line's end.
+                # A value without text follows the colon directly; a block value
+                # includes its line's end.
                 gap = "" if before or self.text[place.start - 1].isspace() else " "
                 text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
                 change = Change(
@@ -303,7 +327,9 @@ class _Draft:
 def _suggestions(
     problem: RampupError, problems: Sequence[RampupError], draft: _Draft
 ) -> Iterator[tuple[str, str]]:
-    """Yield edits that may solve one of a round's problems, nearest first: a key and a value, or an unknown name and a key."""
+    """Yield edits that may solve one of a round's problems, nearest first: a key and a
+    value, or an unknown name and a key.
+    """
     name = problem.key
     if name is None:
         return
@@ -336,8 +362,9 @@ def _suggestions(
         if (schedule := _with_near_sizes(before, refused)) is not None:
             yield SCHEDULE, yaml_value(schedule)
         return
-    # Keys and values, each with a rank: the lowest wins, then the smallest change. 0 = another key, if it was set as close to
-    # the user as the key to blame and a small change suffices (this keeps the final batch of a ramp); 1 = a near value of the
+    # Keys and values, each with a rank: the lowest wins, then the smallest change. 0 =
+    # another key, if it was set as close to the user as the key to blame and a small
+    # change suffices (this keeps the final batch of a ramp); 1 = a near value of the
     # key to blame; 2 = automatic; 3 = any other key; 4 = other hardware.
     found: list[tuple[int, str, Any]] = []
     for other, values in problem.alternatives.items():
@@ -348,7 +375,8 @@ def _suggestions(
             small = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
             found.append((0 if own and small else 3, other, value))
     if name == DEVICES and isinstance(problem, BatchDivisibilityError):
-        # The product of the mesh axes does not divide the devices, but other sizes of an axis may.
+        # The product of the mesh axes does not divide the devices, but other sizes of
+        # an axis may.
         for axis in (
             axis for axis in KEYS if axis.endswith(PARALLELISM) and axis in str(problem)
         ):
@@ -364,7 +392,8 @@ def _suggestions(
                     (1, axis, other_size) for other_size in nearest_in(size, legal)
                 ]
     key = KEYS[name]
-    # A value of another type says nothing about what was meant. One that only contradicts other keys may become automatic.
+    # A value of another type says nothing about what was meant. One that only
+    # contradicts other keys may become automatic.
     automatic = key.also if key.allows(before) else ()
     for value in dict.fromkeys([*problem.nearest, *automatic]):
         meant = not key.choices or _similarity(before, value) >= MIN_SIMILARITY
@@ -385,7 +414,9 @@ def _suggestions(
 def _with_near_sizes(
     schedule: str, refused: Mapping[int, Sequence[object]]
 ) -> str | None:
-    """Return a schedule with near sizes for refused ones, as little moved as possible, that grows and falls where it did."""
+    """Return a schedule with near sizes for refused ones, as little moved as possible,
+    that grows and falls where it did.
+    """
     written = SCHEDULED_SIZES.findall(schedule)
     try:
         sizes = [parse_count(text, what="size") for text in written]
@@ -419,10 +450,14 @@ def _with_near_sizes(
 
 
 def _keeps_ramp(before: Mapping[str, Located], after: Mapping[str, Located]) -> bool:
-    """Return whether the sizes per device are near those that were written, and still grow if they did."""
+    """Return whether the sizes per device are near those that were written, and still
+    grow if they did.
+    """
 
     def sizes(located: Mapping[str, Located]) -> list[Fraction]:
-        """Return the legal sizes per device: the first and the last of a linear ramp, or that of a constant batch."""
+        """Return the legal sizes per device: the first and the last of a linear ramp,
+        or that of a constant batch.
+        """
         if _value(located, SCHEDULE) is not None:
             return []
         ramp = _value(located, LINEAR) if LINEAR in located else END not in located
@@ -449,7 +484,9 @@ def _value(located: Mapping[str, Located], key: str) -> Any:
 
 
 def _distance(before: object, after: object) -> float:
-    """Return the distance of two values: the relative difference of numbers, 1 - the similarity of words."""
+    """Return the distance of two values: the relative difference of numbers, 1 - the
+    similarity of words.
+    """
     try:
         old = exact_fraction(before, what="value")
         new = exact_fraction(after, what="value")

@@ -1,4 +1,6 @@
-"""Configuration keys: type, limits and documentation of one key, its names elsewhere, and the base class of a configuration."""
+"""Configuration keys: type, limits and documentation of one key, its names elsewhere,
+and the base class of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ EXPECTED: dict[Kind, str] = {
     "text": "text that is not empty",
     "name": "a folder name of letters, digits, '.', '_' and '-'",
 }
-# With up to three decimals and a suffix, a number is whole; with six digits, at most 10**18. `parse_count` takes 1.2000K too.
+# With up to three decimals and a suffix, a number is whole; with six digits, at most
+# 10**18. `parse_count` takes 1.2000K too.
 SUFFIXED_COUNT = re.compile(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,3})?[KMBTkmbt]")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _BOOL_WORDS = {
@@ -37,68 +40,122 @@ _BOOL_WORDS = {
     "off": False,
 }
 
-# A name whose likeness to a key, from 0 to 1 as of difflib, is lower is no misspelling: tokenizer_path is not token_dtype.
+# A name whose likeness to a key, from 0 to 1 as of difflib, is lower is no misspelling:
+# tokenizer_path is not token_dtype.
 MIN_LIKENESS = 0.75
-# Names under which other systems have a key. An error about an unknown key suggests the name here; none of them is accepted.
+# Names under which other systems have a key. An error about an unknown key suggests the
+# name here; none of them is accepted.
 ALIASES: dict[str, str] = {
     "num_batches": "steps max_steps num_steps total_steps train_steps",
     "run_name": "name experiment experiment_name exp_name",
-    "base_output_directory": "output_dir out_dir save_dir log_dir logdir checkpoint_dir work_dir workdir output_directory save",
-    "steps": "max_steps num_steps train_steps num_train_steps total_steps train_iters max_iters iterations",
+    "base_output_directory": (
+        "output_dir out_dir save_dir log_dir logdir checkpoint_dir work_dir workdir"
+        " output_directory save"
+    ),
+    "steps": (
+        "max_steps num_steps train_steps num_train_steps total_steps train_iters"
+        " max_iters iterations"
+    ),
     "enable_tensorboard": "tensorboard tensorboard_dir",
     "wandb_project": "wandb project",
     "log_period": "log_interval log_every log_every_n_steps logging_steps log_freq",
-    "checkpoint_period": "save_interval save_every save_steps checkpoint_interval checkpoint_every save_freq ckpt_interval",
-    "max_num_checkpoints_to_keep": "save_total_limit max_checkpoints keep_checkpoints max_to_keep keep_last",
+    "checkpoint_period": (
+        "save_interval save_every save_steps checkpoint_interval checkpoint_every"
+        " save_freq ckpt_interval"
+    ),
+    "max_num_checkpoints_to_keep": (
+        "save_total_limit max_checkpoints keep_checkpoints max_to_keep keep_last"
+    ),
     "eval_interval": "eval_every eval_freq eval_period val_interval val_check_interval",
     "eval_steps": "eval_iters num_eval_steps val_steps",
-    "per_device_batch_size": "batch_size global_batch_size train_batch_size batch bs per_device_train_batch_size",
-    "eval_per_device_batch_size": "eval_batch_size val_batch_size per_device_eval_batch_size",
-    "gradient_accumulation_steps": "grad_accum grad_accum_steps accum_steps accumulation_steps accumulate_grad_batches",
+    "per_device_batch_size": (
+        "batch_size global_batch_size train_batch_size batch bs"
+        " per_device_train_batch_size"
+    ),
+    "eval_per_device_batch_size": (
+        "eval_batch_size val_batch_size per_device_eval_batch_size"
+    ),
+    "gradient_accumulation_steps": (
+        "grad_accum grad_accum_steps accum_steps accumulation_steps"
+        " accumulate_grad_batches"
+    ),
     "microbatch_size": "micro_batch_size mbs micro_batch micro_batch_size_per_gpu",
     "enable_rampup_batch_size": "rampup ramp_up batch_rampup",
-    "batch_size_schedule": "rampup_batch_size batch_schedule global_batch_size_schedule",
+    "batch_size_schedule": (
+        "rampup_batch_size batch_schedule global_batch_size_schedule"
+    ),
     "num_devices": "num_gpus n_gpus gpus devices world_size",
     "ici_data_parallelism": "dp data_parallel data_parallel_size",
     "ici_fsdp_parallelism": "fsdp fsdp_size zero_stage",
-    "ici_tensor_parallelism": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
+    "ici_tensor_parallelism": (
+        "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size"
+    ),
     "ici_context_parallelism": "cp context_parallel context_parallel_size",
     "ici_expert_parallelism": "ep expert_parallel expert_parallel_size",
-    "ici_pipeline_parallelism": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size num_stages",
+    "ici_pipeline_parallelism": (
+        "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size"
+        " num_stages"
+    ),
     "num_pipeline_microbatches": "num_microbatches num_micro_batches",
     "learning_rate": "lr max_lr peak_lr base_lr peak_learning_rate",
-    "lr_schedule_type": "lr_schedule lr_scheduler lr_scheduler_type scheduler lr_decay_style learning_rate_schedule",
+    "lr_schedule_type": (
+        "lr_schedule lr_scheduler lr_scheduler_type scheduler lr_decay_style"
+        " learning_rate_schedule"
+    ),
     "learning_rate_schedule_steps": "lr_decay_iters lr_decay_steps decay_steps",
-    "warmup_steps_fraction": "warmup warmup_steps warmup_ratio lr_warmup lr_warmup_steps lr_warmup_iters num_warmup_steps",
+    "warmup_steps_fraction": (
+        "warmup warmup_steps warmup_ratio lr_warmup lr_warmup_steps lr_warmup_iters"
+        " num_warmup_steps"
+    ),
     "learning_rate_final_fraction": "min_lr final_lr end_lr min_lr_ratio",
     "opt_type": "optimizer optim optimizer_type",
     "adam_b1": "beta1 beta_1 adam_beta1",
     "adam_b2": "beta2 beta_2 adam_beta2",
     "adam_eps": "eps epsilon adam_epsilon",
     "adam_weight_decay": "weight_decay wd decay",
-    "gradient_clipping_threshold": "grad_clip clip_grad max_grad_norm clip_norm grad_norm_clip gradient_clipping "
-    "gradient_clip_val",
-    "base_emb_dim": "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd model_dim width",
-    "base_num_decoder_layers": "num_layers n_layers n_layer layers depth num_hidden_layers",
+    "gradient_clipping_threshold": (
+        "grad_clip clip_grad max_grad_norm clip_norm grad_norm_clip gradient_clipping "
+        "gradient_clip_val"
+    ),
+    "base_emb_dim": (
+        "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd model_dim width"
+    ),
+    "base_num_decoder_layers": (
+        "num_layers n_layers n_layer layers depth num_hidden_layers"
+    ),
     "base_mlp_dim": "mlp_dim d_ff ffn_dim ffn_hidden_size intermediate_size",
     "base_num_query_heads": "num_heads n_heads n_head heads num_attention_heads",
     "base_num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads num_query_groups",
     "vocab_size": "vocab vocabulary_size n_vocab padded_vocab_size",
-    "max_target_length": "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length max_length context_length "
-    "block_size",
+    "max_target_length": (
+        "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length"
+        " max_length context_length block_size"
+    ),
     "logits_via_embedding": "tie_embeddings tie_word_embeddings tied_embeddings",
     "dropout_rate": "dropout hidden_dropout",
     "weight_dtype": "param_dtype params_dtype parameter_dtype",
     "mu_dtype": "adam_mu_dtype moment_dtype",
-    "gradient_reduction_dtype": "grad_reduce_dtype grad_dtype reduce_dtype allreduce_dtype",
-    "gradient_accumulator_dtype": "accumulator_dtype grad_accum_dtype accumulate_dtype gradient_accumulation_dtype",
-    "attention": "attn_implementation flash_attention use_flash_attention attention_kernel",
+    "gradient_reduction_dtype": (
+        "grad_reduce_dtype grad_dtype reduce_dtype allreduce_dtype"
+    ),
+    "gradient_accumulator_dtype": (
+        "accumulator_dtype grad_accum_dtype accumulate_dtype"
+        " gradient_accumulation_dtype"
+    ),
+    "attention": (
+        "attn_implementation flash_attention use_flash_attention attention_kernel"
+    ),
     "dtype": "precision compute_dtype bf16 fp16 mixed_precision",
-    "remat_policy": "remat gradient_checkpointing activation_checkpointing recompute_granularity",
+    "remat_policy": (
+        "remat gradient_checkpointing activation_checkpointing recompute_granularity"
+    ),
     "init_weights_seed": "seed random_seed rng_seed",
     "data_shuffle_seed": "seed shuffle_seed data_seed",
     "dataset_type": "dataset data data_type",
-    "grain_train_files": "train_files train_data data_path dataset_path train_data_path train_file data_dir",
+    "grain_train_files": (
+        "train_files train_data data_path dataset_path train_data_path train_file"
+        " data_dir"
+    ),
     "grain_eval_files": "eval_files eval_data val_data valid_data validation_file",
     "eval_holdout_fraction": "val_split validation_split test_size",
     "num_epoch": "epochs num_epochs max_epochs num_train_epochs n_epochs epoch",
@@ -115,7 +172,8 @@ class Key:
     kind: Kind  # the type of its values
     doc: str  # its documentation, one or more sentences
     section: str  # the heading above it in the configuration file
-    # The mapping that contains it in the file: `rl` makes the key `rl.num_generations`. None = top level.
+    # The mapping that contains it in the file: `rl` makes the key `rl.num_generations`.
+    # None = top level.
     group: str | None = None
     unit: str | None = None  # the unit of its values, if they have one
     choices: tuple[str, ...] = ()  # the only legal values, if there are few
@@ -133,15 +191,19 @@ class Key:
     maxtext: str | None = (
         None  # MaxText's default, as written there, if it differs from the default here
     )
-    own: bool = False  # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
+    # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
+    own: bool = False
     identity: bool = (
         False  # whether a checkpoint belongs to a run only if both have the same value
     )
-    ramp: bool = False  # whether the key defines the ramp; a changed value changes the plan of a resumed run
+    # whether the key defines the ramp; a changed value changes the plan of a resumed
+    # run
+    ramp: bool = False
     per_process: bool = (
         False  # whether the value may differ between the processes of one run
     )
-    per_accumulation: bool = False  # whether `gradient_accumulation_steps` multiplies the value in a global batch
+    # whether `gradient_accumulation_steps` multiplies the value in a global batch
+    per_accumulation: bool = False
 
     @property
     def expected(self) -> str:
@@ -168,7 +230,9 @@ class Key:
         return ", ".join([*words, *(["or null"] if self.nullable else [])])
 
     def convert(self, name: str, value: object) -> Any:
-        """Convert a value from YAML or Python to this key's type and check its limits; an error calls it `name`."""
+        """Convert a value from YAML or Python to this key's type and check its limits;
+        an error calls it `name`.
+        """
         if value is None and "none" in self.choices:
             return "none"
         if isinstance(value, bool) and "off" in self.choices:
@@ -241,7 +305,9 @@ class Key:
             )
 
     def _guesses(self, value: object) -> list[Any]:
-        """Return the legal values that a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5."""
+        """Return the legal values that a value of another type may stand for: 5 for
+        "5", 1 and 2 for 1.5, "5" for 5.
+        """
         candidates: list[Any] = []
         if self.kind in ("text", "name"):
             candidates = [str(value)] if isinstance(value, bool | int | float) else []
@@ -273,7 +339,9 @@ class Key:
 def key(
     default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any
 ) -> Any:
-    """Return a dataclass field with a default and a `Key`, whose kind is that of the default unless given."""
+    """Return a dataclass field with a default and a `Key`, whose kind is that of the
+    default unless given.
+    """
     kinds: dict[type, Kind] = {
         bool: "bool",
         int: "int",
@@ -292,10 +360,11 @@ def key(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A checked configuration: one attribute per key, each value read once, when the object is made.
+    """A checked configuration: one attribute per key, each value read once, when the
+    object is made.
 
-    `sources` says where each value that was set comes from, by key. All bad values are one ConfigError; if there are none, so
-    is all that `_contradictions` finds.
+    `sources` says where each value that was set comes from, by key. All bad values are
+    one ConfigError; if there are none, so is all that `_contradictions` finds.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -309,7 +378,8 @@ class Settings:
         ]:
             hint = closest_keys(unknown[0], [*map(attribute_of, cls.keys())])[1]
             raise TypeError(
-                f"{cls.__name__}() got an unexpected keyword argument {unknown[0]!r}; {hint}"
+                f"{cls.__name__}() got an unexpected keyword argument {unknown[0]!r};"
+                f" {hint}"
             )
         self = super(Settings, cls).__new__(cls)
         object.__setattr__(self, "_given", frozenset(values))
@@ -342,18 +412,24 @@ class Settings:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], sources: Mapping[str, str]) -> Self:
-        """Return the configuration with these values by key, and defaults for the others."""
+        """Return the configuration with these values by key, and defaults for the
+        others.
+        """
         return cls(
             **{attribute_of(name): value for name, value in values.items()},
             sources=sources,
         )
 
     def where(self, name: str) -> str:
-        """Return where the value of a key comes from: a file and line, the command line, a variable, or `default`."""
+        """Return where the value of a key comes from: a file and line, the command
+        line, a variable, or `default`.
+        """
         return self.sources.get(name, "default")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values by key, in the order of the keys, as plain numbers and text."""
+        """Return the values by key, in the order of the keys, as plain numbers and
+        text.
+        """
         values = {name: getattr(self, attribute_of(name)) for name in self.keys()}
         return {
             name: to_yaml_number(value) if isinstance(value, Fraction) else value
@@ -361,7 +437,9 @@ class Settings:
         }
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that a checkpoint and the run that resumes it must share, by key."""
+        """Return the values that a checkpoint and the run that resumes it must share,
+        by key.
+        """
         return {
             name: getattr(self, attribute_of(name))
             for name, spec in self.keys().items()
@@ -369,7 +447,9 @@ class Settings:
         }
 
     def _dependent_defaults(self) -> dict[str, Any]:
-        """Return the defaults that depend on other attributes, which are read already, and on which ones are set."""
+        """Return the defaults that depend on other attributes, which are read already,
+        and on which ones are set.
+        """
         return {}
 
     def _contradictions(self) -> list[RampupError]:
@@ -378,7 +458,9 @@ class Settings:
 
 
 def attribute_of(name: str) -> str:
-    """Return the attribute that a key of the file becomes: that of `rl.num_generations` is `num_generations`."""
+    """Return the attribute that a key of the file becomes: that of `rl.num_generations`
+    is `num_generations`.
+    """
     return name.rpartition(".")[2]
 
 
@@ -423,21 +505,28 @@ def _as_kind(kind: Kind, value: object) -> Any:
 
 
 def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """Return the keys that an unknown name may stand for, with a hint for its error: those of other systems, or a spelling."""
+    """Return the keys that an unknown name may stand for, with a hint for its error:
+    those of other systems, or a spelling.
+    """
     if nearest := keys_for_alias(name, keys):
         return nearest, f"its name here is {' or '.join(nearest)}"
     if close := difflib.get_close_matches(
         name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
     ):
         return tuple(close), f"the closest is {close[0]}"
-    return (), (
-        "no key is like it; if it is a key of MaxText that rampup does not have, delete it "
-        "(`rampup check --from maxtext FILE` reads such a file)"
+    return (
+        (),
+        (
+            "no key is like it; if it is a key of MaxText that rampup does not have,"
+            " delete it (`rampup check --from maxtext FILE` reads such a file)"
+        ),
     )
 
 
 def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:
-    """Return the keys that other systems call by a name, such as `learning_rate` for `lr`."""
+    """Return the keys that other systems call by a name, such as `learning_rate` for
+    `lr`.
+    """
     word = name.lower().replace("-", "_")
     return tuple(
         key

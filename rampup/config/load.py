@@ -1,4 +1,6 @@
-"""Reads a configuration: the base_config chain of files, `key=value` settings and environment variables."""
+"""Reads a configuration: the base_config chain of files, `key=value` settings and
+environment variables.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,20 @@ def load_config(
 ) -> Config:
     """Read a configuration.
 
-    Values come from, in ascending order: defaults, the base_config chain, the file, and settings or variables. `Config.where`
-    returns the source of each value.
+    Values come from, in ascending order: defaults, the base_config chain, the file, and
+    settings or variables. `Config.where` returns the source of each value.
 
     Args:
-        path: a YAML file. A bare name that does not exist here is looked up among the configurations that come with rampup.
+        path: a YAML file. A bare name that does not exist here is looked up among the
+            configurations that come with rampup.
         overrides: `key=value` settings, which win over the file.
-        environ: environment variables, such as `os.environ`. `RAMPUP_STEPS=10` sets `steps` and wins over the file. None: none.
+        environ: environment variables, such as `os.environ`. `RAMPUP_STEPS=10` sets
+            `steps` and wins over the file. None: none.
         text: the content of the file, if it is not to be read from `path`.
 
     Raises:
-        ConfigError: a file that cannot be read; all unknown keys and bad values, with file and line; or else contradictions.
+        ConfigError: a file that cannot be read; all unknown keys and bad values, with
+            file and line; or else contradictions.
     """
     return load_settings(Config, path, overrides, environ=environ, text=text)
 
@@ -57,7 +62,9 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> S:
-    """Read a configuration of any schema. Dotted keys may be nested in a file; in a variable, underscores replace the dots."""
+    """Read a configuration of any schema. Dotted keys may be nested in a file; in a
+    variable, underscores replace the dots.
+    """
     file = find_config(path)
     located, problems = locate_values(
         file, overrides, environ or {}, schema.keys(), text=text
@@ -84,11 +91,13 @@ def load_settings(
         ]
     raise_together(
         problems,
-        f"the plan is checked once {'this is' if len(problems) == 1 else 'these are'} solved",
+        f"the plan is checked once {'this is' if len(problems) == 1 else 'these are'}"
+        " solved",
     )
     if refused is None:
         return config
-    # Keys that contradict each other may come from different lines: the error names the file, or what won over it.
+    # Keys that contradict each other may come from different lines: the error names the
+    # file, or what won over it.
     places: dict[str, None] = {}
     for problem in refused.problems or (refused,):
         outside = {name: entry for name, entry in located.items() if entry.line is None}
@@ -117,7 +126,9 @@ def locate_values(
     *,
     text: str | None = None,
 ) -> tuple[dict[str, Located], list[RampupError]]:
-    """Return the unchecked value of each key that is set, with its place, and the errors about unknown or repeated names."""
+    """Return the unchecked value of each key that is set, with its place, and the
+    errors about unknown or repeated names.
+    """
     problems: list[RampupError] = []
 
     def unknown_key(name: str, entry: Located) -> ConfigError:
@@ -157,10 +168,14 @@ def locate_values(
                 )
         unknown = [name for name in own if name not in keys]
         if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
-            text = "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
+            text = (
+                "this is the configuration of a rollout: `rampup plan` shows it;"
+                " everything else takes the keys of "
+            )
             raise ConfigError(f"{text}configs/base.yml", key=unknown[0], path=str(file))
         problems += [unknown_key(name, own[name]) for name in unknown[:MAX_UNKNOWN]]
-        # `_files` goes from the file to its bases, so what is located already is nearer.
+        # `_files` goes from the file to its bases, so what is located already is
+        # nearer.
         located = _override(
             far={name: entry for name, entry in own.items() if name in keys},
             near=located,
@@ -195,7 +210,10 @@ def locate_values(
         entry = entry if is_text else replace(entry, value=value)
         before = settings.setdefault(name, entry)
         if before is not entry and before.value != entry.value:
-            twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
+            twice = (
+                f"{name} is given twice: {before.value!r} ({before.path}) and"
+                f" {entry.value!r} ({entry.path}); leave one out"
+            )
             problems.append(ConfigError(twice, key=name))
     return _override(far=located, near=settings, keys=keys), problems
 
@@ -205,9 +223,10 @@ def _override(
 ) -> dict[str, Located]:
     """Return the entries of two places. The place nearer to the command line wins.
 
-    They also win over far entries that set the same fact by another key, such as `steps` by `train_tokens`, and a near preset
-    wins over the far values of its keys. So does a near `batch_size_schedule: auto`, with the values that it needs, and with a
-    far one a near length of the run, with the clock that it needs.
+    They also win over far entries that set the same fact by another key, such as
+    `steps` by `train_tokens`, and a near preset wins over the far values of its keys.
+    So does a near `batch_size_schedule: auto`, with the values that it needs, and with
+    a far one a near length of the run, with the clock that it needs.
     """
     replaced = {
         other
@@ -239,12 +258,16 @@ def _override(
 
 
 def names_in(path: str | Path) -> frozenset[str]:
-    """Return the top-level names in a file and in the files of its base_config chain, known or not."""
+    """Return the top-level names in a file and in the files of its base_config chain,
+    known or not.
+    """
     return frozenset().union(*_files(find_config(path)))
 
 
 def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
-    """Return the file with a name: in `folder` (by default the working directory), or among rampup's own configurations."""
+    """Return the file with a name: in `folder` (by default the working directory), or
+    among rampup's own configurations.
+    """
     name = (
         Path(path) if isinstance(path, str) else path
     )  # one in a bucket stays what it is

@@ -1,6 +1,8 @@
-"""What is wrong with a configuration that has no plan: every broken rule, each with its place and the nearest legal values.
+"""What is wrong with a configuration that has no plan: every broken rule, each with its
+place and the nearest legal values.
 
-`build_plan` calls `all_problems` after a rule was broken. It runs each stage of the build again, also those after a broken one.
+`build_plan` calls `all_problems` after a rule was broken. It runs each stage of the
+build again, also those after a broken one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from rampup.plan.split import BatchSplitter
 def all_problems(
     config: Config, num_devices: int, resumed: Mapping[str, Any]
 ) -> RampupError:
-    """Return one error with every rule that a configuration breaks. `resumed` are the other arguments of `build_plan`."""
+    """Return one error with every rule that a configuration breaks. `resumed` are the
+    other arguments of `build_plan`.
+    """
     ramp, seesaw, eval_size, reserved_sizes = (
         resumed[name] for name in ("ramp", "seesaw", "eval_size", "reserved_sizes")
     )
@@ -42,8 +46,9 @@ def all_problems(
     # Neither has an effect on what is legal.
     overhead = Fraction(0)
     repeats = 1
-    # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
-    # that is refused has no known number of replicas: the ramp is then checked without its splitter.
+    # The mesh, the pipeline and the ramp break different rules, so each is checked even
+    # if another one is refused. A mesh that is refused has no known number of replicas:
+    # the ramp is then checked without its splitter.
     with _collected(problems, config):
         axes = build.mesh_axes(config, num_devices)
     with _collected(problems, config):
@@ -105,7 +110,9 @@ def all_problems(
 
 @contextlib.contextmanager
 def _collected(problems: list[RampupError], config: Config) -> Iterator[None]:
-    """Append the errors of a block to a list, each with the place its key was set and with only the values a file can have."""
+    """Append the errors of a block to a list, each with the place its key was set and
+    with only the values a file can have.
+    """
     try:
         yield
     except RampupError as error:
@@ -116,7 +123,8 @@ def _placed(problem: RampupError, config: Config) -> RampupError:
     placed = copy.copy(problem)
     keys = [problem.key or ""]
     if keys == ["num_devices"] and config.num_devices == AUTO:
-        # The number of devices is that of the caller or of the machine; what was written are the axes.
+        # The number of devices is that of the caller or of the machine; what was
+        # written are the axes.
         keys = [
             name
             for name in KEYS
@@ -138,7 +146,9 @@ def _checked_ramp(
     splitter: BatchSplitter | None,
     reserved_sizes: Sequence[int] | None,
 ) -> BatchRamp:
-    """Return the ramp, or raise the errors about its order and all its sizes, also those that no step reaches."""
+    """Return the ramp, or raise the errors about its order and all its sizes, also
+    those that no step reaches.
+    """
     schedule = (
         None
         if config.batch_size_schedule == AUTO_SCHEDULE
@@ -163,8 +173,8 @@ def _checked_ramp(
         if schedule is not None and not (
             ramp and all(map(splitter.allows, ramp.sizes))
         ):
-            # A schedule in the wrong order still has sizes to check. No step reaches a size that is jumped over; once the other
-            # sizes are fixed, a step may.
+            # A schedule in the wrong order still has sizes to check. No step reaches a
+            # size that is jumped over; once the other sizes are fixed, a step may.
             state = ", jumped over" if ramp else ""
             sizes += [
                 (size, f"from sample {at:,}{state}")
@@ -177,7 +187,9 @@ def _checked_ramp(
 
 
 def _unused_entries(config: Config, used: set[int]) -> list[tuple[int, int]]:
-    """Return the entries of a schedule, threshold and size, with other sizes than these; none if it cannot be parsed."""
+    """Return the entries of a schedule, threshold and size, with other sizes than
+    these; none if it cannot be parsed.
+    """
     assert config.batch_size_schedule is not None
     length = (
         config.max_target_length
@@ -197,7 +209,9 @@ def _unused_entries(config: Config, used: set[int]) -> list[tuple[int, int]]:
 def _size_errors(
     splitter: BatchSplitter, sizes: Sequence[tuple[int, str]], *, is_schedule: bool
 ) -> list[RampupError]:
-    """Return the errors about global batches that a splitter refuses, each with its place, or that about a given microbatch."""
+    """Return the errors about global batches that a splitter refuses, each with its
+    place, or that about a given microbatch.
+    """
     refused = [(size, where) for size, where in sizes if not splitter.allows(size)]
     fixed = splitter.microbatch_size
     unfixed = replace(splitter, microbatch_size=AUTO)
@@ -229,7 +243,10 @@ def _size_errors(
     ):
         legal = unfixed.legal_microbatches(numbers)
         nearest = nearest_in(fixed, legal)
-        rule = f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase"
+        rule = (
+            f"microbatch_size={fixed} must divide global_batch_size /"
+            " data_parallel_size in every phase"
+        )
         text = f"{rule}; nearest: {', '.join(map(str, nearest))} ({problems[0]})"
         return [
             BatchDivisibilityError(
@@ -244,7 +261,9 @@ def _size_errors(
 
 
 def _devices_of_schedule(config: Config, num_devices: int) -> str:
-    """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
+    """Return on which other numbers of devices the batches of a schedule run, as text;
+    the other ramps follow the devices.
+    """
     if (
         config.batch_size_schedule in (None, AUTO_SCHEDULE)
         or config.seesaw_factor is not None

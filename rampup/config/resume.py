@@ -1,4 +1,6 @@
-"""The plan of a resumed run: its global batches are those of the checkpoint, also on another number of devices."""
+"""The plan of a resumed run: its global batches are those of the checkpoint, also on
+another number of devices.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MAX_DEVICES_LISTED = 16
 
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
-    """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that define it, and the devices."""
+    """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that
+    define it, and the devices.
+    """
     return {
         "ramp": plan.ramp.to_rows(),
         "ramp_keys": ramp_keys(config),
@@ -46,8 +50,9 @@ def plan_to_resume(
 ) -> RampPlan:
     """Return the plan of a resumed run from its checkpoint's `ramp_record` and `step`.
 
-    Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError gives the nearest numbers of devices that
-    can split them. For another ramp, `on_plan_change` decides.
+    Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError
+    gives the nearest numbers of devices that can split them. For another ramp,
+    `on_plan_change` decides.
     """
     before = BatchRamp.from_rows(record["ramp"])
     now = ramp_keys(config)
@@ -59,7 +64,10 @@ def plan_to_resume(
         except (BatchDivisibilityError, PipelineShapeError) as error:
             was = record["num_devices"]
             numbers = numbers_that_can(config, was, same)
-            text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
+            text = (
+                f"the run was on {was} devices, and its batches cannot be split for"
+                f" num_devices={num_devices}; numbers of "
+            )
             text += (
                 f"devices that can run all of them: {list_devices(numbers)}. {error}"
             )
@@ -83,7 +91,8 @@ def plan_to_resume(
             seesaw=seesaw,
             eval_size=plan.eval_global_batch_size,
         )
-    # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
+    # With Seesaw, the length of the run and its schedule define the ramp too; without,
+    # they do not.
     names = [
         key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)
     ]
@@ -92,8 +101,14 @@ def plan_to_resume(
         for key in names
         if old.get(key) != now.get(key)
     ]
-    rule = f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)})"
-    fix = "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed"
+    rule = (
+        f"the ramp is not that of the checkpoint of step {record['step']}"
+        f" ({'; '.join(changed)})"
+    )
+    fix = (
+        "restore the keys, or set on_plan_change=continue_by_samples to continue with"
+        " the new sizes by samples consumed"
+    )
     text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
     raise ResumeMismatchError(
         text, key="on_plan_change", nearest=("continue_by_samples",)
@@ -101,7 +116,9 @@ def plan_to_resume(
 
 
 def ramp_keys(config: Config) -> dict[str, str | None]:
-    """Return the keys that define the ramp, as text: the run's length if it counts, and the rate's schedule with Seesaw."""
+    """Return the keys that define the ramp, as text: the run's length if it counts, and
+    the rate's schedule with Seesaw.
+    """
     names = set(RAMP_KEYS) - set(BUDGET_KEYS)
     if config.batch_size_schedule == AUTO_SCHEDULE:
         names = {
@@ -142,16 +159,18 @@ def _same_batches(
     )
     return {
         "ramp": ramp,
-        "seesaw": Seesaw.from_dict(record["seesaw"], ramp)
-        if "seesaw" in record
-        else None,
+        "seesaw": (
+            Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None
+        ),
         "eval_size": record["eval_global_batch_size"] if same_eval else None,
         "reserved_sizes": record.get("reserved_sizes"),
     }
 
 
 def possible_devices(config: Config, plan: RampPlan) -> list[int]:
-    """Return the numbers of devices on which a run can continue with the batches of a plan; see `numbers_that_can`."""
+    """Return the numbers of devices on which a run can continue with the batches of a
+    plan; see `numbers_that_can`.
+    """
     return numbers_that_can(
         config,
         plan.num_devices,
@@ -170,8 +189,9 @@ def list_devices(numbers: Sequence[int]) -> str:
 def numbers_that_can(
     config: Config, num_devices: int, same: Mapping[str, Any]
 ) -> list[int]:
-    """Return the numbers of devices, ascending, that have a plan with the batches that the arguments `same` keep; up to about
-    four times `num_devices` with an open axis that does not shard the batch.
+    """Return the numbers of devices, ascending, that have a plan with the batches that
+    the arguments `same` keep; up to about four times `num_devices` with an open axis
+    that does not shard the batch.
     """
     sizes = {
         f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES
@@ -179,7 +199,8 @@ def numbers_that_can(
     known = math.prod(
         getattr(config, key) for key in sizes if getattr(config, key) != AUTO
     )
-    # What the axes of -1 share shards the batch, and so divides every one. Only another axis could have any size.
+    # What the axes of -1 share shards the batch, and so divides every one. Only another
+    # axis could have any size.
     factors = divisors(math.gcd(*same["ramp"].sizes))
     if any(
         getattr(config, key) == AUTO and axis not in ("data", "fsdp")

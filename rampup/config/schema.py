@@ -1,6 +1,8 @@
-"""The configuration keys: default, type, unit, limits and documentation of each; and the presets that give them defaults.
+"""The configuration keys: default, type, unit, limits and documentation of each; and
+the presets that give them defaults.
 
-Names and meanings are MaxText's if MaxText has the key. The defaults are the values of configs/base.yml.
+Names and meanings are MaxText's if MaxText has the key. The defaults are the values of
+configs/base.yml.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ class Preset:
     summary: str  # what it sets, in one or two sentences
     source: str  # where it is published
     keys: tuple[str, ...]  # the keys that it gives defaults to
-    # Their values for a run, from its tokens per sample and its tokens, None without a budget. A key that is set in the same
-    # file as `preset`, or nearer to the command line, wins.
+    # Their values for a run, from its tokens per sample and its tokens, None without a
+    # budget. A key that is set in the same file as `preset`, or nearer to the command
+    # line, wins.
     values: Callable[[int, int | None], Mapping[str, Any]]
 
 
@@ -51,7 +54,10 @@ def _samples(preset: str, tokens: int, length: int) -> int:
     """Return a batch of tokens in samples, which must be a whole number."""
     if tokens % length:
         legal = [2**k for k in range(20) if tokens % 2**k == 0 and 2**k < length][-1:]
-        rule = f"preset={preset} has batches of {tokens:,} tokens, which max_target_length={length} does not divide"
+        rule = (
+            f"preset={preset} has batches of {tokens:,} tokens, which"
+            f" max_target_length={length} does not divide"
+        )
         nearest = f"; nearest: {legal[0]}" if legal else ""
         raise ConfigError(f"{rule}{nearest}", key="max_target_length", nearest=legal)
     return tokens // length
@@ -69,7 +75,10 @@ def _schedule(
 
 def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
     if tokens is None:
-        rule = "preset=nanochat computes the batch and the weight decay from the tokens of the run"
+        rule = (
+            "preset=nanochat computes the batch and the weight decay from the tokens of"
+            " the run"
+        )
         raise ConfigError(
             f"{rule}; set train_tokens or train_samples", key="train_tokens"
         )
@@ -85,12 +94,19 @@ def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
 
 PRESETS: dict[str, Preset] = {
     "nanochat": Preset(
-        summary="Three formulas for a run of D tokens: a batch of 2**19 * (D / 1.32B)**0.383 tokens, rounded to a power of 2; "
-        "the learning rate times sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) * 1.32B / D, which keeps "
-        "the timescale of AdamW. learning_rate and adam_weight_decay are those of a run of 1.32B tokens with a batch of 2**19. "
-        "Not all of nanochat's recipe: it applies the weight decay to the matrices of Muon only, and lets it fall to 0.",
-        source="karpathy/nanochat, scripts/base_train.py; exponent of Bergsma et al. 2025, arXiv 2505.13738; timescale of Wang "
-        "& Aitchison 2024, arXiv 2405.13698",
+        summary=(
+            "Three formulas for a run of D tokens: a batch of 2**19 * (D /"
+            " 1.32B)**0.383 tokens, rounded to a power of 2; the learning rate times"
+            " sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) *"
+            " 1.32B / D, which keeps the timescale of AdamW. learning_rate and"
+            " adam_weight_decay are those of a run of 1.32B tokens with a batch of"
+            " 2**19. Not all of nanochat's recipe: it applies the weight decay to the"
+            " matrices of Muon only, and lets it fall to 0."
+        ),
+        source=(
+            "karpathy/nanochat, scripts/base_train.py; exponent of Bergsma et al. 2025,"
+            " arXiv 2505.13738; timescale of Wang & Aitchison 2024, arXiv 2405.13698"
+        ),
         keys=(
             *_PRESET_RAMP_KEYS,
             "batch_scaling",
@@ -100,11 +116,16 @@ PRESETS: dict[str, Preset] = {
         values=_nanochat,
     ),
     "marin": Preset(
-        summary="adam_b2 is 0.999**(batch / 32), between 0.95 and 0.9999, for a batch in sequences of 4,096 tokens: the same "
-        "half-life in tokens for every batch, and no lower than is stable. The sweep of issue 4567 finds slightly lower "
-        "values.",
-        source="marin-community/marin, pull request 2447 (the floor) and issue 4567 (the sweep); Marek et al. 2025, arXiv "
-        "2507.07101",
+        summary=(
+            "adam_b2 is 0.999**(batch / 32), between 0.95 and 0.9999, for a batch in"
+            " sequences of 4,096 tokens: the same half-life in tokens for every batch,"
+            " and no lower than is stable. The sweep of issue 4567 finds slightly lower"
+            " values."
+        ),
+        source=(
+            "marin-community/marin, pull request 2447 (the floor) and issue 4567 (the"
+            " sweep); Marek et al. 2025, arXiv 2507.07101"
+        ),
         keys=("adam_b2", "batch_scaling", "adam_b2_floor", "batch_scaling_reference"),
         values=lambda length, tokens: {
             "adam_b2": 0.999,
@@ -114,9 +135,12 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "olmo": Preset(
-        summary="The batch size warm-up of OLMo 1B: 1,024 sequences of 4,096 tokens, 2,048 after 168B tokens and 4,096 after "
-        "503B, where measured critical batch sizes allow them. learning_rate is that of the first batch and grows by sqrt(2) "
-        "with each doubling.",
+        summary=(
+            "The batch size warm-up of OLMo 1B: 1,024 sequences of 4,096 tokens, 2,048"
+            " after 168B tokens and 4,096 after 503B, where measured critical batch"
+            " sizes allow them. learning_rate is that of the first batch and grows by"
+            " sqrt(2) with each doubling."
+        ),
         source="Merrill et al. 2025, arXiv 2505.23971",
         keys=(*_PRESET_RAMP_KEYS, "batch_scaling", "batch_scaling_reference"),
         values=lambda length, tokens: (
@@ -137,7 +161,8 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-# A key: its default, its properties, and its documentation, where a line break counts as a space.
+# A key: its default, its properties, and its documentation, where a line break counts
+# as a space.
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
 _ramp = partial(key, section="Ramp")
@@ -203,7 +228,9 @@ class RunKeys(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchKeys(Settings):
-    """The keys that a plan's batches depend on: batch, ramp, devices, mesh axes and pipeline."""
+    """The keys that a plan's batches depend on: batch, ramp, devices, mesh axes and
+    pipeline.
+    """
 
     per_device_batch_size: Fraction = _batch(Fraction(8), above=0, unit="samples", maxtext="12.0", ramp=True,
         per_accumulation=True, doc="""
@@ -520,10 +547,11 @@ class DataKeys(Settings):
 # The fields of the last base come first.
 @dataclass(frozen=True, kw_only=True)
 class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
-    """A complete, checked configuration; every attribute is a key of the YAML file. A function takes the group that it needs.
+    """A complete, checked configuration; every attribute is a key of the YAML file. A
+    function takes the group that it needs.
 
-    A ConfigError has all bad values or, if there are none, the contradictions that need no plan. `build_plan` finds the
-    others, such as two ramps.
+    A ConfigError has all bad values or, if there are none, the contradictions that need
+    no plan. `build_plan` finds the others, such as two ramps.
 
     Example:
         >>> Config(steps=10).steps
@@ -531,7 +559,9 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     """
 
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
-        """Return the keys in which two configurations differ, each with the value of this one, `a`, and of the other, `b`."""
+        """Return the keys in which two configurations differ, each with the value of
+        this one, `a`, and of the other, `b`.
+        """
         a, b = self.to_dict(), other.to_dict()
         return {
             name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]
@@ -539,14 +569,18 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run, without Seesaw; None if a budget of samples or tokens decides, with the ramp."""
+        """Optimizer steps of the run, without Seesaw; None if a budget of samples or
+        tokens decides, with the ramp.
+        """
         if (self.train_samples, self.train_tokens) != (None, None):
             return None
         return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
 
     @property
     def batch_rule(self) -> tuple[BatchScaling, AdamScaling]:
-        """What the rule of `batch_scaling` does to the learning rate and to AdamW's constants."""
+        """What the rule of `batch_scaling` does to the learning rate and to AdamW's
+        constants.
+        """
         rate, adam = BATCH_RULES[self.batch_scaling]
         if self.learning_rate_batch_scaling != "auto":
             return self.learning_rate_batch_scaling, adam
@@ -559,7 +593,8 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         return rate, adam
 
     def _dependent_defaults(self) -> dict[str, Any]:
-        # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
+        # The default ramp ends at the default batch: a batch or a schedule of one's own
+        # has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
         found: dict[str, Any] = (
             {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
@@ -591,16 +626,24 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         problems: list[RampupError] = []
 
         def refuse(key: str, rule: str, *nearest: object) -> None:
-            """Append the error about a rule between keys: the key to change, the message, and the nearest legal values."""
+            """Append the error about a rule between keys: the key to change, the
+            message, and the nearest legal values.
+            """
             problems.append(ConfigError(rule, key=key, nearest=nearest))
 
         if self.total_steps == -1:
-            rule = "takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens"
+            rule = (
+                "takes learning_rate_schedule_steps, which is -1 too; set one of them,"
+                " train_samples or train_tokens"
+            )
             refuse("steps", f"steps=-1 {rule}")
         warmup = self.warmup_steps_fraction
         decay = self.wsd_decay_steps_fraction
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
-            rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
+            rule = (
+                f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay}"
+                " must not exceed 1"
+            )
             refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
         others = {
             "measure_gradient_noise": False,
@@ -611,32 +654,46 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             others.items() if self.gradient_accumulation != "fused" else ()
         ):
             if (value := getattr(self, name)) != legal:
-                needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
+                needs = (
+                    "needs gradient_accumulation=fused, it is"
+                    f" {self.gradient_accumulation}"
+                )
                 refuse(name, f"{name}={str(value).lower()} {needs}", legal)
         if self.whole_batch and self.measure_gradient_noise:
-            rule = "measure_gradient_noise=true compares microbatches, but with whole_batch=true a step has only one"
+            rule = (
+                "measure_gradient_noise=true compares microbatches, but with"
+                " whole_batch=true a step has only one"
+            )
             refuse("measure_gradient_noise", rule, False)
         size, tiles = self.vocab_size, self.num_vocab_tiling
         if self.dataset_type == "text" and size < 256:
             refuse(
                 "vocab_size",
-                f"vocab_size={size} must be at least 256 for dataset_type=text, whose tokens are bytes",
+                f"vocab_size={size} must be at least 256 for dataset_type=text, whose"
+                " tokens are bytes",
                 256,
             )
         if size % tiles:
             rule = f"vocab_size={size} must be a multiple of num_vocab_tiling={tiles}"
             refuse("num_vocab_tiling", rule, *nearest_in(tiles, divisors(size)))
         if self.attention == "flash" and self.max_target_length % 128:
-            rule = f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}"
+            rule = (
+                "attention=flash needs a max_target_length that is a multiple of 128,"
+                f" not {self.max_target_length}"
+            )
             refuse("attention", rule, "autoselected", "dot_product")
         if (
             self.dataset_type in ("tokens", "arrayrecord")
             and self.grain_train_files is None
         ):
-            rule = f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read"
+            rule = (
+                f"dataset_type={self.dataset_type} needs grain_train_files, a glob"
+                " pattern of the files to read"
+            )
             refuse("grain_train_files", rule)
         if self.batch_size_schedule == AUTO_SCHEDULE:
-            # What must be known before step 0 cannot depend on batches that are decided later.
+            # What must be known before step 0 cannot depend on batches that are decided
+            # later.
             has_budget = self.total_steps is None
             needed = auto_implies(has_budget=has_budget) | {
                 "rampup_microbatch": "fixed",
@@ -651,7 +708,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             for name, legal in needed.items():
                 if getattr(self, name) != legal:
                     shown = "null" if legal is None else str(legal).lower()
-                    rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
+                    rule = (
+                        f"batch_size_schedule=auto needs {name}={shown}: its batches"
+                        " are not known before the run"
+                    )
                     refuse(name, rule, legal)
         budgets = [
             f"{name}={value}"
@@ -659,21 +719,32 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             if (value := getattr(self, name)) not in (None, -1)
         ]
         if len(budgets) > 1:
-            rule = f"{' and '.join(budgets)} both set the length of the run; set one of them"
-            refuse("train_samples", rule) if self.steps == -1 else refuse(
-                "steps", rule, -1
+            rule = (
+                f"{' and '.join(budgets)} both set the length of the run; set one of"
+                " them"
+            )
+            (
+                refuse("train_samples", rule)
+                if self.steps == -1
+                else refuse("steps", rule, -1)
             )
         factor = self.seesaw_factor
         largest = self.seesaw_max_batch_size
         if factor is None and largest is not None:
-            rule = f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null; set both or none"
+            rule = (
+                f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null;"
+                " set both or none"
+            )
             refuse("seesaw_max_batch_size", rule)
         kind = self.lr_schedule_type
         last = self.learning_rate_final_fraction
         if factor is not None and (
             kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)
         ):
-            rule = f"seesaw_factor={factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
+            rule = (
+                f"seesaw_factor={factor} replaces falls of the learning rate, but"
+                f" lr_schedule_type={kind} with "
+            )
             refuse(
                 "seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none"
             )
@@ -686,7 +757,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             )
         scaling, adam = self.batch_scaling, self.batch_rule[1]
         if adam.is_active and self.opt_type != "adamw":
-            rule = f"batch_scaling={scaling} scales constants of AdamW, but opt_type={self.opt_type}"
+            rule = (
+                f"batch_scaling={scaling} scales constants of AdamW, but"
+                f" opt_type={self.opt_type}"
+            )
             refuse("batch_scaling", rule, "none", "linear")
         for name, scaled in (
             ("adam_b2_floor", adam.b2),
@@ -695,11 +769,13 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             if getattr(self, name) is not None and scaled == "none":
                 refuse(
                     name,
-                    f"{name}={getattr(self, name)} has no effect with batch_scaling={scaling}",
+                    f"{name}={getattr(self, name)} has no effect with"
+                    f" batch_scaling={scaling}",
                 )
         problems += head_problems(self)
 
-        # A key of the linear ramp is set, and nothing says whether there is one; with an explicit false, they are ignored.
+        # A key of the linear ramp is set, and nothing says whether there is one; with
+        # an explicit false, they are ignored.
         is_auto = self.batch_size_schedule == AUTO_SCHEDULE
         # `auto` starts with the first size of the ramp.
         ignored = [
@@ -712,17 +788,24 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             values = self.to_dict()
             found = ", ".join(f"{name}={values[name]}" for name in ignored)
             if self.batch_size_schedule is not None:
-                rule = f"are two ramps; remove one, or set {_LINEAR}: false to keep the schedule"
+                rule = (
+                    f"are two ramps; remove one, or set {_LINEAR}: false to keep the"
+                    " schedule"
+                )
                 refuse(ignored[0], f"{found} and batch_size_schedule {rule}")
             else:
-                rule = f"{_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
+                rule = (
+                    f"{_LINEAR} is not set: set it to true for the ramp, to false for a"
+                    " constant batch"
+                )
                 refuse(_LINEAR, f"{found} describes a linear ramp, but {rule}", True)
         return problems
 
 
 def auto_implies(*, has_budget: bool) -> dict[str, Any]:
-    """Return the only values that work with `batch_size_schedule: auto`: no second ramp, the measurement, and the clock that
-    counts what the length of the run counts, as the other unit depends on later batches.
+    """Return the only values that work with `batch_size_schedule: auto`: no second
+    ramp, the measurement, and the clock that counts what the length of the run counts,
+    as the other unit depends on later batches.
     """
     clock = "samples" if has_budget else "steps"
     return {
@@ -733,11 +816,16 @@ def auto_implies(*, has_budget: bool) -> dict[str, Any]:
 
 
 def head_problems(config: Any) -> list[RampupError]:
-    """Return errors unless the heads divide the width and each other, for any configuration with a model."""
+    """Return errors unless the heads divide the width and each other, for any
+    configuration with a model.
+    """
     heads, width = config.base_num_query_heads, config.base_emb_dim
     problems: list[RampupError] = []
     if width % (2 * heads):
-        rule = f"must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an even width"
+        rule = (
+            f"must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that"
+            " every head has an even width"
+        )
         nearest = nearest_in(heads, divisors(width // 2 if width % 2 == 0 else 0))
         problems.append(
             ConfigError(
@@ -747,14 +835,18 @@ def head_problems(config: Any) -> list[RampupError]:
             )
         )
     if heads % config.num_kv_heads:
-        message = f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={config.num_kv_heads}"
+        message = (
+            f"base_num_query_heads={heads} must be a multiple of"
+            f" base_num_kv_heads={config.num_kv_heads}"
+        )
         nearest = nearest_in(config.num_kv_heads, divisors(heads))
         problems.append(ConfigError(message, key="base_num_kv_heads", nearest=nearest))
     return problems
 
 
 KEYS = Config.keys()
-# A checkpoint belongs to a run only if these agree: they define the meaning of its arrays and the order of the data.
+# A checkpoint belongs to a run only if these agree: they define the meaning of its
+# arrays and the order of the data.
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)

@@ -38,7 +38,9 @@ class Located:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2: 1e-5 is a float, 010 is ten, 1:30 and dates are text."""
+    """PyYAML's safe loader with the scalars of YAML 1.2: 1e-5 is a float, 010 is ten,
+    1:30 and dates are text.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in the base class
 
@@ -77,7 +79,9 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
 def parse_mapping(
     text: str, path: str, *, repeated: dict[str, int] | None = None
 ) -> dict[str, Located]:
-    """Read YAML text that is one mapping. With `repeated`, names may repeat: the last counts, and its line is added there."""
+    """Read YAML text that is one mapping. With `repeated`, names may repeat: the last
+    counts, and its line is added there.
+    """
     mapping, twice = _parse(text, path, repeated is not None)
     if repeated is not None:
         repeated.update(twice)
@@ -88,7 +92,8 @@ def parse_mapping(
 def _parse(
     text: str, path: str, repeats: bool
 ) -> tuple[dict[str, Located], dict[str, int]]:
-    # Commands look at the names in a file before they load it; parsing takes most of the time of `rampup plan`.
+    # Commands look at the names in a file before they load it; parsing takes most of
+    # the time of `rampup plan`.
     try:
         root = yaml.compose(text, Loader=_Loader)
         if root is None:
@@ -110,7 +115,8 @@ def _parse(
         line = None if mark is None else mark.line + 1
         problem = str(error.problem or error.context)
         hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
-        # In the line where the problem was found, or in the one before, which it may begin in. Comments can have any character.
+        # In the line where the problem was found, or in the one before, which it may
+        # begin in. Comments can have any character.
         for number, words in list(enumerate(text.splitlines(), start=1))[
             max((line or 0) - 2, 0) : line or 0
         ]:
@@ -122,7 +128,10 @@ def _parse(
                 ),
                 None,
             ):
-                hint += f"; line {number} has U+{ord(odd):04X} ({unicodedata.name(odd).lower()}) instead of a space"
+                hint += (
+                    f"; line {number} has U+{ord(odd):04X}"
+                    f" ({unicodedata.name(odd).lower()}) instead of a space"
+                )
         raise ConfigError(
             f"not valid YAML: {problem}{hint}", path=path, line=line
         ) from None
@@ -137,7 +146,9 @@ def _parse(
 
 
 def positions(text: str) -> dict[str, tuple[slice, slice]]:
-    """Return the position in a mapping's text of each key and of its value. Values with an alias or a tag are left out."""
+    """Return the position in a mapping's text of each key and of its value. Values with
+    an alias or a tag are left out.
+    """
     parse_mapping(text, "text")
     root = yaml.compose(text, Loader=_Loader)
     assert isinstance(root, yaml.MappingNode)
@@ -153,13 +164,17 @@ def positions(text: str) -> dict[str, tuple[slice, slice]]:
 
 
 def parse_scalar(text: str, path: str) -> Any:
-    """Return the value that YAML reads from a text, for example from the command line."""
+    """Return the value that YAML reads from a text, for example from the command
+    line.
+    """
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
     return _scalar(text, tag, path, line=None)
 
 
 def read_text(path: str | Path) -> str:
-    """Return a text file's content; a ConfigError if it cannot be read, is larger than `MAX_BYTES` or is not UTF-8."""
+    """Return a text file's content; a ConfigError if it cannot be read, is larger than
+    `MAX_BYTES` or is not UTF-8.
+    """
     try:
         # `open` of a path in a bucket is that of its file system.
         with open(path, "rb") if isinstance(path, str) else path.open("rb") as file:
@@ -173,7 +188,8 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"cannot read the file: {reason}", path=str(path)) from None
     if len(content) > MAX_BYTES:
         raise ConfigError(
-            f"the file is larger than {MAX_BYTES:,} bytes, so it is not a configuration",
+            f"the file is larger than {MAX_BYTES:,} bytes, so it is not a"
+            " configuration",
             path=str(path),
         )
     try:
@@ -185,7 +201,9 @@ def read_text(path: str | Path) -> str:
 
 
 class _Reader:
-    """Converts the YAML nodes of one file into values. Limits their number, because aliases can repeat values without end."""
+    """Converts the YAML nodes of one file into values. Limits their number, because
+    aliases can repeat values without end.
+    """
 
     def __init__(self, path: str, *, repeats: bool) -> None:
         self._path = path

@@ -1,10 +1,12 @@
-"""Batches by step number, so that prefetching crosses steps, resuming is an index, and the rows do not depend on the hosts.
+"""Batches by step number, so that prefetching crosses steps, resuming is an index, and
+the rows do not depend on the hosts.
 
-The plan says which samples a step consumes, `SampleOrder` which row a sample is. `BatchLoader` reads the rows, splits them into
-microbatches when the step is about to run, and puts them on the devices.
+The plan says which samples a step consumes, `SampleOrder` which row a sample is.
+`BatchLoader` reads the rows, splits them into microbatches when the step is about to
+run, and puts them on the devices.
 
-Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch (data_parallel_size * microbatch_size), S
-samples of a step that this process reads.
+Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch
+(data_parallel_size * microbatch_size), S samples of a step that this process reads.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ _ROWS_OF_IDENTITY = 8
 
 
 class SampleOrder:
-    """Maps the number of a sample, counted over all epochs, to its row. With a seed, every epoch has another order.
+    """Maps the number of a sample, counted over all epochs, to its row. With a seed,
+    every epoch has another order.
 
-    With `has_epochs`, the source can be indexed beyond its length, as a Grain MapDataset can. No `num_epochs` is unlimited.
+    With `has_epochs`, the source can be indexed beyond its length, as a Grain
+    MapDataset can. No `num_epochs` is unlimited.
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class SampleOrder:
             raise DataError(f"{problem}; set enable_data_shuffling=false (seed=None)")
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows, self._has_epochs = num_rows, has_epochs
-        # Indexed beyond its length, Grain's shuffled range continues with the next epoch in an order of its own.
+        # Indexed beyond its length, Grain's shuffled range continues with the next
+        # epoch in an order of its own.
         self._shuffled = (
             None
             if seed is None
@@ -93,12 +98,20 @@ class SampleOrder:
         return np.fromiter((self._shuffled[sample] for sample in samples), np.int64)
 
     def check(self, consumed_samples: int) -> None:
-        """Refuse a run of more samples than the epochs contain, with the number of epochs that would be enough."""
+        """Refuse a run of more samples than the epochs contain, with the number of
+        epochs that would be enough.
+        """
         if self.num_samples is not None and consumed_samples > self.num_samples:
             epochs = self.num_samples // self._num_rows
             needed = -(-consumed_samples // self._num_rows)
-            problem = f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs} of {self._num_rows:,} rows are"
-            fix = f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer steps"
+            problem = (
+                f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs}"
+                f" of {self._num_rows:,} rows are"
+            )
+            fix = (
+                f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer"
+                " steps"
+            )
             raise DataError(
                 f"{problem} {self.num_samples:,}; {fix}",
                 key="num_epoch",
@@ -107,16 +120,21 @@ class SampleOrder:
 
 
 class StepRows(NamedTuple):
-    """The rows of one optimizer step that this process has read, not yet split into microbatches."""
+    """The rows of one optimizer step that this process has read, not yet split into
+    microbatches.
+    """
 
     position: PlanPosition  # looked up once per step
-    samples: np.ndarray  # the number of each sample (S,), in the order in which the planned split uses them
+    # the number of each sample (S,), in the order in which the planned split uses them
+    samples: np.ndarray
     rows: Any  # arrays (S, ...)
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Which processes read which rows: 0, f, 2f, ..., each for itself and the f - 1 processes after it; f is `factor`."""
+    """Which processes read which rows: 0, f, 2f, ..., each for itself and the f - 1
+    processes after it; f is `factor`.
+    """
 
     factor: int = 1
 
@@ -124,7 +142,10 @@ class Loading:
         count = jax.process_count()
         if self.factor < 1 or count % self.factor:
             nearest = nearest_multiples(count, max(self.factor, 1))
-            problem = f"expansion_factor_real_data={self.factor} must divide the number of processes, {count}"
+            problem = (
+                f"expansion_factor_real_data={self.factor} must divide the number of"
+                f" processes, {count}"
+            )
             fix = f"it would fit {' or '.join(map(str, nearest))} processes"
             raise ConfigError(
                 f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,)
@@ -139,7 +160,9 @@ class Loading:
     def rows_to_read(
         self, mesh: Mesh, num_rows: int, axes: BatchAxes | None
     ) -> np.ndarray:
-        """Return the rows of a microbatch that this process reads: those of the first process it reads for, then the next."""
+        """Return the rows of a microbatch that this process reads: those of the first
+        process it reads for, then the next.
+        """
         rows = rows_of_processes(mesh, num_rows, axes)
         first = jax.process_index() // self.factor * self.factor
         return np.concatenate([rows[first + member] for member in range(self.factor)])
@@ -148,13 +171,16 @@ class Loading:
     def redistribution(
         self, mesh: Mesh, num_rows: int, axes: BatchAxes | None
     ) -> Callable[..., jax.Array]:
-        """Return a compiled gather of R rows that moves each from the process that has read it to the one that needs it.
+        """Return a compiled gather of R rows that moves each from the process that has
+        read it to the one that needs it.
 
-        Of its f arguments (C, R, ...), the rows of a reader in number g are what it has read for the g-th process after it.
+        Of its f arguments (C, R, ...), the rows of a reader in number g are what it has
+        read for the g-th process after it.
         """
         rows = rows_of_processes(mesh, num_rows, axes)
-        # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds
-        # its rows in part g, at the places of the reader's own rows.
+        # Row r of the result is row source_R[r] of the f parts, concatenated along R:
+        # the g-th process after a reader finds its rows in part g, at the places of the
+        # reader's own rows.
         source_R = np.zeros(num_rows, np.int32)
         for process, own in rows.items():
             member = process % self.factor
@@ -172,13 +198,15 @@ class BatchLoader:
 
     Attributes:
         order: which row each sample is.
-        split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
-            a phase whose program is not compiled yet then starts in the shape of an earlier one.
+        split_for: the split to use for a position if it may differ from the planned
+            one, such as `TrainStep.split_for`: a phase whose program is not compiled
+            yet then starts in the shape of an earlier one.
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         num_threads: threads that read; one if the source is not safe for threads.
         read_ahead: steps whose rows are read ahead of use.
         loading: which processes read.
-        batch_axes: the axes of `mesh` that the rows are sharded over; None = data and fsdp.
+        batch_axes: the axes of `mesh` that the rows are sharded over; None = data and
+            fsdp.
     """
 
     source: RowSource
@@ -196,10 +224,12 @@ class BatchLoader:
         check_plan_fits(self.plan, self.mesh, self.batch_axes)
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Yield the batches from step `start` up to step `stop`, by default to the end of the plan.
+        """Yield the batches from step `start` up to step `stop`, by default to the end
+        of the plan.
 
         Raises:
-            DataError: the source is too small for the run, or a row cannot be read. All batches before it are yielded.
+            DataError: the source is too small for the run, or a row cannot be read. All
+                batches before it are yielded.
         """
         stop = stop_step(self.plan, start, stop)
         self.order.check(self.plan.ramp.samples_before(stop))
@@ -214,7 +244,8 @@ class BatchLoader:
                 # Everything read before the bad row can still be trained on.
                 yield from ready
                 raise
-            # A transfer is not waited for: these batches travel while the step before them runs.
+            # A transfer is not waited for: these batches travel while the step before
+            # them runs.
             if len(ready) > AHEAD_ON_DEVICE:
                 yield ready.popleft()
         yield from ready
@@ -230,11 +261,14 @@ class BatchLoader:
         )
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
-        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
+        """Return the samples of a step that this process reads if it is split as
+        `split`: shape (n, rows of a microbatch).
 
-        Microbatch i of a step that starts at sample s contains samples s + i*R up to, not including, s + (i+1)*R.
+        Microbatch i of a step that starts at sample s contains samples s + i*R up to,
+        not including, s + (i+1)*R.
         """
-        # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
+        # A microbatch takes consecutive samples of all replicas, so how a batch is
+        # split does not change which rows it has.
         num_rows = split.data_parallel_size * split.microbatch_size
         starts = position.consumed_samples + num_rows * np.arange(
             split.num_microbatches
@@ -244,9 +278,12 @@ class BatchLoader:
         )
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
-        """Return a step's rows as microbatches (n, rows of a microbatch, ...). With another split, some may have to be read."""
+        """Return a step's rows as microbatches (n, rows of a microbatch, ...). With
+        another split, some may have to be read.
+        """
         _, samples_S, rows = step
-        # With the planned split, the rows are in the right order already and a reshape is enough.
+        # With the planned split, the rows are in the right order already and a reshape
+        # is enough.
         if split != step.position.split:
             wanted_S = self.samples_of(step.position, split).ravel()
             if len(missing := np.setdiff1d(wanted_S, samples_S)):
@@ -254,7 +291,8 @@ class BatchLoader:
                 rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, more)
                 samples_S = np.concatenate([samples_S, missing])
             if not np.array_equal(wanted_S, samples_S):
-                # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
+                # The place of every wanted sample among those that were read, by binary
+                # search in their sorted numbers.
                 by_number = np.argsort(samples_S, kind="stable")
                 place_S = by_number[
                     np.searchsorted(samples_S, wanted_S, sorter=by_number)
@@ -263,9 +301,11 @@ class BatchLoader:
         return in_microbatches(rows, split.num_microbatches)
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
-        """Yield the rows of every step: read ahead by Grain's threads, or here if they are few and in memory already.
+        """Yield the rows of every step: read ahead by Grain's threads, or here if they
+        are few and in memory already.
 
-        They read whole steps, and do not split: which split is right is known only when a step is about to run.
+        They read whole steps, and do not split: which split is right is known only when
+        a step is about to run.
         """
 
         def read(step: int) -> StepRows:
@@ -301,11 +341,14 @@ class BatchLoader:
             )
 
     def _put(self, step: StepRows) -> Batch:
-        """Split a step's rows into microbatches, only now as their split may have changed, and put them on the devices."""
+        """Split a step's rows into microbatches, only now as their split may have
+        changed, and put them on the devices.
+        """
         position = step.position
         split = position.split if self.split_for is None else self.split_for(position)
         batch_nR = self.split_rows(step, split)
-        # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
+        # From here on the position says how the batch is really split. Its samples are
+        # the planned ones in either case.
         if split != position.split:
             position = replace(position, split=split)
         f = self.loading.factor
@@ -352,26 +395,33 @@ def step_batches(
     num_threads: int = 2,
     read_ahead: int = 4,
 ) -> StepBatches:
-    """Return an iterator of the batch of every optimizer step, read and put on the devices ahead of use.
+    """Return an iterator of the batch of every optimizer step, read and put on the
+    devices ahead of use.
 
     Args:
-        source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset. For rows that
-            come one after the other, see `TrainStep.stream`. It is read by one thread at a time, and each row is copied before
-            the next is read. A source that several threads may read at the same time has an attribute `thread_safe = True`;
-            NumPy arrays, lists, and Grain's sources and datasets need none. A row must be the same whenever it is read: the
-            first 16 rows are read twice, and refused if they differ. Random numbers of a row come from its number.
+        source: a RowSource, or anything that can be indexed: a list of rows, a Grain
+            data source or MapDataset. For rows that come one after the other, see
+            `TrainStep.stream`. It is read by one thread at a time, and each row is
+            copied before the next is read. A source that several threads may read at
+            the same time has an attribute `thread_safe = True`; NumPy arrays, lists,
+            and Grain's sources and datasets need none. A row must be the same whenever
+            it is read: the first 16 rows are read twice, and refused if they differ.
+            Random numbers of a row come from its number.
         start: the first step, or a position of the plan.
         stop: the step to stop before; None = the end of the plan.
-        seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
-            with a new order and new random augmentations in each if it was shuffled and seeded.
+        seed: shuffles every epoch in a new order; None keeps the source's order. A
+            Grain MapDataset then has its own epochs, with a new order and new random
+            augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        batched: False says that each element of the source is one row; None warns with a `DataWarning` if it looks like a batch
-            of rows. Batches are trained on with `stream`.
+        batched: False says that each element of the source is one row; None warns with
+            a `DataWarning` if it looks like a batch of rows. Batches are trained on
+            with `stream`.
         split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
 
     Raises:
-        DataError: the source is too small for the run, or a row cannot be read, is another one when it is read again, or has
-            something else than numbers that fit the devices.
+        DataError: the source is too small for the run, or a row cannot be read, is
+            another one when it is read again, or has something else than numbers that
+            fit the devices.
 
     Example:
         >>> import rampup
@@ -383,7 +433,8 @@ def step_batches(
     """
     if batched:
         raise DataError(
-            "rows are read by number, and batches one after the other: step.stream(source, batched=True)"
+            "rows are read by number, and batches one after the other:"
+            " step.stream(source, batched=True)"
         )
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
@@ -404,7 +455,9 @@ def step_batches(
 
 
 class StepBatches(Iterator[Batch]):
-    """The batches of `step_batches`. They know which rows they are of, so that a `Loop` notices others at a resume."""
+    """The batches of `step_batches`. They know which rows they are of, so that a `Loop`
+    notices others at a resume.
+    """
 
     def __init__(
         self,
@@ -426,7 +479,9 @@ class StepBatches(Iterator[Batch]):
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What the rows are, as JSON values: their number, the seed of their order, and a digest of some of them."""
+        """What the rows are, as JSON values: their number, the seed of their order, and
+        a digest of some of them.
+        """
         number = len(self._source)
         found: dict[str, Any] = {"number": number, "seed": self._seed}
         rows = np.unique(np.linspace(0, number - 1, _ROWS_OF_IDENTITY).astype(np.int64))
@@ -457,7 +512,10 @@ def eval_batches(
     rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
     num_shards = axes.num_shards(mesh)
     if batch_size < 1 or batch_size % num_shards:
-        problem = f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} = {num_shards}"
+        problem = (
+            f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} ="
+            f" {num_shards}"
+        )
         raise BatchDivisibilityError(
             problem, value=max(batch_size, 1), divisor=num_shards, key="batch_size"
         )
@@ -473,7 +531,8 @@ def eval_batches(
     for first, size, number, part_axes in parts:
         if not size or not number:
             continue
-        # Rows that every device computes come one by one, as they may be more than its part of a batch.
+        # Rows that every device computes come one by one, as they may be more than its
+        # part of a batch.
         options: Any = (
             {"whole_batch": True}
             if part_axes == axes or whole_batch
@@ -509,15 +568,17 @@ def stream_batches(
     chunk_size: int | None = None,
     batch_axes: BatchAxes | None = None,
 ) -> Iterator[Batch]:
-    """Yield the batch of every optimizer step from rows that come one after the other; see `TrainStep.stream`.
+    """Yield the batch of every optimizer step from rows that come one after the other;
+    see `TrainStep.stream`.
 
-    A step takes from the source the rows that it needs and no others, so the state of the source, such as that of a Grain
-    iterator, belongs to a checkpoint of the same step. The caller restores it. With `batched=True`, the rest of a batch that
-    two steps share is kept for the second and lost in a resumption.
+    A step takes from the source the rows that it needs and no others, so the state of
+    the source, such as that of a Grain iterator, belongs to a checkpoint of the same
+    step. The caller restores it. With `batched=True`, the rest of a batch that two
+    steps share is kept for the second and lost in a resumption.
 
     Raises:
-        DataError: the source ends inside a step, its rows differ in structure or shape, or it is a batched Grain dataset
-            without `batched=True`.
+        DataError: the source ends inside a step, its rows differ in structure or shape,
+            or it is a batched Grain dataset without `batched=True`.
 
     Example:
         >>> import rampup
@@ -544,14 +605,18 @@ def stream_batches(
                 item = next(rows)
             except StopIteration:
                 if count:
-                    message = f"step {number} needs {needed} rows in this process, but the source ended after {count} of them"
+                    message = (
+                        f"step {number} needs {needed} rows in this process, but the"
+                        f" source ended after {count} of them"
+                    )
                     raise DataError(message) from None
                 return
             if item is None:
                 raise DataError(
                     f"the source yielded None instead of a row, at step {number}"
                 )
-            # Copied: a source may yield the same array again, filled with the next rows.
+            # Copied: a source may yield the same array again, filled with the next
+            # rows.
             pending.append(jax.tree.map(np.array, item))
             if number == start and count == 0 and batched is None:
                 warn_of_batches(pending[0])
@@ -565,7 +630,8 @@ def stream_batches(
                     or "no"
                 )
                 raise DataError(
-                    f"step {number}: the source yielded arrays of {found} rows, which must be one number for all"
+                    f"step {number}: the source yielded arrays of {found} rows, which"
+                    " must be one number for all"
                 )
             count += sizes.pop()[0]
         name = f"{'batch' if batched else 'row'} {{}} of step {number:,}".format
@@ -592,7 +658,8 @@ def stream_batches(
 
 @functools.wraps(step_batches, assigned=())
 def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
-    """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
+    """Yield one microbatch after another, for a training step of your own: one shape
+    throughout a `fixed` ramp.
 
     Use it with `multi_steps`: the optimizer then steps when a global batch is complete.
 
@@ -600,7 +667,8 @@ def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
         args, options: those of `step_batches` except for `chunk_size`.
 
     Yields:
-        Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the axes of the rows.
+        Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the
+        axes of the rows.
 
     Example:
         >>> import rampup

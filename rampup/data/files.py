@@ -1,4 +1,6 @@
-"""The files of a data set: opened as row sources, split into training and evaluation rows, and fingerprinted."""
+"""The files of a data set: opened as row sources, split into training and evaluation
+rows, and fingerprinted.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ _SETTLED_NS = 2 * 10**9
 def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     """Return the rows to train on and the rows to evaluate on.
 
-    Without `grain_train_files`, `text` is the Python standard library's own source. Without `grain_eval_files`, a fraction of
-    the training data is held out: every n-th text file, or the last rows of other data and of few text files.
+    Without `grain_train_files`, `text` is the Python standard library's own source.
+    Without `grain_eval_files`, a fraction of the training data is held out: every n-th
+    text file, or the last rows of other data and of few text files.
     """
     shape: dict[str, Any] = {
         "sequence_length": config.max_target_length,
@@ -58,7 +61,8 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
         else _find_files(config.grain_eval_files, "grain_eval_files")
     )
     if config.dataset_type == "text" and eval_paths is None:
-        # Every n-th file, so that evaluation reads from all folders and not only from the last one.
+        # Every n-th file, so that evaluation reads from all folders and not only from
+        # the last one.
         period = max(round(1 / config.eval_holdout_fraction), 2)
         eval_paths = (
             paths[period // 2 :: period] or None
@@ -97,19 +101,26 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     train = open_one(paths)
     if eval_paths is not None:
         return train, open_one(eval_paths)
-    # The last rows, so that the numbers of the training rows do not depend on how many are held out.
+    # The last rows, so that the numbers of the training rows do not depend on how many
+    # are held out.
     held_out = max(round(len(train) * config.eval_holdout_fraction), 1)
     if held_out >= len(train):
-        problem = f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out} for evaluation"
+        problem = (
+            f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out"
+            f" {held_out} for evaluation"
+        )
         raise DataError(
-            f"{problem}; add text, set a smaller max_target_length, or name grain_eval_files"
+            f"{problem}; add text, set a smaller max_target_length, or name"
+            " grain_eval_files"
         )
     split = len(train) - held_out
     return RowRange(train, 0, split), RowRange(train, split, len(train))
 
 
 def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSource]:
-    """Open the sources in the processes that read; the others open no file, and get placeholders."""
+    """Open the sources in the processes that read; the others open no file, and get
+    placeholders.
+    """
     opened = open_sources(config) if loading.reads else None
     if loading.factor == 1 and opened is not None:
         return opened
@@ -148,7 +159,8 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
         ]
         if not files:
             raise DataError(
-                f"no Python source files in {root}; set {key} to text files of your own",
+                f"no Python source files in {root}; set {key} to text files of"
+                " your own",
                 key=key,
             )
         return [
@@ -157,7 +169,8 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
                 files, key=lambda path: path.relative_to(root).as_posix()
             )
         ]
-    # The order of the files is the order of the rows, and a file system may list them in any.
+    # The order of the files is the order of the rows, and a file system may list them
+    # in any.
     paths = sorted(
         path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir()
     )
@@ -178,7 +191,9 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
 
 
 class _OpenFile:
-    """A file that is open for as long as somebody has this object, and the place on the disk that it was opened at."""
+    """A file that is open for as long as somebody has this object, and the place on the
+    disk that it was opened at.
+    """
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -190,13 +205,15 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-# A system limits the files that a process has open, usually to 1,024, and a corpus may have more. A file that is dropped from
-# here stays open until its last reader is done.
+# A system limits the files that a process has open, usually to 1,024, and a corpus may
+# have more. A file that is dropped from here stays open until its last reader is done.
 _open_file = functools.lru_cache(maxsize=64)(_OpenFile)
 
 
 class TokenFile:
-    """A file of tokens that is read in parts. Unlike a memory map, it raises an error if the file is truncated meanwhile."""
+    """A file of tokens that is read in parts. Unlike a memory map, it raises an error
+    if the file is truncated meanwhile.
+    """
 
     def __init__(
         self, path: str, dtype: np.dtype[Any], *, offset: int, size: int
@@ -205,7 +222,8 @@ class TokenFile:
         self._dtype = dtype
         self._offset = offset  # bytes before the first token
         self._size = size  # number of tokens
-        # Opened anew: one that was opened before this run may be of a file that is gone.
+        # Opened anew: one that was opened before this run may be of a file that is
+        # gone.
         self._place = _OpenFile(path).place
 
     def __len__(self) -> int:
@@ -226,10 +244,12 @@ class TokenFile:
             ) from error
         if file.place != self._place:
             raise DataError(
-                f"{self._path} is another file than when the run started: it was replaced"
+                f"{self._path} is another file than when the run started: it was"
+                " replaced"
             )
         content = b""
-        # pread does not move a shared file position, so threads can read at the same time; it may return less than requested.
+        # pread does not move a shared file position, so threads can read at the same
+        # time; it may return less than requested.
         while len(content) < wanted:
             try:
                 more = os.pread(
@@ -237,19 +257,23 @@ class TokenFile:
                 )
             except OSError as error:
                 raise DataError(
-                    f"{self._path} cannot be read at byte {place:,}: {error.strerror or error}"
+                    f"{self._path} cannot be read at byte {place:,}:"
+                    f" {error.strerror or error}"
                 ) from error
             if not more:
                 end = os.fstat(file.descriptor).st_size
                 raise DataError(
-                    f"{self._path} ends at byte {end:,}: it was truncated after the run started"
+                    f"{self._path} ends at byte {end:,}: it was truncated after the run"
+                    " started"
                 )
             content += more
         return np.frombuffer(content, self._dtype)
 
 
 def open_token_file(path: str, token_dtype: str) -> TokenFile:
-    """Open a .npy file, or a .bin file of little-endian tokens of type `token_dtype`."""
+    """Open a .npy file, or a .bin file of little-endian tokens of type
+    `token_dtype`.
+    """
     if not path.endswith((".npy", ".bin")):
         raise DataError(
             f"{path} must end in .npy or .bin for dataset_type=tokens",
@@ -261,10 +285,12 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
             size = os.path.getsize(path)
             if size == 0 or size % dtype.itemsize:
                 raise ValueError(
-                    f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token"
+                    f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per"
+                    " token"
                 )
             return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
-        # Mapped to find where the data begin. Reading through the map would be a signal, not an error, if it is truncated.
+        # Mapped to find where the data begin. Reading through the map would be a
+        # signal, not an error, if it is truncated.
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if (
             isinstance(array, np.ndarray)
@@ -281,18 +307,22 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
             f"{path} is an archive of arrays; save a single array with numpy.save"
         )
     raise DataError(
-        f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}"
+        f"{path} must be a one-dimensional array of integers; it is {array.dtype} of"
+        f" shape {array.shape}"
     )
 
 
 def fingerprints(
     paths: Sequence[str], share: int = 0, num_shares: int = 1
 ) -> dict[str, str]:
-    """Return size and digest of each file, by its name relative to the folder that all of them share.
+    """Return size and digest of each file, by its name relative to the folder that all
+    of them share.
 
-    Of files above 64 MiB, 64 evenly spaced blocks of 1 MiB are read, the first and the last among them: a few bytes changed in
-    place can go unnoticed. The result is kept beside JAX's compilation cache, so that a file whose size and times are as they
-    were is not read again. With `num_shares`, only one file of so many, from number `share` on, is read and in the result.
+    Of files above 64 MiB, 64 evenly spaced blocks of 1 MiB are read, the first and the
+    last among them: a few bytes changed in place can go unnoticed. The result is kept
+    beside JAX's compilation cache, so that a file whose size and times are as they were
+    is not read again. With `num_shares`, only one file of so many, from number `share`
+    on, is read and in the result.
     """
     names, shared = _names_below(paths)
     own = dict(list(zip(names, paths, strict=True))[share::num_shares])
@@ -316,7 +346,8 @@ def fingerprints(
             if status.st_size <= FULL_HASH_BYTES:
                 digest = hashlib.file_digest(file, "sha256")
             else:
-                # The block number 0 starts at byte 0, and the last one ends at the end of the file.
+                # The block number 0 starts at byte 0, and the last one ends at the end
+                # of the file.
                 for number in range(NUM_BLOCKS):
                     file.seek(
                         (status.st_size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1)
@@ -345,12 +376,17 @@ def fingerprints(
 
 
 def beginnings(paths: Sequence[str]) -> dict[str, str]:
-    """Return size and a digest of the first 4 KiB of each file, by the names of `fingerprints`: what every process can read."""
+    """Return size and a digest of the first 4 KiB of each file, by the names of
+    `fingerprints`: what every process can read.
+    """
 
     def beginning(path: str) -> str:
         with _naming(path), open(path, "rb") as file:
             digest = hashlib.sha256(file.read(4096)).hexdigest()[:12]
-            return f"{os.fstat(file.fileno()).st_size} bytes, SHA-256 {digest} of the first 4 KiB"
+            return (
+                f"{os.fstat(file.fileno()).st_size} bytes, SHA-256 {digest} of the"
+                " first 4 KiB"
+            )
 
     with ThreadPoolExecutor(_THREADS) as threads:
         return dict(
@@ -359,7 +395,9 @@ def beginnings(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _names_below(paths: Sequence[str]) -> tuple[list[str], Path]:
-    """Return the names of files relative to the folder that all of them share, and the folder."""
+    """Return the names of files relative to the folder that all of them share, and the
+    folder.
+    """
     shared = os.path.commonpath(
         [os.path.dirname(os.path.abspath(path)) for path in paths] or ["."]
     )

@@ -1,4 +1,6 @@
-"""Rows by number: from token arrays, ArrayRecord files, anything that can be indexed, or synthetic. Batches are elsewhere."""
+"""Rows by number: from token arrays, ArrayRecord files, anything that can be indexed,
+or synthetic. Batches are elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,25 @@ Rows = Mapping[str, np.ndarray]
 _READ_TWICE = (
     16  # rows of the first step: enough for a random flip of every tenth row to show
 )
-# Objects that are being read, by their id. An entry lives as long as a thread reads or waits.
+# Objects that are being read, by their id. An entry lives as long as a thread reads or
+# waits.
 _LOCKS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _LOCKS_GUARD = threading.Lock()
 
 
 class RowSource(Protocol):
-    """Random access to rows, many at a time; by one thread at a time, unless an attribute `thread_safe` is true."""
+    """Random access to rows, many at a time; by one thread at a time, unless an
+    attribute `thread_safe` is true.
+    """
 
     def __len__(self) -> int:
         """Return the number of rows."""
         ...
 
     def read(self, rows: np.ndarray) -> Any:
-        """Return a pytree of arrays whose first dimension is the requested rows, in that order."""
+        """Return a pytree of arrays whose first dimension is the requested rows, in
+        that order.
+        """
         ...
 
     def describe(self, row: int) -> str:
@@ -71,16 +78,19 @@ class _Tokens(RowSource):
             if parts
             else np.zeros(0, np.int64)
         )
-        # A look-up with a token beyond the vocabulary would return some other row of the embedding, without an error.
+        # A look-up with a token beyond the vocabulary would return some other row of
+        # the embedding, without an error.
         bad = np.flatnonzero((flat >= self._vocab_size) | (flat < 0))
         if len(bad):
             where = self.describe(
                 int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")])
             )
             raise DataError(
-                f"{where}: token {flat[bad[0]]} must be at least 0 and below vocab_size={self._vocab_size}"
+                f"{where}: token {flat[bad[0]]} must be at least 0 and below"
+                f" vocab_size={self._vocab_size}"
             )
-        # Rows go to the devices in the smallest type that holds the vocabulary: bytes are a quarter of int32.
+        # Rows go to the devices in the smallest type that holds the vocabulary: bytes
+        # are a quarter of int32.
         tokens = np.zeros(
             (len(parts), self._length + 1), _smallest_dtype(self._vocab_size)
         )
@@ -89,10 +99,12 @@ class _Tokens(RowSource):
 
 
 class TokenRows(_Tokens):
-    """Rows of consecutive tokens from flat arrays, or from `rampup.data.files.TokenFile`s.
+    """Rows of consecutive tokens from flat arrays, or from
+    `rampup.data.files.TokenFile`s.
 
-    Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that are one token later. The last row of an
-    array is padded with zeros; `length` is the number of its targets that count. For text, `starts` are (offset, name) of each
+    Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that
+    are one token later. The last row of an array is padded with zeros; `length` is the
+    number of its targets that count. For text, `starts` are (offset, name) of each
     document inside the single array.
     """
 
@@ -137,18 +149,22 @@ class TokenRows(_Tokens):
         return f"{name} from byte {start - offset:,} (row {row:,})"
 
     def _place(self, row: int) -> tuple[int, int]:
-        # Rows are numbered through all arrays; `_ends` has the number after the last row of each.
+        # Rows are numbered through all arrays; `_ends` has the number after the last
+        # row of each.
         array = bisect.bisect_right(self._ends, row)
         before = self._ends[array - 1] if array else 0
         return array, (row - before) * self._length
 
 
 class ItemRows:
-    """Rows from anything with a length that returns a row, a pytree, per index: a list, a Grain data source or MapDataset."""
+    """Rows from anything with a length that returns a row, a pytree, per index: a list,
+    a Grain data source or MapDataset.
+    """
 
     def __init__(self, items: Any) -> None:
         self.items = items
-        # Grain reads its own sources and datasets in threads, and asks of what is inside them that it allows this.
+        # Grain reads its own sources and datasets in threads, and asks of what is
+        # inside them that it allows this.
         of_grain = (
             isinstance(items, grain.MapDataset)
             or type(items).__module__.partition(".")[0] == "grain"
@@ -172,10 +188,17 @@ class ItemRows:
         for row in rows.tolist():
             item = self.items[row]
             if item is None:
-                problem = f"{self.describe(row)} is None, as `MapDataset.filter` makes of the rows that it drops"
-                fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
+                problem = (
+                    f"{self.describe(row)} is None, as `MapDataset.filter` makes of the"
+                    " rows that it drops"
+                )
+                fix = (
+                    "filter the rows before they are numbered, or train on"
+                    " ds.to_iter_dataset() with step.stream"
+                )
                 raise DataError(f"{problem}; {fix}")
-            # Copied before the next one is read: a source may return the same array again, filled with the next row.
+            # Copied before the next one is read: a source may return the same array
+            # again, filled with the next row.
             items.append(item if self.are_stored else jax.tree.map(np.array, item))
         return stack_rows(items, lambda i: self.describe(rows[i]))
 
@@ -185,7 +208,9 @@ class ItemRows:
 
 
 class RecordRows(_Tokens):
-    """Rows from ArrayRecord files whose records are little-endian arrays, of type `dtype`, of at most T + 1 tokens."""
+    """Rows from ArrayRecord files whose records are little-endian arrays, of type
+    `dtype`, of at most T + 1 tokens.
+    """
 
     def __init__(
         self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int
@@ -195,7 +220,10 @@ class RecordRows(_Tokens):
         try:
             self._records = grain.sources.ArrayRecordDataSource(list(paths))
         except ImportError as error:
-            problem = "dataset_type=arrayrecord needs the package array-record: pip install array-record"
+            problem = (
+                "dataset_type=arrayrecord needs the package array-record: pip install"
+                " array-record"
+            )
             raise MissingDependencyError(problem) from error
         except Exception as error:
             raise DataError(
@@ -209,7 +237,10 @@ class RecordRows(_Tokens):
         record, size = self._records[row], self._dtype.itemsize
         if len(record) % size or not 2 <= len(record) // size <= self._length + 1:
             problem = f"{self.describe(row)} has {len(record)} bytes"
-            fix = f"it must be 2 to {self._length + 1} tokens of {size} bytes (max_target_length + 1, token_dtype)"
+            fix = (
+                f"it must be 2 to {self._length + 1} tokens of {size} bytes"
+                " (max_target_length + 1, token_dtype)"
+            )
             raise DataError(f"{problem}; {fix}")
         return np.frombuffer(record, self._dtype)
 
@@ -219,7 +250,9 @@ class RecordRows(_Tokens):
 
 
 class SyntheticRows:
-    """Synthetic rows: each counts up from a start and by a stride that depend on the row's number, which begins at `first`."""
+    """Synthetic rows: each counts up from a start and by a stride that depend on the
+    row's number, which begins at `first`.
+    """
 
     thread_safe = True
 
@@ -234,7 +267,8 @@ class SyntheticRows:
 
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
-        # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
+        # The start of a row is spread over the vocabulary by a prime, and strides from
+        # 1 to 7 make a rule that can be learned.
         numbers = rows.astype(np.int64)[:, None] + self._first
         tokens = numbers * 7919 % self._vocab_size + (1 + numbers % 7) * np.arange(
             self._length + 1
@@ -248,7 +282,9 @@ class SyntheticRows:
 
 
 class PlaceholderRows(SyntheticRows):
-    """Rows for a process that leaves reading to another one: they have the shapes of tokens, and nobody trains on them."""
+    """Rows for a process that leaves reading to another one: they have the shapes of
+    tokens, and nobody trains on them.
+    """
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
@@ -276,17 +312,23 @@ class RowRange:
 
 
 def files_of(source: RowSource) -> tuple[str, ...]:
-    """Return the files that a source's rows come from, in order; none if the source has no `paths`."""
+    """Return the files that a source's rows come from, in order; none if the source has
+    no `paths`.
+    """
     return tuple(getattr(source, "paths", ()))
 
 
 def is_thread_safe(source: RowSource) -> bool:
-    """Return whether several threads may read a source at the same time: it has to say so."""
+    """Return whether several threads may read a source at the same time: it has to say
+    so.
+    """
     return bool(getattr(source, "thread_safe", False))
 
 
 def read_rows(source: RowSource, rows: np.ndarray) -> Any:
-    """Return the given rows of a source. A failure is a DataError with the row that causes it and where that row comes from."""
+    """Return the given rows of a source. A failure is a DataError with the row that
+    causes it and where that row comes from.
+    """
     if is_thread_safe(source):
         return _read_rows(source, rows)
     with _LOCKS_GUARD:
@@ -301,7 +343,9 @@ def stack_rows(
     name: Callable[[int], str],
     stack: Callable[..., np.ndarray] = np.array,
 ) -> Any:
-    """Return rows as arrays, or with `np.concatenate` batches of rows, and refuse those that differ. `name` names an item."""
+    """Return rows as arrays, or with `np.concatenate` batches of rows, and refuse those
+    that differ. `name` names an item.
+    """
     try:
         # `np.array` stacks small arrays in a third of the time of `np.stack`.
         return jax.tree.map(lambda *leaves: stack(leaves), *items)
@@ -316,7 +360,10 @@ def stack_rows(
                     "absent" if shape is None else f"of shape {list(shape)}"
                     for shape in (now, was)
                 )
-                problem = f"{name(place)}: {leaf or 'the array'} is {here}, but {there} in {name(0)}"
+                problem = (
+                    f"{name(place)}: {leaf or 'the array'} is {here}, but {there} in"
+                    f" {name(0)}"
+                )
                 raise DataError(f"{problem}; {fix}") from error
             if (now := jax.tree.structure(item)) != (
                 was := jax.tree.structure(items[0])
@@ -328,7 +375,9 @@ def stack_rows(
 
 
 def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
-    """Refuse a source whose rows differ when they are read once more. `found` is what the first reading has returned."""
+    """Refuse a source whose rows differ when they are read once more. `found` is what
+    the first reading has returned.
+    """
     rows = rows[:_READ_TWICE]
     again = jax.tree.leaves(read_rows(source, rows))
     for (path, first), second in zip(
@@ -340,16 +389,25 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
                 != np.asarray(second[place]).tobytes()
             ):  # a NaN is not equal to itself
                 where = f"batch{jax.tree_util.keystr(path)}"
-                problem = f"{source.describe(int(row))} is another one when it is read again, in {where}"
+                problem = (
+                    f"{source.describe(int(row))} is another one when it is read again,"
+                    f" in {where}"
+                )
                 why = "no run could be repeated or resumed with the same rows"
-                fix = "make random numbers from the row's number, such as np.random.default_rng((seed, row)), and no state"
+                fix = (
+                    "make random numbers from the row's number, such as"
+                    " np.random.default_rng((seed, row)), and no state"
+                )
                 raise DataError(
-                    f"{problem}: {why}; {fix}, or train on step.stream(...), which promises no rows"
+                    f"{problem}: {why}; {fix}, or train on step.stream(...), which"
+                    " promises no rows"
                 )
 
 
 def warn_of_batches(row: Any) -> None:
-    """Warn if what is taken for a row, here its shapes, looks like a batch: a number per row beside an array per row."""
+    """Warn if what is taken for a row, here its shapes, looks like a batch: a number
+    per row beside an array per row.
+    """
     # No shape proves it: a sequence with a label for each of its elements looks alike.
     shapes = [x.shape for x in jax.tree.leaves(row)]
     sizes = {shape[:1] for shape in shapes}
@@ -359,8 +417,14 @@ def warn_of_batches(row: Any) -> None:
     # Matrices of pairs belong to a sequence.
     if size > 1 and not any(size in shape[1:] for shape in shapes):
         found = ", ".join(str(list(shape)) for shape in shapes[:4])
-        problem = f"each row has arrays of shape {found}. If it is a batch of {size} rows, a step takes {size} times as many"
-        fix = "train with step.stream(source, batched=True). If it is one row, such as a sequence, say so with batched=False"
+        problem = (
+            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
+            f" step takes {size} times as many"
+        )
+        fix = (
+            "train with step.stream(source, batched=True). If it is one row, such as a"
+            " sequence, say so with batched=False"
+        )
         warnings.warn(
             f"{problem} rows as the plan says: {fix}", DataWarning, stacklevel=3
         )
@@ -386,37 +450,51 @@ def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     if sizes != {(len(rows),)}:
         first = source.describe(int(rows[0]))
         raise DataError(
-            f"{len(rows)} rows were requested, from {first} on, but the source returned {sizes}"
+            f"{len(rows)} rows were requested, from {first} on, but the source returned"
+            f" {sizes}"
         )
     return batch
 
 
 def as_source(source: Any) -> RowSource:
-    """Return `source` if it is a RowSource, otherwise one for anything that can be indexed by row, or refuse what cannot."""
+    """Return `source` if it is a RowSource, otherwise one for anything that can be
+    indexed by row, or refuse what cannot.
+    """
     if hasattr(source, "read") and hasattr(source, "describe"):
         return source
     if isinstance(source, Mapping) and 0 not in source:
         kind = type(source).__name__
         names = ", ".join(map(repr, source))[:100]
-        fix = "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"
+        fix = (
+            "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x"
+            " in arrays.items()})"
+        )
         problem = f"a {kind} of arrays ({names}) is not indexed by row"
         raise DataError(
-            f"{problem}; give its rows, as a list or with grain.MapDataset.source, or {fix}"
+            f"{problem}; give its rows, as a list or with grain.MapDataset.source, or"
+            f" {fix}"
         )
     if isinstance(source, tuple):
         shapes = [getattr(column, "shape", ()) for column in source]
         sizes = {shape[:1] for shape in shapes}
         if len(shapes) > 1 and len(sizes) == 1 and max(sizes) > (len(shapes),):
             found = ", ".join(str(list(shape)) for shape in shapes[:4])
-            problem = f"a tuple of arrays of shape {found} looks like columns, and a source is indexed by row"
+            problem = (
+                f"a tuple of arrays of shape {found} looks like columns, and a source"
+                " is indexed by row"
+            )
             raise DataError(
-                f"{problem}; give its rows, list(zip(*columns)); if each array is one row, give a list of them"
+                f"{problem}; give its rows, list(zip(*columns)); if each array is one"
+                " row, give a list of them"
             )
     check_not_batched(
         source, "train with step.stream(dataset.to_iter_dataset(), batched=True)"
     )
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        fix = "give a list, a Grain data source or a grain.MapDataset, or train on rows that come one after the other"
+        fix = (
+            "give a list, a Grain data source or a grain.MapDataset, or train on rows"
+            " that come one after the other"
+        )
         raise DataError(
             f"{a_type(source)} cannot be indexed by row; {fix} with step.stream(source)"
         )
@@ -424,7 +502,9 @@ def as_source(source: Any) -> RowSource:
 
 
 def check_not_batched(source: Any, other_way: str) -> None:
-    """Refuse a Grain dataset, iterator or loader whose elements are batches, as Grain's own transformations say."""
+    """Refuse a Grain dataset, iterator or loader whose elements are batches, as Grain's
+    own transformations say.
+    """
     todo = [source]
     while todo:
         node = todo.pop()
@@ -436,9 +516,13 @@ def check_not_batched(source: Any, other_way: str) -> None:
         ):
             continue
         if "batch" in kind.__name__.lower():
-            problem = f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of its elements is several rows"
+            problem = (
+                f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of"
+                " its elements is several rows"
+            )
             raise DataError(
-                f"{problem}, but the plan decides how many rows a step has; leave out .batch(...), or {other_way}"
+                f"{problem}, but the plan decides how many rows a step has; leave out"
+                f" .batch(...), or {other_way}"
             )
         # The names of Grain 0.2. With others, nothing is found and nothing is refused.
         for name in (

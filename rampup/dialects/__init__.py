@@ -1,6 +1,7 @@
 """Configurations of other systems: what a file really does, before it is run.
 
-A system is one file: its keys, its numbers, its words and its rules. A check imports only the requested system.
+A system is one file: its keys, its numbers, its words and its rules. A check imports
+only the requested system.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ SYSTEMS = (
     "verl",
     "trlx",
 )  # each is a module
-READABLE = "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL, veRL and trlX"
+READABLE = (
+    "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL,"
+    " veRL and trlX"
+)
 # Keys of many systems, which are no evidence of one.
 SHARED = frozenset({
     "eval_steps", "eval_interval", "gradient_accumulation_steps", "steps", "max_steps", "model_name", "quantization", "devices",
     "num_nodes", "nnodes", "num_devices", "num_processes", "num_layers", "seq_length", "micro_batch_size", "batch_size",
     "train_batch_size", "eval_batch_size", "deepspeed", "num_epoch", "num_epochs", "num_batches", "world_size",
 })  # fmt: skip
-# What no file of another system says. It is looked for first, so that a launch with a word of a foreign system stays one.
+# What no file of another system says. It is looked for first, so that a launch with a
+# word of a foreign system stays one.
 _COVERED = re.compile(
     r"(?i)\bactor_rollout_ref\b|\bpolicy_mini_batch_size\b|\bskyrl[\w.]*\.main\w*|\bmaxtext[\w./]*[./]\w*train"
     r"|\bbase_config\s*:|\btrlx\b|\bper_device_batch_size\b|\bici_\w+_parallelism\b"
 )
-# The name of each system, and texts that its files have: all of one row. The first system that fits counts.
+# The name of each system, and texts that its files have: all of one row. The first
+# system that fits counts.
 _MARKS: tuple[tuple[str, str], ...] = (
     ("OLMo-core", r"\bolmo_core\b"),
     ("torchtitan", r"\btorchtitan\b|--training\.(?:local|global)_batch_size\b"),
@@ -74,16 +80,20 @@ _MAX_NAME = 100
 def check_file(
     path: str | Path, system: str | None = None, overrides: Sequence[str] = ()
 ) -> Verdict:
-    """Check what a file of another system does, and whether that system's own check and its run accept it.
+    """Check what a file of another system does, and whether that system's own check and
+    its run accept it.
 
     Args:
-        path: YAML, or a shell script that starts a run. The script is read and never executed.
+        path: YAML, or a shell script that starts a run. The script is read and never
+            executed.
         system: one of `SYSTEMS`; None finds it.
-        overrides: `key=value` settings in that system's keys, which win over the file; facts that no file states, such as
-            `num_processes=8`; and variables that the script does not set.
+        overrides: `key=value` settings in that system's keys, which win over the file;
+            facts that no file states, such as `num_processes=8`; and variables that the
+            script does not set.
 
     Raises:
-        ConfigError: no such system, or a file that cannot be read as one of it; names the system that it looks like.
+        ConfigError: no such system, or a file that cannot be read as one of it; names
+            the system that it looks like.
     """
     return _check_source(path, system, overrides)
 
@@ -91,7 +101,8 @@ def check_file(
 def check_command(
     words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()
 ) -> Verdict:
-    """Check what a command does that starts another system; `words` are without quotes, as a program gets them.
+    """Check what a command does that starts another system; `words` are without quotes,
+    as a program gets them.
 
     The other arguments and the errors are those of `check_file`.
 
@@ -104,17 +115,24 @@ def check_command(
 
 
 def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
-    """Return the system that a file or a command is made for, or refuse one of no system here."""
+    """Return the system that a file or a command is made for, or refuse one of no
+    system here.
+    """
     _refuse_foreign(source)
     found = _recognize(source, overrides)
     if not found:
-        said = f"this looks like a file of no system that rampup can read ({READABLE}); if it is one, say which with --from"
+        said = (
+            f"this looks like a file of no system that rampup can read ({READABLE}); if"
+            " it is one, say which with --from"
+        )
         raise ConfigError(said, key="from", nearest=SYSTEMS, path=_path(source))
     return found[0][0]
 
 
 def _refuse_foreign(source: Source) -> None:
-    """Refuse a file or a command of a system that the rules do not cover, by its name."""
+    """Refuse a file or a command of a system that the rules do not cover, by its
+    name.
+    """
     text = _COMMENT.sub(
         "", " ".join(source) if isinstance(source, tuple) else read_text(source)
     )
@@ -135,7 +153,9 @@ def _path(source: Source) -> str | None:
 
 
 def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the systems that a source starts or of which it sets several keys, with these keys, the best first."""
+    """Return the systems that a source starts or of which it sets several keys, with
+    these keys, the best first.
+    """
     found: list[tuple[bool, str, list[str]]] = []
     for system in SYSTEMS:
         launch = load_dialect(system).launch
@@ -157,12 +177,17 @@ def load_dialect(system: str) -> Dialect:
 
 
 def to_rampup(verdict: Verdict) -> str:
-    """Return rampup's configuration of a verdict's run, as YAML with a comment on each key that it does not express."""
+    """Return rampup's configuration of a verdict's run, as YAML with a comment on each
+    key that it does not express.
+    """
     from rampup.config.files import yaml_value
 
     conversion = verdict.conversion
     if conversion is None:
-        said = f"a {verdict.system} file cannot be converted: rampup's configuration is for pre-training"
+        said = (
+            f"a {verdict.system} file cannot be converted: rampup's configuration is"
+            " for pre-training"
+        )
         raise ConfigError(
             f"{said}; write its sizes in the keys of configs/rl.yml", key="to"
         )
@@ -177,7 +202,8 @@ def to_rampup(verdict: Verdict) -> str:
     ]
     for key, value in conversion.values.items():
         lines.append(
-            f"{key}: {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}"
+            f"{key}:"
+            f" {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}"
         )
     if conversion.left_out:
         lines += ["", "# Left out:"]
@@ -189,7 +215,9 @@ def to_rampup(verdict: Verdict) -> str:
 
 
 def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) -> None:
-    """Write rampup's configuration of the run that a verdict is about; `source` is its file, which is never replaced."""
+    """Write rampup's configuration of the run that a verdict is about; `source` is its
+    file, which is never replaced.
+    """
     text = to_rampup(verdict)
     target = Path(path)
     try:
@@ -227,7 +255,10 @@ def _check_source(
         name, keys = next(iter(_recognize(source, ())), (system, []))
         if name == system or len(keys) < MIN_MATCHES:
             raise
-        said = f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}"
+        said = (
+            f"this looks like a file of {name}, not of {system}: it sets"
+            f" {', '.join(keys[:3])}; use --from {name}"
+        )
         raise ConfigError(
             said, key="from", nearest=(name,), path=_path(source)
         ) from error

@@ -1,7 +1,9 @@
-"""A rollout or a pre-training plan in the keys of another system: `rampup plan FILE --export SYSTEM`.
+"""A rollout or a pre-training plan in the keys of another system: `rampup plan FILE
+--export SYSTEM`.
 
-Each system is one function, which refuses what the system cannot express. What `rampup check` can read is then checked by the
-rules of its dialect, and the numbers that the dialect finds must be those of the plan.
+Each system is one function, which refuses what the system cannot express. What `rampup
+check` can read is then checked by the rules of its dialect, and the numbers that the
+dialect finds must be those of the plan.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Exported:
             ]
         )
         head = [
-            f"The sizes of a {'rollout' if system in EXPORTS else 'run'} for {NAMES[system]}, as rampup planned it."
+            f"The sizes of a {'rollout' if system in EXPORTS else 'run'} for"
+            f" {NAMES[system]}, as rampup planned it."
         ]
         head += [f"Check: {check}"] if system in SYSTEMS else []
         comments = "".join(f"# {line}\n" for line in [*head, *self.notes])
@@ -93,7 +96,9 @@ class Exported:
 def export_rollout(
     config: RolloutConfig, plan: RolloutPlan, num_devices: int, system: str
 ) -> Exported:
-    """Return a rollout's batches in the keys of one of `EXPORTS`, checked by its rules, or refuse what it cannot run."""
+    """Return a rollout's batches in the keys of one of `EXPORTS`, checked by its rules,
+    or refuse what it cannot run.
+    """
     if system not in EXPORTS:
         raise choice_error("export", system, list(EXPORTS))
     rollout = _Rollout(
@@ -158,7 +163,9 @@ class _Target:
             )
 
     def checked(self, exported: Exported) -> Job:
-        """Return the numbers of an exported file by the rules of its system, which it must satisfy."""
+        """Return the numbers of an exported file by the rules of its system, which it
+        must satisfy.
+        """
         dialect = load_dialect(self.system)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "exported.yml"
@@ -183,7 +190,9 @@ class _Rollout(_Target):
     num_devices: int
 
     def require(self, condition: bool, key: str, reason: str) -> None:
-        """Raise an error that begins with the key unless a condition of the system holds."""
+        """Raise an error that begins with the key unless a condition of the system
+        holds.
+        """
         _Target.require(self, condition, key, f"{key}: {reason}")
 
     def require_replicas(self) -> None:
@@ -194,7 +203,10 @@ class _Rollout(_Target):
             * self.axes.context
             * self.plan.policy.data_parallel_size
         )
-        reason = "the devices that share a sample must be those of the tensor, pipeline and context axes"
+        reason = (
+            "the devices that share a sample must be those of the tensor, pipeline and"
+            " context axes"
+        )
         self.require(self.num_devices == devices, "ici_expert_parallelism", reason)
 
     def whole(self, number: int, divisor: int, key: str, what: str) -> int:
@@ -254,7 +266,9 @@ class _Rollout(_Target):
 
     @property
     def megatron(self) -> bool:
-        """Whether devices share a layer, or the layers: what Megatron's backend is for."""
+        """Whether devices share a layer, or the layers: what Megatron's backend is
+        for.
+        """
         return self.axes.tensor * self.axes.pipeline > 1
 
     def megatron_sizes(self, group: str) -> dict[str, int]:
@@ -529,7 +543,9 @@ EXPORTS = {
 
 
 def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
-    """Return what one of `PLAN_EXPORTS` needs to run a plan's batches, checked by its rules, or refuse what it cannot run."""
+    """Return what one of `PLAN_EXPORTS` needs to run a plan's batches, checked by its
+    rules, or refuse what it cannot run.
+    """
     if system not in PLAN_EXPORTS:
         raise choice_error("export", system, list(PLAN_EXPORTS))
     run = _Run(system=system, config=config, plan=plan)
@@ -541,7 +557,8 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
     exported = PLAN_EXPORTS[system](run)
     if system not in SYSTEMS:
         return exported
-    # The ramp that the system would run must be that of the plan; notes name rows that it reads and does not train on.
+    # The ramp that the system would run must be that of the plan; notes name rows that
+    # it reads and does not train on.
     job, notes = run.checked(exported), list(exported.notes)
     found: list[tuple[int, int, int]] = []
     if isinstance(job, MegatronJob):
@@ -556,11 +573,13 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
         found = job.ramp_phases or [(0, job.sizes.to_train, 0)]
         if lost := job.lost_at_ramp_end:
             notes.append(
-                f"MaxText's loader drops {lost:,} rows at the end of the ramp; those after it move up."
+                f"MaxText's loader drops {lost:,} rows at the end of the ramp; those"
+                " after it move up."
             )
         if job.dropped_per_step:
             notes.append(
-                f"MaxText loads a full sample per device and drops {job.dropped_per_step:,} rows in every step."
+                "MaxText loads a full sample per device and drops"
+                f" {job.dropped_per_step:,} rows in every step."
             )
     for expected, row in itertools.zip_longest(_rows(plan.ramp), found):
         run.require(
@@ -599,10 +618,15 @@ class _Run(_Target):
         ]
 
     def microbatch(self) -> int:
-        """Return the samples of a replica in a pass, which must be the same in all phases."""
+        """Return the samples of a replica in a pass, which must be the same in all
+        phases.
+        """
         first = self.plan.splits[0].microbatch_size
         for phase, split in zip(self.plan.ramp.phases, self.plan.splits, strict=True):
-            reason = f"{phase}, has microbatches of {split.microbatch_size:,} samples, but it has one size for all phases"
+            reason = (
+                f"{phase}, has microbatches of {split.microbatch_size:,} samples, but"
+                " it has one size for all phases"
+            )
             self.require(
                 split.microbatch_size == first,
                 "rampup_microbatch",
@@ -622,12 +646,17 @@ class _Run(_Target):
             )
 
     def notes(self, *, clocks: tuple[str, ...], scaling: str = "none") -> Iterator[str]:
-        """Yield the hyperparameters that differ in a system whose learning rate counts one of `clocks` and has a `scaling`."""
+        """Yield the hyperparameters that differ in a system whose learning rate counts
+        one of `clocks` and has a `scaling`.
+        """
         if not self.grows:
             return
         name, plan = NAMES[self.system], self.plan
         if plan.learning_rate_clock not in clocks:
-            yield f"The learning rate of {name} counts {clocks[0]}; that of the plan counts {plan.learning_rate_clock}."
+            yield (
+                f"The learning rate of {name} counts {clocks[0]}; that of the plan"
+                f" counts {plan.learning_rate_clock}."
+            )
         rules = {
             "none": "is the same for every batch",
             "sqrt": "grows with the square root of the batch",
@@ -635,13 +664,21 @@ class _Run(_Target):
         here = rules.get(plan.learning_rate_batch_scaling, "grows with the batch")
         here = "follows the cuts of Seesaw" if plan.seesaw else here
         if here != rules[scaling]:
-            yield f"The learning rate of {name} {rules[scaling]}; that of the plan {here}."
+            yield (
+                f"The learning rate of {name} {rules[scaling]}; that of the plan"
+                f" {here}."
+            )
         if self.config.batch_rule[1].is_active:
-            yield f"AdamW's constants follow the batch in the plan (batch_scaling={self.config.batch_scaling}), not in {name}."
+            yield (
+                "AdamW's constants follow the batch in the plan"
+                f" (batch_scaling={self.config.batch_scaling}), not in {name}."
+            )
 
 
 def _to_maxtext(run: _Run) -> Exported:
-    """Return MaxText's keys. Its ramp knows no accumulation, so that every batch of a ramp is one pass."""
+    """Return MaxText's keys. Its ramp knows no accumulation, so that every batch of a
+    ramp is one pass.
+    """
     plan = run.plan
     config = run.config
     devices = run.plan.num_devices
@@ -672,15 +709,21 @@ def _to_maxtext(run: _Run) -> Exported:
                 split.num_pipeline_microbatches for split in plan.splits
             ),
             "num_pipeline_repeats": repeats,
-            "num_layers_per_pipeline_stage": layers
-            // (plan.splitter.num_stages * repeats),
+            "num_layers_per_pipeline_stage": (
+                layers // (plan.splitter.num_stages * repeats)
+            ),
             "base_num_decoder_layers": layers,
-            "pipeline_delay_activation_forwarding": config.pipeline_delay_activation_forwarding,
+            "pipeline_delay_activation_forwarding": (
+                config.pipeline_delay_activation_forwarding
+            ),
         }
 
     def per_device(samples: int, divisor: int = 1) -> Any:
         number = to_yaml_number(Fraction(samples, devices * divisor))
-        reason = f"per_device_batch_size = {samples:,} / {devices * divisor:,} = {number} must be a decimal"
+        reason = (
+            f"per_device_batch_size = {samples:,} / {devices * divisor:,} = {number}"
+            " must be a decimal"
+        )
         run.require(not isinstance(number, str), "per_device_batch_size", reason)
         return number
 
@@ -691,18 +734,28 @@ def _to_maxtext(run: _Run) -> Exported:
     if ramp:
         start = plan.ramp.sizes[0]
         growth = plan.ramp.sizes[1] - plan.ramp.sizes[0]
-        # MaxText counts every phase from zero, n steps of size b for a share of (n - 1) * b < share <= n * b samples.
+        # MaxText counts every phase from zero, n steps of size b for a share of (n - 1)
+        # * b < share <= n * b samples.
         least, most = 0, plan.ramp.ramp_samples * len(ramp)
         for before, size, phase, after in run.changes():
-            reason = f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows by the same number in every phase"
+            reason = (
+                f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows"
+                " by the same number in every phase"
+            )
             run.require(
                 growth > 0 and after - size == growth, "batch_size_schedule", reason
             )
             assert before.num_steps is not None
             least = max(least, (before.num_steps - 1) * size * len(ramp))
             most = min(most, before.num_steps * size * len(ramp))
-            reason = f"{before}, has {before.num_steps:,} steps, but its phases have equal shares of global_rampup_samples"
-            reason = f"{reason}, each counted from zero, as with rampup_carry_overshoot=false"
+            reason = (
+                f"{before}, has {before.num_steps:,} steps, but its phases have equal"
+                " shares of global_rampup_samples"
+            )
+            reason = (
+                f"{reason}, each counted from zero, as with"
+                " rampup_carry_overshoot=false"
+            )
             run.require(least < most, "batch_size_schedule", reason)
         wanted = (
             config.global_rampup_samples if config.enable_rampup_batch_size else most
@@ -721,23 +774,34 @@ def _to_maxtext(run: _Run) -> Exported:
                 for end, n in sizes.items()
             ]
             notes += [
-                f"MaxText runs each of these batches in one pass, of up to {largest:,} samples per replica; the plan's passes "
-                f"have {largest // passes:,}.",
-                "To keep them, start it with `python -m rampup.integrations.maxtext` and these keys: "
-                f"gradient_accumulation_steps={passes} {' '.join(keys)}",
+                (
+                    "MaxText runs each of these batches in one pass, of up to"
+                    f" {largest:,} samples per replica; the plan's passes have"
+                    f" {largest // passes:,}."
+                ),
+                (
+                    "To keep them, start it with `python -m"
+                    " rampup.integrations.maxtext` and these keys:"
+                    f" gradient_accumulation_steps={passes} {' '.join(keys)}"
+                ),
             ]
     return Exported(values=values, facts={"num_devices": devices}, notes=tuple(notes))
 
 
 def _to_megatron(run: _Run) -> Exported:
-    """Return Megatron's arguments, with a step schedule in tokens, as its trainer passes the sequence length."""
+    """Return Megatron's arguments, with a step schedule in tokens, as its trainer
+    passes the sequence length.
+    """
     plan, config = run.plan, run.config
     micro = run.microbatch()
     length = config.max_target_length
     splitter = run.plan.splitter
     run.require_axes("tensor", "context", "pipeline")
     for _, size, phase, after in run.changes():
-        reason = f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer stops"
+        reason = (
+            f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer"
+            " stops"
+        )
         run.require(after > size, "batch_size_schedule", reason)
     values: dict[str, Any] = {"micro_batch_size": micro, "seq_length": length}
     if run.grows:
@@ -774,8 +838,14 @@ def _to_megatron(run: _Run) -> Exported:
         older = _legacy_ramp(plan.ramp)
         text = "has no step schedule, and its linear ramp cannot run these phases"
         if older is not None:
-            numbers = f"{older.start} {older.increment} {older.samples} --global-batch-size {older.end}"
-            text = f"needs, instead of the step schedule, --rampup-batch-size {numbers} --train-samples {plan.consumed_samples}"
+            numbers = (
+                f"{older.start} {older.increment} {older.samples} --global-batch-size"
+                f" {older.end}"
+            )
+            text = (
+                f"needs, instead of the step schedule, --rampup-batch-size {numbers}"
+                f" --train-samples {plan.consumed_samples}"
+            )
         notes.append(f"Megatron-LM until April 2026 {text}.")
     return Exported(
         values=values, facts={"world_size": plan.num_devices}, notes=tuple(notes)
@@ -783,7 +853,9 @@ def _to_megatron(run: _Run) -> Exported:
 
 
 def _legacy_ramp(ramp: BatchRamp) -> LinearRamp | None:
-    """Return the linear ramp with the same phases, or None. Its size k begins at the first step at or past k shares."""
+    """Return the linear ramp with the same phases, or None. Its size k begins at the
+    first step at or past k shares.
+    """
     start = ramp.sizes[0]
     growth = ramp.sizes[1] - ramp.sizes[0]
     count = len(ramp.phases) - 1
@@ -819,25 +891,33 @@ def _to_levanter(run: _Run) -> Exported:
     if plan.axes.tensor > 1:
         values["trainer.mesh.axes.model"] = plan.axes.tensor
     notes = [
-        f"For {plan.num_devices:,} devices, {splitter.data_parallel_size:,} along the axes of the batch."
+        f"For {plan.num_devices:,} devices, {splitter.data_parallel_size:,} along the"
+        " axes of the batch."
     ]
     if run.grows:
         notes.append(
-            f"Levanter compiles a step for each of the {len(set(plan.ramp.sizes)):,} sizes."
+            f"Levanter compiles a step for each of the {len(set(plan.ramp.sizes)):,}"
+            " sizes."
         )
     if not whole:
         notes.append(
-            "Its gradient is the mean over microbatches of their means, whatever the number of tokens in each."
+            "Its gradient is the mean over microbatches of their means, whatever the"
+            " number of tokens in each."
         )
     return Exported(values=values, notes=(*notes, *run.notes(clocks=("steps",))))
 
 
 def _to_olmo_core(run: _Run) -> Exported:
-    """Return OLMo-core's keys. It counts tokens, and changes the batch only by whole factors and between whole batches."""
+    """Return OLMo-core's keys. It counts tokens, and changes the batch only by whole
+    factors and between whole batches.
+    """
     plan, length = run.plan, run.config.max_target_length
     run.require_axes("tensor", "context", "pipeline")
     for _, size, phase, after in run.changes():
-        reason = f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or divides the batch by a whole number"
+        reason = (
+            f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or"
+            " divides the batch by a whole number"
+        )
         run.require(
             max(size, after) % min(size, after) == 0, "batch_size_schedule", reason
         )
@@ -858,7 +938,8 @@ def _to_olmo_core(run: _Run) -> Exported:
         if (degree := getattr(plan.axes, axis)) > 1:
             values[f"train_module.{name}_config.degree"] = degree
     notes = [
-        f"For {plan.num_devices:,} devices, {plan.splitter.data_parallel_size:,} data-parallel ranks. Sizes are tokens."
+        f"For {plan.num_devices:,} devices, {plan.splitter.data_parallel_size:,}"
+        " data-parallel ranks. Sizes are tokens."
     ]
     if run.grows:
         callback = "trainer.callbacks.batch_size_scheduler"
@@ -867,7 +948,8 @@ def _to_olmo_core(run: _Run) -> Exported:
             {"value": phase.start_step, "unit": "steps"} for phase in plan.ramp.phases
         ]
         notes.append(
-            "BatchSizeSchedulerCallback takes Duration.steps(value). The phases hold within the first epoch."
+            "BatchSizeSchedulerCallback takes Duration.steps(value). The phases hold"
+            " within the first epoch."
         )
     return Exported(
         values=values,

@@ -1,7 +1,9 @@
-"""Which keys a system has, and in which of its versions: so that a key that it does not have is never ignored in silence.
+"""Which keys a system has, and in which of its versions: so that a key that it does not
+have is never ignored in silence.
 
-The table of a system is a file beside this one, of lines `section: FIRST-LAST name name; FIRST-LAST name`. Versions are
-counted from 1, and `*` stands for all keys further down.
+The table of a system is a file beside this one, of lines `section: FIRST-LAST name
+name; FIRST-LAST name`. Versions are counted from 1, and `*` stands for all keys further
+down.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class KnownKeys:
         return life is not None and life[0] <= version <= life[1]
 
     def name(self, key: str) -> str:
-        """Return the name of a key in the table, where sections further down are one."""
+        """Return the name of a key in the table, where sections further down are
+        one.
+        """
         parts = key.split(".")
         return key if len(parts) <= _MAX_DEPTH else ".".join([*parts[:_MAX_DEPTH], "*"])
 
@@ -116,9 +120,11 @@ def find_open_forks(
     decides: re.Pattern[str],
     repeats: str = "",
 ) -> Iterator[ConfigError]:
-    """Yield an error for each key that no version has but whose last part `decides` on a size: only a fork reads it.
+    """Yield an error for each key that no version has but whose last part `decides` on
+    a size: only a fork reads it.
 
-    Null as its value is the answer that it changes no size. `repeats` says what has the effect of one that repeats each prompt.
+    Null as its value is the answer that it changes no size. `repeats` says what has the
+    effect of one that repeats each prompt.
     """
     for name, place in located.items():
         last = name.rpartition(".")[2]
@@ -129,8 +135,14 @@ def find_open_forks(
         )
         if has_none or not decides.fullmatch(last) or known.life(name) is not None:
             continue
-        said = f"unknown, a fork: {name}={place.value} is a key of no version of {system}, and its name is that of a size. Add "
-        said += f"{name}=null, and with it the sizes of {system} that have the same effect (none if it changes no size)"
+        said = (
+            f"unknown, a fork: {name}={place.value} is a key of no version of {system},"
+            " and its name is that of a size. Add "
+        )
+        said += (
+            f"{name}=null, and with it the sizes of {system} that have the same effect"
+            " (none if it changes no size)"
+        )
         if repeats and re.fullmatch(f"{_RESPONSES}|n", last):
             said += f". {repeats}"
         yield ConfigError(said, key=name, path=place.path, line=place.line)

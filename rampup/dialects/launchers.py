@@ -1,4 +1,6 @@
-"""What starts the processes of a job: Slurm, MPI, manifests of Kubernetes (Job, JobSet, PyTorchJob) and job files of Vertex."""
+"""What starts the processes of a job: Slurm, MPI, manifests of Kubernetes (Job, JobSet,
+PyTorchJob) and job files of Vertex.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def read_header(text: str) -> dict[str, str]:
 
 
 def read_options(words: Sequence[str]) -> dict[str, str]:
-    """Return the variables that the options of `sbatch` or `srun` set for what they start."""
+    """Return the variables that the options of `sbatch` or `srun` set for what they
+    start.
+    """
     found: dict[str, str] = {}
     for option, text in _pairs(words):
         value = (
@@ -65,7 +69,9 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
-    """Return how many processes `srun` or `mpirun` starts; empty without such a word, or if its number is not known."""
+    """Return how many processes `srun` or `mpirun` starts; empty without such a word,
+    or if its number is not known.
+    """
     names = [word.rpartition("/")[2] for word in words]
     place = next((place for place, name in enumerate(names) if name in _STARTERS), None)
     if place is None:
@@ -109,14 +115,18 @@ def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 class Machine(NamedTuple):
-    """The devices that a manifest asks for, and the TPU slices in which they are; 0 if it does not say."""
+    """The devices that a manifest asks for, and the TPU slices in which they are; 0 if
+    it does not say.
+    """
 
     devices: int = 0
     slices: int = 0
 
 
 class Container(NamedTuple):
-    """The command of a container as a script, and the machine of all containers of its manifest."""
+    """The command of a container as a script, and the machine of all containers of its
+    manifest.
+    """
 
     script: str
     line: int
@@ -152,7 +162,9 @@ class _Loader(yaml.BaseLoader):
 
 
 def find_containers(text: str) -> list[Container]:
-    """Return the commands of the containers in a manifest; none if the text is not one."""
+    """Return the commands of the containers in a manifest; none if the text is not
+    one.
+    """
     if not _MANIFEST.search(text):
         return []
     found: list[Container] = []
@@ -164,9 +176,11 @@ def find_containers(text: str) -> list[Container]:
             devices = sum(machine.devices for machine in machines) if is_known else 0
             machine = Machine(
                 devices,
-                max((machine.slices for machine in machines), default=0)
-                if is_known
-                else 0,
+                (
+                    max((machine.slices for machine in machines), default=0)
+                    if is_known
+                    else 0
+                ),
             )
             found += [
                 container._replace(machine=machine)
@@ -181,7 +195,9 @@ def find_containers(text: str) -> list[Container]:
 def _walk(
     part: Any, above: tuple[_Entries, ...], seen: set[int]
 ) -> Iterator[tuple[Container | None, Machine | None]]:
-    """Yield the command and the devices of each container in a part of a manifest, below the mappings `above`."""
+    """Yield the command and the devices of each container in a part of a manifest,
+    below the mappings `above`.
+    """
     if id(part) in seen:  # an alias
         return
     seen.add(id(part))
@@ -239,9 +255,11 @@ def _walk(
 
 
 def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | None:
-    """Return the devices of a container, or of a pool of Vertex, in all copies of it; None if it asks for none.
+    """Return the devices of a container, or of a pool of Vertex, in all copies of it;
+    None if it asks for none.
 
-    A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip of TPU7x counts two devices.
+    A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip
+    of TPU7x counts two devices.
     """
     resources = _entries(entries.get("resources"))
     pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))

@@ -1,6 +1,8 @@
-"""MaxText's base.yml: the keys of its batches, how its files are read, its numbers, and its rules.
+"""MaxText's base.yml: the keys of its batches, how its files are read, its numbers, and
+its rules.
 
-Numbers have MaxText's own roundings: float products truncated to whole numbers. Exact arithmetic belongs to `rampup.plan`.
+Numbers have MaxText's own roundings: float products truncated to whole numbers. Exact
+arithmetic belongs to `rampup.plan`.
 """
 
 from __future__ import annotations
@@ -214,7 +216,9 @@ LAUNCH = Launch(
 
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a base.yml, a script or a command, above the files that `base_config` or the command names."""
+    """Read a base.yml, a script or a command, above the files that `base_config` or the
+    command names.
+    """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     command = reading.command
     given = [
@@ -237,7 +241,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         place = command.locate(name, name)
     elif not name and isinstance(place.value, str):
         name = place.value
-    # Upper files win over those from which they start. The last one may be one that MaxText ships.
+    # Upper files win over those from which they start. The last one may be one that
+    # MaxText ships.
     shipped = ""
     own_bases: dict[str, Located] = {}
     while name.strip():
@@ -250,7 +255,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
             None,
         )
         if file is None:
-            # The file of MaxText's configs that the path ends with, or else one of its name.
+            # The file of MaxText's configs that the path ends with, or else one of its
+            # name.
             parts = PurePosixPath(show_unknown(name)).parts
             ends = ["/".join(parts[first:]) for first in range(len(parts))]
             named = (
@@ -262,7 +268,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
                 (end for end in ends if end in launch.bases), None
             ) or next(named, ""):
                 break
-            said = f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add"
+            said = (
+                f"{BASE}={show_unknown(name)} is neither beside this file nor one that"
+                " MaxText ships; put it there, or add"
+            )
             raise ConfigError(
                 f"{said} {BASE}=base.yml for MaxText's defaults",
                 key=BASE,
@@ -316,7 +325,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         leaves = {**leaves, **own} if command is None else {**own, **leaves}
         model_note = f"model_name={model}: {models[0]} is read above base.yml."
     elif model and not unknown_names(model) and not _MODELS.match(model):
-        model_note = f"model_name={model} is no model of MaxText; what its configs/models/{model}.yml sets is not read."
+        model_note = (
+            f"model_name={model} is no model of MaxText; what its"
+            f" configs/models/{model}.yml sets is not read."
+        )
     reading = dataclasses.replace(
         reading,
         notes=(*reading.notes, *filter(None, [model_note])),
@@ -339,13 +351,16 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         notes.append(f"{', '.join(seen[1:])}: its base file, which is read.")
     if shipped not in ("", "base.yml"):
         notes.append(
-            f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
+            f"what the source does not set is from MaxText's own {shipped} of"
+            f" {launch.version}."
         )
     return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
 
 
 def _copies(name: str, path: str) -> list[Path]:
-    """Return where a base file of a command may be in its repository, as far as its path is that of this machine."""
+    """Return where a base file of a command may be in its repository, as far as its
+    path is that of this machine.
+    """
     parts = PurePosixPath(
         show_unknown(name).rpartition("$")[2].partition("/")[2]
         if unknown_names(name)
@@ -362,7 +377,9 @@ def _copies(name: str, path: str) -> list[Path]:
 
 
 def known_keys(system: str, key: str) -> Rule[Any]:
-    """Return the rule that MaxText has all keys that are not in a base file of a fork."""
+    """Return the rule that MaxText has all keys that are not in a base file of a
+    fork.
+    """
     known = load_known_keys("maxtext")
 
     def unknown(job: Any) -> list[str]:
@@ -378,9 +395,10 @@ def known_keys(system: str, key: str) -> Rule[Any]:
             ]
             shown.append(f"{name} ({'; '.join(details)})" if details else name)
         return (
-            f"{', '.join(shown)} must be left out: MaxText refuses what is not in its configuration (that of November 2025 "
-            f"warned). For a fork with keys of its own, name its base file with {BASE}=..., or give them on rampup's command "
-            "line as well"
+            f"{', '.join(shown)} must be left out: MaxText refuses what is not in its"
+            " configuration (that of November 2025 warned). For a fork with keys of"
+            f" its own, name its base file with {BASE}=..., or give them on rampup's"
+            " command line as well"
         )
 
     rule_name = f"{system}.known_keys"
@@ -400,11 +418,16 @@ def old_keys(job: Any) -> Iterator[str]:
         for name in job.settings.looked_up
         if load_known_keys("maxtext").life(name) == (1, 1)
     ]:
-        yield f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a newer one refuses them."
+        yield (
+            f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a"
+            " newer one refuses them."
+        )
 
 
 def _read_slices(command: Command | None) -> dict[str, Located]:
-    """Return the devices and slices that a manifest, or xpk, gives to a command; none if it does not say them."""
+    """Return the devices and slices that a manifest, or xpk, gives to a command; none
+    if it does not say them.
+    """
     if command is None:
         return {}
     if command.machine.devices:
@@ -442,7 +465,8 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
 class BatchSizes(NamedTuple):
     """One batch as MaxText sees it, in samples."""
 
-    to_load: int  # rows that the loaders read per optimizer step: at least a full sample per device
+    # rows that the loaders read per optimizer step: at least a full sample per device
+    to_load: int
     to_train: int  # rows that the optimizer step is meant to use
     micro: int  # rows of one forward pass over all devices
 
@@ -450,7 +474,9 @@ class BatchSizes(NamedTuple):
 def batch_sizes(
     per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int
 ) -> BatchSizes:
-    """Return the sizes of one batch. Source: MaxText `configs/types.py`, calculate_global_batch_sizes."""
+    """Return the sizes of one batch. Source: MaxText `configs/types.py`,
+    calculate_global_batch_sizes.
+    """
     factor = float(expansion) if expansion > 0 else 1
     micro_to_load = (
         num_devices * factor
@@ -493,7 +519,10 @@ class MaxTextJob(PretrainingJob):
         if not self.num_devices:  # those of a mesh without a free axis
             ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
             if AUTO in ici or min(ici) < 1:
-                said = "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N"
+                said = (
+                    "the file leaves a mesh axis open (-1), so its batches depend on"
+                    " the machine; add num_devices=N"
+                )
                 raise ConfigError(
                     f"{said}, for example num_devices=8", key="num_devices"
                 )
@@ -534,7 +563,8 @@ class MaxTextJob(PretrainingJob):
             if self[LAYERS] == AUTO
             else self[LAYERS]
         )
-        # Layers of one round through the pipeline, or of all repeats if their number is given.
+        # Layers of one round through the pipeline, or of all repeats if their number is
+        # given.
         self.layer_product: int = (
             self.stages
             * (1 if self[REPEATS] == AUTO else self[REPEATS])
@@ -542,7 +572,8 @@ class MaxTextJob(PretrainingJob):
         )
         automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
         self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
-        # The step between sizes per device that divide over the mesh and into microbatches.
+        # The step between sizes per device that divide over the mesh and into
+        # microbatches.
         microbatches = (
             self.microbatches if self.is_piped and self.microbatches > 0 else 1
         )
@@ -552,7 +583,8 @@ class MaxTextJob(PretrainingJob):
         self.sizes = batch_sizes(
             self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION]
         )
-        # Rows loaded and not trained on, per step after the ramp. Partial loading by few hosts reads each row once.
+        # Rows loaded and not trained on, per step after the ramp. Partial loading by
+        # few hosts reads each row once.
         partial = self[EXPANSION] > 0 and self[END] >= 1
         self.dropped_per_step = (
             0 if partial else max(self.sizes.to_load - self.sizes.to_train, 0)
@@ -572,13 +604,15 @@ class MaxTextJob(PretrainingJob):
             else dict.fromkeys(sorted((START, INCREMENT, SAMPLES)), "the ramp is off")
         )
         self.grows: bool = self[END] > self[START]
-        # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
+        # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of
+        # 0.1 there.
         increment = float(self[INCREMENT])
         self.increment_divides = (
             increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
         )
-        # Whether MaxText builds the ramp, its number of increments, and the keys that decide whether all of its sizes divide:
-        # start and end, and the increment if a size is between.
+        # Whether MaxText builds the ramp, its number of increments, and the keys that
+        # decide whether all of its sizes divide: start and end, and the increment if a
+        # size is between.
         self.builds_ramp: bool = (
             self.ramps
             and self.grows
@@ -600,15 +634,18 @@ class MaxTextJob(PretrainingJob):
         )
 
     def global_size(self, key: str) -> int:
-        """Return devices * size per device, truncated to whole samples as MaxText does."""
+        """Return devices * size per device, truncated to whole samples as MaxText
+        does.
+        """
         return int(self.num_devices * float(self[key]))
 
     @cached_property
     def ramp_phases(self) -> list[tuple[int, int, int]]:
-        """The first step, the global batch size and the samples before it, of every phase of MaxText's ramp as it runs.
+        """The first step, the global batch size and the samples before it, of every
+        phase of MaxText's ramp as it runs.
 
-        Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
-        ramp, or with one of too many phases.
+        Batches are without the accumulation factor, and each phase counts from zero
+        (`utils/rampup_batch.py`). Empty without a ramp, or with one of too many phases.
         """
         start, increment, end = (
             self.global_size(key) for key in (START, INCREMENT, END)
@@ -632,9 +669,11 @@ class MaxTextJob(PretrainingJob):
 
     @property
     def lost_at_ramp_end(self) -> int:
-        """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
+        """Rows that were read in the ramp and never trained on: the loader's buffer is
+        dropped with the ramp.
 
-        MaxText's RampUpDataLoader (`common/data_loader.py`) believes that a pull fills its buffer to the final batch.
+        MaxText's RampUpDataLoader (`common/data_loader.py`) believes that a pull fills
+        its buffer to the final batch.
         """
         if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
             return 0
@@ -657,7 +696,10 @@ class MaxTextJob(PretrainingJob):
         if sizes.to_load != sizes.to_train:
             text += f"; {counted(sizes.to_load, 'row')} loaded"
         if phases := self.ramp_phases:
-            text += f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and {counted(phases[-1][0], 'step')}"
+            text += (
+                f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and"
+                f" {counted(phases[-1][0], 'step')}"
+            )
         return text
 
     def derived(self) -> dict[str, Any]:
@@ -676,7 +718,8 @@ class MaxTextJob(PretrainingJob):
             "dropped_samples_per_step": self.dropped_per_step,
         }
         if self.is_piped and self.microbatches > 0:
-            # Forwarding one tick later is a pipeline with twice the distance between its stages.
+            # Forwarding one tick later is a pipeline with twice the distance between
+            # its stages.
             distance = (2 if self[DELAY] else 1) * (self.stages - 1) + 1
             bubble = bubble_fraction(
                 distance, max(self.microbatches, self.stages), max(self.repeats, 1)
@@ -723,9 +766,9 @@ class MaxTextJob(PretrainingJob):
             "rampup_microbatch": "per_phase",
             RAMP: self.ramps,
             "steps": self.total_steps,
-            "eval_interval": self["eval_interval"]
-            if self["eval_interval"] > 0
-            else AUTO,
+            "eval_interval": (
+                self["eval_interval"] if self["eval_interval"] > 0 else AUTO
+            ),
             "max_target_length": self["max_target_length"],
             "learning_rate_clock": "steps",
         }
@@ -738,7 +781,8 @@ class MaxTextJob(PretrainingJob):
                 "learning_rate_schedule_steps"
             ]
         if self.ramps:
-            # With no samples requested, every phase of MaxText's ramp lasts one step; so does a ramp of one sample.
+            # With no samples requested, every phase of MaxText's ramp lasts one step;
+            # so does a ramp of one sample.
             values |= {
                 START: self[START],
                 INCREMENT: self[INCREMENT],
@@ -758,18 +802,26 @@ MAX_LISTED_PHASES = 12
 
 
 def show(value: Any) -> str:
-    """Return a size as text: a whole number with commas, a fraction as a decimal if it is one."""
+    """Return a size as text: a whole number with commas, a fraction as a decimal if it
+    is one.
+    """
     return str(to_yaml_number(value)) if isinstance(value, Fraction) else f"{value:,}"
 
 
 def product_text(job: MaxTextJob, key: str) -> str:
     """Return the arithmetic from a size per device to a global batch size."""
-    return f"num_devices * {key} = {job.num_devices} * {show(job[key])} = {show(job.num_devices * job[key])}"
+    return (
+        f"num_devices * {key} = {job.num_devices} * {show(job[key])} ="
+        f" {show(job.num_devices * job[key])}"
+    )
 
 
 def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     sizes = job.sizes
-    forward = f"{counted(sizes.micro, 'sample')} per forward pass over {counted(job.num_devices, 'device')}"
+    forward = (
+        f"{counted(sizes.micro, 'sample')} per forward pass over"
+        f" {counted(job.num_devices, 'device')}"
+    )
     yield END, f"{forward}; {sizes.micro * job['max_target_length']:,} tokens"
     passes = counted(job[ACCUMULATION], "pass")
     yield (
@@ -780,32 +832,49 @@ def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     evaluates = job["eval_interval"] > 0
     yield (
         EVAL,
-        f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch"
-        if evaluates
-        else "no evaluation",
+        (
+            f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch"
+            if evaluates
+            else "no evaluation"
+        ),
     )
     yield (
         "",
-        f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)",
+        (
+            "the batch is sharded over"
+            f" {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)"
+        ),
     )
     if job.ramps:
         yield (
             START,
-            f"{counted(job.global_size(START), 'sample')} in the first phase, without accumulation",
+            (
+                f"{counted(job.global_size(START), 'sample')} in the first phase,"
+                " without accumulation"
+            ),
         )
         yield (
             INCREMENT,
-            f"{counted(job.global_size(INCREMENT), 'sample')} more in each phase, without accumulation",
+            (
+                f"{counted(job.global_size(INCREMENT), 'sample')} more in each phase,"
+                " without accumulation"
+            ),
         )
         yield (
             SAMPLES,
             "samples requested for the whole ramp, shared equally by its phases",
         )
     if job.is_piped and job.microbatches > 0:
-        microbatches = f"{counted(job.microbatches, 'microbatch')} of {counted(sizes.micro // job.microbatches, 'sample')}"
+        microbatches = (
+            f"{counted(job.microbatches, 'microbatch')} of"
+            f" {counted(sizes.micro // job.microbatches, 'sample')}"
+        )
         yield (
             MICROBATCHES,
-            f"{microbatches} through {job.stages:,} stages, {counted(job.repeats, 'repeat')}",
+            (
+                f"{microbatches} through {job.stages:,} stages,"
+                f" {counted(job.repeats, 'repeat')}"
+            ),
         )
 
 
@@ -813,32 +882,65 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
     yield from old_keys(job)
     if job.assumes_one_slice:
-        assumed = f"one of {job.num_devices:,} devices is assumed, and the batch of several is as many times as large"
-        yield f"dcn_data_parallelism=-1 leaves the number of slices open: {assumed}; add num_slices=N or num_devices=N"
+        assumed = (
+            f"one of {job.num_devices:,} devices is assumed, and the batch of several"
+            " is as many times as large"
+        )
+        yield (
+            f"dcn_data_parallelism=-1 leaves the number of slices open: {assumed}; add"
+            " num_slices=N or num_devices=N"
+        )
     if job.dropped_per_step and sizes.micro >= 1:
         loaded = f"a full sample per device is loaded, {sizes.to_load:,} rows per step"
-        kept = f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are dropped"
+        kept = (
+            f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are"
+            " dropped"
+        )
         yield f"{END}={show(job[END])} is below 1: {loaded}, and {kept}"
     for key in (START, INCREMENT, END) if job.ramps else (END,):
         exact = Fraction(job.num_devices) * job[key]
         truncated = job.global_size(key)
         if exact != truncated:
-            yield f"{product_text(job, key)} is truncated to {truncated}, in floating point; rampup reports an error"
+            yield (
+                f"{product_text(job, key)} is truncated to {truncated}, in floating"
+                " point; rampup reports an error"
+            )
     if 0 < expansion < 1:
         step = f"each step gets the {sizes.to_load:,} rows of one of them"
-        turns = f"the loaders of {int(1 / expansion)} times as many hosts take turns, and {step}"
-        yield f"{EXPANSION}={show(expansion)}: {turns}, while global_batch_size_to_train_on is {sizes.to_train:,}"
+        turns = (
+            f"the loaders of {int(1 / expansion)} times as many hosts take turns, and"
+            f" {step}"
+        )
+        yield (
+            f"{EXPANSION}={show(expansion)}: {turns}, while"
+            f" global_batch_size_to_train_on is {sizes.to_train:,}"
+        )
     elif expansion > 1:
-        loaded = f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
-        yield f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; {loaded}"
+        loaded = (
+            f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they"
+            " would load together if all did"
+        )
+        yield (
+            f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for"
+            f" itself and the others; {loaded}"
+        )
     passes = job[ACCUMULATION]
     if job[SHARD_OPTIMIZER] and passes > 1:
-        summed = f"the gradients of the {passes:,} passes are summed in bfloat16, which keeps 8 bits of each sum"
+        summed = (
+            f"the gradients of the {passes:,} passes are summed in bfloat16, which"
+            " keeps 8 bits of each sum"
+        )
         before = "casts float32 parameters to bfloat16 before the accumulation passes"
         yield f"{SHARD_OPTIMIZER} {before}, so {summed}; rampup sums in float32"
     if job[TUNIX] and passes > 1:
-        few = "a pass with few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
-        yield f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: {few}"
+        few = (
+            "a pass with few tokens counts as much as a full one; otherwise the sum"
+            " over all passes is divided by all tokens"
+        )
+        yield (
+            f"{TUNIX} divides the loss of each of the {passes:,} passes by its own"
+            f" tokens and averages them: {few}"
+        )
     if job.ramp_phases:
         *ramp, (steps, _, trained) = job.ramp_phases
         samples = job[SAMPLES]
@@ -846,44 +948,86 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + [
                 "..."
             ] * (len(ramp) > MAX_LISTED_PHASES)
-            batches = f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples in {steps:,} steps)"
-            jump = f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here include the factor in every batch"
-            yield f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the batch {jump}"
+            batches = (
+                f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples"
+                f" in {steps:,} steps)"
+            )
+            jump = (
+                f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here"
+                " include the factor in every batch"
+            )
+            yield (
+                f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the"
+                f" batch {jump}"
+            )
         if samples < 1:
             yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
         elif trained != samples:
-            taken = f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,}"
-            yield f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
+            taken = (
+                f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES}"
+                f" requests {samples:,}"
+            )
+            yield (
+                f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's"
+                " share do not count towards the next"
+            )
         if lost := job.lost_at_ramp_end:
             buffer = f"the buffer of {sizes.to_load:,} rows is dropped with the ramp"
             rows = f"{trained:,} trained, {trained + lost:,} loaded"
-            yield f"at the end of the ramp {lost:,} loaded rows are never trained on: {buffer} ({rows})"
-        buffered = f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains"
+            yield (
+                f"at the end of the ramp {lost:,} loaded rows are never trained on:"
+                f" {buffer} ({rows})"
+            )
+        buffered = (
+            f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint"
+            " contains"
+        )
         replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
-        yield f"a resume within the ramp loses {buffered}, and is one batch behind: {replay}"
+        yield (
+            f"a resume within the ramp loses {buffered}, and is one batch behind:"
+            f" {replay}"
+        )
         number = f"each of the {len(job.ramp_phases):,} batch sizes"
-        yield f"{number} is compiled at its first step; only the final one is lowered at the start"
+        yield (
+            f"{number} is compiled at its first step; only the final one is lowered at"
+            " the start"
+        )
     if not job.is_piped:
         if ignored := [
             key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO
         ]:
-            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
+            yield (
+                f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'}"
+                " ignored: there is one pipeline stage"
+            )
     elif job.microbatches > 0 and sizes.micro % (
         job.microbatches * job.axes.data_parallel_size
     ):
         uneven = f"does not divide over data * fsdp = {job.axes.data_parallel_size}"
         size = sizes.micro // job.microbatches
-        yield f"a pipeline microbatch of {size} samples {uneven}: MaxText does not check it, and devices share or pad samples"
+        yield (
+            f"a pipeline microbatch of {size} samples {uneven}: MaxText does not check"
+            " it, and devices share or pad samples"
+        )
     if (
         job.is_piped
         and job["model_name"] != "default"
         and LAYERS not in job.settings.given
     ):
-        used = f"{job.layers} from base_num_decoder_layers was used here, so give base_num_decoder_layers=N"
-        yield f"model_name={job['model_name']} has its own number of layers; {used} if the model has another"
+        used = (
+            f"{job.layers} from base_num_decoder_layers was used here, so give"
+            " base_num_decoder_layers=N"
+        )
+        yield (
+            f"model_name={job['model_name']} has its own number of layers; {used} if"
+            " the model has another"
+        )
     if job.is_piped and passes > 1:
         once = "the same microbatches in one pass would wait once"
-        yield f"each of the {passes} accumulation passes waits for the pipeline to fill; {once}"
+        yield (
+            f"each of the {passes} accumulation passes waits for the pipeline to fill;"
+            f" {once}"
+        )
     if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
         refusals = "; ".join(
             str(problem) for problem in job.planned.problems or (job.planned,)
@@ -926,7 +1070,9 @@ _MICROBATCHES: Side[MaxTextJob] = (
 
 
 def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
-    """Return the rule that a batch, or the increment of one, divides over the devices."""
+    """Return the rule that a batch, or the increment of one, divides over the
+    devices.
+    """
 
     def divided(job: MaxTextJob) -> int:
         if key == END:  # below 1 per device a full sample per device is loaded
@@ -940,7 +1086,9 @@ def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
 
 
 def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
-    """Return whether the batch of evaluation fits, and the rule: that it is the shape of training, or divides over devices."""
+    """Return whether the batch of evaluation fits, and the rule: that it is the shape
+    of training, or divides over devices.
+    """
     micro, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
     fits = (
         micro >= 1
@@ -949,10 +1097,16 @@ def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
     )
     rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
     if job.is_piped:
-        rule = f"the training batch of one forward pass, {job.sizes.micro}, for whose shape the pipeline is built"
+        rule = (
+            f"the training batch of one forward pass, {job.sizes.micro}, for whose"
+            " shape the pipeline is built"
+        )
     return (
         fits,
-        f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it",
+        (
+            f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule};"
+            " MaxText does not check it"
+        ),
     )
 
 
@@ -1002,7 +1156,8 @@ RULES: list[Rule[MaxTextJob]] = [
         ("2 * stages = {}", lambda job: job.least_microbatches),
         when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
     *found_by_run([
-        # pyconfig accepts any mesh; create_device_mesh asserts that it has as many devices as the run.
+        # pyconfig accepts any mesh; create_device_mesh asserts that it has as many
+        # devices as the run.
         Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
             message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
             candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),

@@ -1,4 +1,5 @@
-"""MaxText's reinforcement learning (rl.yml): keys, numbers and rules, also those of Tunix below it.
+"""MaxText's reinforcement learning (rl.yml): keys, numbers and rules, also those of
+Tunix below it.
 
 All sizes, also micro batches, count prompts of the job.
 """
@@ -107,7 +108,8 @@ class MaxTextRlJob(RolloutJob):
         )
         if self["rl.use_agentic_rollout"]:
             self.rollout_micro = 1
-        # Prompts of one epoch, training steps of the run, and prompts that never fill a batch.
+        # Prompts of one epoch, training steps of the run, and prompts that never fill a
+        # batch.
         known = self["num_prompts"]
         fraction = self["train_fraction"] if 0 < self["train_fraction"] <= 1 else 0
         self.wanted_prompts = int(self["num_batches"] * self.batch * fraction)
@@ -133,7 +135,8 @@ class MaxTextRlJob(RolloutJob):
         )  # training and generation have slices of their own
         self.slices_agree = self.multislice or slices == [AUTO, AUTO]
         self.fractions_valid = all(0 < self[key] <= 1 for key in FRACTIONS)
-        # Devices that train and that generate; None if the number of devices is unknown or the split is invalid.
+        # Devices that train and that generate; None if the number of devices is unknown
+        # or the split is invalid.
         self.trainer_devices: int | None = None
         self.sampler_devices: int | None = None
         if (devices := self["num_devices"]) is not None and (
@@ -145,7 +148,8 @@ class MaxTextRlJob(RolloutJob):
                     devices * n // sum(slices) for n in slices
                 )
             elif devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
-                # A single slice is divided only between at least two hosts, under Pathways.
+                # A single slice is divided only between at least two hosts, under
+                # Pathways.
                 self.trainer_devices, self.sampler_devices = (
                     int(devices * self[key]) for key in FRACTIONS
                 )
@@ -162,7 +166,8 @@ class MaxTextRlJob(RolloutJob):
         )
         rows = self["num_test_batches"] * size - max(self["test_batch_start_index"], 0)
         self.eval_prompts = max(rows // size, 0) * size
-        # Devices along the fsdp axis of training; None if the file and `num_devices` leave it open.
+        # Devices along the fsdp axis of training; None if the file and `num_devices`
+        # leave it open.
         self.fsdp: int | None = None
         if not self.multislice and self[FSDP] != AUTO:
             self.fsdp = self[FSDP]
@@ -176,9 +181,15 @@ class MaxTextRlJob(RolloutJob):
 
     def summary(self) -> str:
         """Return the numbers of a step in one line."""
-        samples = f"{times(counted(self.batch, 'prompt'), self.samples_per_prompt)} = {counted(self.samples, 'sample')}"
+        samples = (
+            f"{times(counted(self.batch, 'prompt'), self.samples_per_prompt)} ="
+            f" {counted(self.samples, 'sample')}"
+        )
         steps = f"{counted(self.iterations, 'optimizer step')} of {self.samples:,}"
-        return f"{samples}; {steps}; {times(self.passes_text, self.train_micro * self.samples_per_prompt)}"
+        return (
+            f"{samples}; {steps};"
+            f" {times(self.passes_text, self.train_micro * self.samples_per_prompt)}"
+        )
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -216,12 +227,18 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
         )
 
     calls = counted(job.batch // job.rollout_micro, "call")
-    data = f"{counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g}"
+    data = (
+        f"{counted(job['num_epoch'], 'epoch')}, train_fraction"
+        f" {job['train_fraction']:g}"
+    )
     yield BATCH, f"{prompts(job.batch)} per training step and optimizer step"
     yield GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"
     yield (
         TRAIN,
-        f"{prompts(job.train_micro)} per backward pass; {job.passes_text} per optimizer step",
+        (
+            f"{prompts(job.train_micro)} per backward pass; {job.passes_text} per"
+            " optimizer step"
+        ),
     )
     yield ROLLOUT, f"{prompts(job.rollout_micro)} per generate call; {calls} per step"
     yield LOSS, LOSSES[job[LOSS]]
@@ -242,19 +259,39 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
 def _notes(job: MaxTextRlJob) -> Iterator[str]:
     yield from old_keys(job)
     if job["num_prompts"] is None:
-        yield f"the data set is assumed to have at least {job.wanted_prompts:,} prompts; give num_prompts=N if it has fewer"
+        yield (
+            f"the data set is assumed to have at least {job.wanted_prompts:,} prompts;"
+            " give num_prompts=N if it has fewer"
+        )
     elif job.epoch_prompts < job.wanted_prompts:
-        yield f"the data set has {job.epoch_prompts:,} prompts, but the keys request {job.wanted_prompts:,}"
+        yield (
+            f"the data set has {job.epoch_prompts:,} prompts, but the keys request"
+            f" {job.wanted_prompts:,}"
+        )
     if job.total_steps != job.scheduled_steps:
-        scheduled = f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer steps"
-        yield f"{scheduled}, but the run takes {job.total_steps:,}: it never reaches its end"
+        scheduled = (
+            f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer"
+            " steps"
+        )
+        yield (
+            f"{scheduled}, but the run takes {job.total_steps:,}: it never reaches"
+            " its end"
+        )
     if job.lost_prompts:
         given = job.epoch_prompts * job["num_epoch"]
-        yield f"{job.lost_prompts:,} of {given:,} prompts fill no batch of {job.batch:,} and are dropped"
+        yield (
+            f"{job.lost_prompts:,} of {given:,} prompts fill no batch of {job.batch:,}"
+            " and are dropped"
+        )
     if job["rl.use_agentic_rollout"]:
-        yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
+        yield (
+            "the agentic learner generates for one prompt at a time, regardless of"
+            f" {ROLLOUT}"
+        )
         if LOSS in job.settings.given:
-            yield f"{LOSS} does not reach the agentic learner, which has its own default"
+            yield (
+                f"{LOSS} does not reach the agentic learner, which has its own default"
+            )
     micro = product(
         {
             "train micro batch": job.train_micro,
@@ -263,9 +300,15 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
         "sequences",
     )
     if (fsdp := job.fsdp) is None:
-        yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {micro.number:,} sequences divide over it"
+        yield (
+            "ici_fsdp_parallelism=-1: give num_devices=N to check whether"
+            f" {micro.number:,} sequences divide over it"
+        )
     elif micro.number % fsdp:
-        done = f"every device silently gets all of them, and {fsdp:,} times the work is done"
+        done = (
+            f"every device silently gets all of them, and {fsdp:,} times the work is"
+            " done"
+        )
         yield f"{micro.text} do not divide over fsdp={fsdp:,}: {done}"
 
 
@@ -282,14 +325,19 @@ def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
 
 
 def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
-    """Return whether the given axes fit the devices that generate, which they must equal unless one axis is free, and so."""
+    """Return whether the given axes fit the devices that generate, which they must
+    equal unless one axis is free, and so.
+    """
     given: dict[str, int] = {
         axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO
     }
     size = math.prod(given.values())
     devices = job.sampler_devices or 0
     is_free = AUTO in job.rollout_axes
-    text = f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size} must {'divide' if is_free else 'equal'}"
+    text = (
+        f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size} must"
+        f" {'divide' if is_free else 'equal'}"
+    )
     return (
         devices % size == 0 if is_free else devices == size,
         f"{text} the {devices} devices that generate",

@@ -1,6 +1,8 @@
-"""Megatron: its arguments and how they are read, its two ramps, replicas, microbatches and pipeline, and its rules.
+"""Megatron: its arguments and how they are read, its two ramps, replicas, microbatches
+and pipeline, and its rules.
 
-The ramps are computed exactly and with Megatron's own roundings. Only the run finds many problems, when a phase's step comes.
+The ramps are computed exactly and with Megatron's own roundings. Only the run finds
+many problems, when a phase's step comes.
 """
 
 from __future__ import annotations
@@ -78,9 +80,13 @@ VERSION = "megatron_version"
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
-# Options of DeepSpeed's launcher, by those of torchrun. With a file of hosts they are bounds.
+# Options of DeepSpeed's launcher, by those of torchrun. With a file of hosts they are
+# bounds.
 _DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
-_PLAIN = r"(?:\S*/)?(?:python[\d.]*(?: -u)?(?: -m torch\.distributed\.(?:launch|run))?|torchrun)(?: --\S+(?: [^-\s]\S*)?)*"
+_PLAIN = (
+    r"(?:\S*/)?(?:python[\d.]*(?: -u)?(?: -m"
+    r" torch\.distributed\.(?:launch|run))?|torchrun)(?: --\S+(?: [^-\s]\S*)?)*"
+)
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
 KEYS = {
@@ -193,7 +199,9 @@ _NEGATIVES = {"no_overlap_p2p_communication": OVERLAP, "no_overlap_p2p_comm": OV
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with underscores or dashes), a script or a command."""
+    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with
+    underscores or dashes), a script or a command.
+    """
     reading = read_source(source, overrides, launch)
     settings = [setting.partition("=") for setting in reading.overrides]
     renamed = [
@@ -204,7 +212,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     notes = [*reading.notes]
     command = reading.command
     if command is None:
-        # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
+        # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a
+        # script.
         groups = {name.rpartition(".")[0] for name in reading.leaves}
         later = sorted(
             group
@@ -224,7 +233,10 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             and not _TRAINS.search(program)
             and not any(VERSION in word for word in overrides)
         ):
-            said = f"unknown, a fork: this starts {program}.py. If it takes Megatron's arguments, say so with {VERSION}=legacy"
+            said = (
+                f"unknown, a fork: this starts {program}.py. If it takes Megatron's"
+                f" arguments, say so with {VERSION}=legacy"
+            )
             raise ConfigError(
                 said, key=VERSION, path=command.path, line=command.line or None
             )
@@ -246,7 +258,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         located = {
             name: value for name, value in located.items() if name not in _DEVICES
         }
-    # A ramp depends on the samples and tokens of the run, and the number of chunks on that of layers.
+    # A ramp depends on the samples and tokens of the run, and the number of chunks on
+    # that of layers.
     depends = not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden})
     entries = (
         {
@@ -276,7 +289,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             )
         )
     )
-    # Megatron refuses unknown options behind its program; those before it are the launcher's.
+    # Megatron refuses unknown options behind its program; those before it are the
+    # launcher's.
     words = () if command is None else command.words
     behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
     own = {
@@ -292,7 +306,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 def _least_nested(
     reading: Reading, later: Collection[str], overridden: Collection[str]
 ) -> dict[str, Located]:
-    """Return the keys of a YAML file by Megatron's names. Of several values the least nested counts; two such are refused."""
+    """Return the keys of a YAML file by Megatron's names. Of several values the least
+    nested counts; two such are refused.
+    """
     names = defaultdict[str, list[str]](list)
     for name in reading.leaves:
         if name.rpartition(".")[0] not in later:
@@ -316,7 +332,10 @@ def _least_nested(
                 and known not in overridden
                 and second.value != value.value
             ):
-                said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
+                said = (
+                    f"{known} is given twice, as {first}={value.value!r} and"
+                    f" {other}={second.value!r}; choose one with"
+                )
                 raise ConfigError(
                     f"{said} {known}=...",
                     key=known,
@@ -335,7 +354,9 @@ def _is_open(place: Located) -> bool:
 def _find_devices(
     command: Command, leaves: Mapping[str, Located], overridden: Collection[str]
 ) -> dict[str, Located]:
-    """Return the keys of a command with those that DeepSpeed's launcher, Slurm, MPI or a manifest gives to it."""
+    """Return the keys of a command with those that DeepSpeed's launcher, Slurm, MPI or
+    a manifest gives to it.
+    """
     located = {**leaves}
     if "hostfile" not in located and any(
         word.rpartition("/")[2] == "deepspeed" for word in command.words
@@ -346,7 +367,8 @@ def _find_devices(
             located.setdefault(
                 "world_size", command.locate(len(re.findall(r"[:,]\d", included)))
             )
-    # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
+    # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each
+    # device.
     is_launched = any(map(_LAUNCHER.search, command.words))
     if (
         command.tasks
@@ -373,7 +395,9 @@ def _find_devices(
 
 
 def _starts_one_process(command: Command) -> bool:
-    """Return whether a command is `python PROGRAM.py`, or `torchrun PROGRAM.py` without a number of processes."""
+    """Return whether a command is `python PROGRAM.py`, or `torchrun PROGRAM.py` without
+    a number of processes.
+    """
     start = [*itertools.takewhile(lambda word: not word.endswith(".py"), command.words)]
     is_plain = re.fullmatch(_PLAIN, " ".join(start)) is not None and start != [
         *command.words
@@ -393,7 +417,9 @@ def canonical(name: str) -> str:
 
 
 def _normalize(name: str, located: Located) -> tuple[str, Located]:
-    """Return a key and its value in the form that the key takes: lists as text, a negative option as its opposite."""
+    """Return a key and its value in the form that the key takes: lists as text, a
+    negative option as its opposite.
+    """
     value = located.value
     if name in _NEGATIVES and isinstance(value, bool):
         name, value = _NEGATIVES[name], not value
@@ -410,7 +436,8 @@ def _normalize(name: str, located: Located) -> tuple[str, Located]:
     return name, dataclasses.replace(located, value=value)
 
 
-# Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in YAML, meshes of several kinds of devices.
+# Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in
+# YAML, meshes of several kinds of devices.
 _OPTION = re.compile(r"--\S|-[tpdcev]{1,2}p$")
 _SIZES = re.compile(
     r"[tpdcev]{1,2}p"
@@ -421,7 +448,9 @@ _TRAINS = re.compile(r"(?i)pretrain|finetune|train|sft|^run|gpt|llama|bert|t5|me
 
 
 def read_options(command: Command) -> dict[str, Located]:
-    """Return the keys that the options of a command set: true for a flag, several words for a ramp, otherwise the first one."""
+    """Return the keys that the options of a command set: true for a flag, several words
+    for a ramp, otherwise the first one.
+    """
     located: dict[str, Located] = {}
     for index, word in enumerate(command.words):
         if not _OPTION.match(word):
@@ -484,14 +513,17 @@ LAUNCH = Launch(
 class LinearRamp:
     """`--rampup-batch-size START INCREMENT SAMPLES` up to `--global-batch-size`.
 
-    Source: megatron-core `num_microbatches_calculator.py`, RampupBatchsizeNumMicroBatchesCalculator.
+    Source: megatron-core `num_microbatches_calculator.py`,
+        RampupBatchsizeNumMicroBatchesCalculator.
     """
 
     start: int
     increment: int
     end: int
     samples: int
-    unit: int = 1  # divisor that every batch is rounded down to, with `--decrease-batch-size-if-needed`
+    # divisor that every batch is rounded down to, with
+    # `--decrease-batch-size-if-needed`
+    unit: int = 1
 
     @property
     def num_increments(self) -> int:
@@ -515,7 +547,9 @@ class LinearRamp:
         return BatchRamp.piecewise(self.thresholds())
 
     def thresholds(self) -> list[tuple[int, int]]:
-        """Return (samples, batch) at every change; sizes that rounding makes equal are merged."""
+        """Return (samples, batch) at every change; sizes that rounding makes equal are
+        merged.
+        """
         count = self.num_increments
         check_num_phases(count + 1)
         pairs = sorted(
@@ -529,7 +563,9 @@ class LinearRamp:
         return [pairs[0], *changed]
 
     def as_run(self) -> list[tuple[int, int, int]]:
-        """Return (first step, batch, samples before) as Megatron's floating-point division gives them."""
+        """Return (first step, batch, samples before) as Megatron's floating-point
+        division gives them.
+        """
         count = self.num_increments
         share = self.samples / count
         rows = []
@@ -569,7 +605,8 @@ class Threshold(NamedTuple):
 def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     """Read one entry, with suffixes K, M, B, T, as Megatron does; None where it cannot.
 
-    Thresholds are tokens if `seq_length` is given. Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule.
+    Thresholds are tokens if `seq_length` is given. Source: Megatron-LM
+    `num_microbatches_calculator.py`, the step schedule.
     """
     numbers: list[tuple[int, int]] = []
     for part in text.split(":", 1):
@@ -604,7 +641,9 @@ MANY_SIZES = 2_000
 
 
 def _layout_stages(layout: str) -> int:
-    """Return the stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters."""
+    """Return the stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first
+    groups, then letters.
+    """
     text = layout.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(
@@ -616,7 +655,9 @@ def _layout_stages(layout: str) -> int:
 
 
 class MegatronJob(PretrainingJob):
-    """The numbers of Megatron's arguments, among them the devices, which must be known."""
+    """The numbers of Megatron's arguments, among them the devices, which must be
+    known.
+    """
 
     expressed = (
         *(
@@ -638,7 +679,10 @@ class MegatronJob(PretrainingJob):
         super().__init__(settings)
         ramps = ", with the linear ramps of those until April 2026"
         if self[VERSION] == "head":
-            ramps = "; without megatron_version=head, with linear ramps, as until April 2026"
+            ramps = (
+                "; without megatron_version=head, with linear ramps, as until April"
+                " 2026"
+            )
         self.version = f"Megatron-LM of August 2026 (d98e8a6){ramps}"
         self._count_devices()
         self._count_chunks()
@@ -646,7 +690,9 @@ class MegatronJob(PretrainingJob):
         self._follow_ramp()
 
     def _count_devices(self) -> None:
-        """Count devices, replicas (at least one, also if the world size breaks a rule), and samples of passes and batches."""
+        """Count devices, replicas (at least one, also if the world size breaks a rule),
+        and samples of passes and batches.
+        """
         self.model_parallel = math.prod(
             self[axis] for axis in MODEL_AXES
         )  # devices of a replica
@@ -656,7 +702,10 @@ class MegatronJob(PretrainingJob):
                 self.world = (self[hosts] or 1) * self[per_host]
         replicas = self["data_parallel_size"]
         if self.world is None and replicas is None:
-            said = "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)"
+            said = (
+                "the number of devices is not in the file; add world_size=N (or"
+                " data_parallel_size=N)"
+            )
             raise ConfigError(said, key="world_size")
         self.replicas: int = (
             max((self.world or 1) // self.model_parallel, 1)
@@ -669,7 +718,10 @@ class MegatronJob(PretrainingJob):
             and self.world is not None
             and self.world != self.num_devices
         ):
-            said = f"data_parallel_size * tensor * pipeline * context parallel sizes = {self.replicas} * {self.model_parallel}"
+            said = (
+                "data_parallel_size * tensor * pipeline * context parallel sizes ="
+                f" {self.replicas} * {self.model_parallel}"
+            )
             said += f" = {self.num_devices} is not the world size {self.world}"
             raise ConfigError(
                 said,
@@ -689,7 +741,9 @@ class MegatronJob(PretrainingJob):
         )  # divisor to which batches are rounded down
 
     def _count_chunks(self) -> None:
-        """Count stages, their layers and layer chunks, and microbatches that pass one chunk in a row."""
+        """Count stages, their layers and layer chunks, and microbatches that pass one
+        chunk in a row.
+        """
         self.stages: int = self[STAGES]
         hybrid = any(
             name.startswith("hybrid_") and name.endswith("_pattern")
@@ -699,7 +753,8 @@ class MegatronJob(PretrainingJob):
             None if hybrid else self[LAYERS]
         )  # a pattern names each of the hybrid layers
         self.uneven = [key for key in UNEVEN if self[key]]
-        # The layers of a stage, if they are given and split evenly, and the key that divides them into chunks.
+        # The layers of a stage, if they are given and split evenly, and the key that
+        # divides them into chunks.
         even = (
             not self.uneven
             and self.num_layers is not None
@@ -726,7 +781,9 @@ class MegatronJob(PretrainingJob):
         self.group: int = self.stages if self[GROUP] is None else self[GROUP]
 
     def _read_ramps(self) -> None:
-        """Read a schedule in steps, which wins over a linear ramp, and a linear one, which has no effect since April 2026."""
+        """Read a schedule in steps, which wins over a linear ramp, and a linear one,
+        which has no effect since April 2026.
+        """
         self.has_schedule = self[SCHEDULE] is not None
         self.has_linear = (
             self[RAMP] is not None
@@ -769,7 +826,8 @@ class MegatronJob(PretrainingJob):
                 samples=self.ramp_samples,
                 unit=self.rounding,
             )
-        # The entries of a schedule, as written and sorted by threshold, as Megatron sorts them.
+        # The entries of a schedule, as written and sorted by threshold, as Megatron
+        # sorts them.
         self.written_entries: list[str] = (
             self[SCHEDULE].replace(",", " ").split() if self.has_schedule else []
         )
@@ -803,7 +861,9 @@ class MegatronJob(PretrainingJob):
         self.schedule_valid = starts and not self.unreadable and not self.not_rising
 
     def _follow_ramp(self) -> None:
-        """Follow the ramp, or the one batch without it, and split each size; there may be none to follow."""
+        """Follow the ramp, or the one batch without it, and split each size; there may
+        be none to follow.
+        """
         self.ramp: BatchRamp | None = None
         if self.has_schedule and self.schedule_valid:
             self.ramp = BatchRamp.piecewise(
@@ -833,7 +893,10 @@ class MegatronJob(PretrainingJob):
             counted(final // self.unit, "microbatch"),
             self.micro,
         )
-        length = f"{counted(len(self.ramp.phases), 'phase')} and {counted(self.ramp.ramp_steps, 'step')}"
+        length = (
+            f"{counted(len(self.ramp.phases), 'phase')} and"
+            f" {counted(self.ramp.ramp_steps, 'step')}"
+        )
         ramp = (
             f"; ramp from {self.ramp.sizes[0]:,} in {length}" if self.has_ramp else ""
         )
@@ -847,11 +910,11 @@ class MegatronJob(PretrainingJob):
             "micro_batch_size": self.micro,
             "num_stages": self.stages,
             "num_repeats": self.chunks,
-            "thresholds_samples": [
-                [entry.samples, entry.size] for entry in self.thresholds
-            ]
-            if self.has_schedule
-            else None,
+            "thresholds_samples": (
+                [[entry.samples, entry.size] for entry in self.thresholds]
+                if self.has_schedule
+                else None
+            ),
             "num_microbatches": self.num_microbatches,
         }
         if self.ramp is not None:
@@ -873,7 +936,9 @@ class MegatronJob(PretrainingJob):
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return every phase, split on its own: rampup's pipeline takes multiples of its stages, Megatron's any number."""
+        """Return every phase, split on its own: rampup's pipeline takes multiples of
+        its stages, Megatron's any number.
+        """
         if self.ramp is None or not self.splits or not self.has_ramp:
             return None
         rows = []
@@ -882,9 +947,9 @@ class MegatronJob(PretrainingJob):
                 data_parallel_size=self.replicas,
                 num_stages=self.stages,
                 num_repeats=self.chunks if self.stages > 1 else 1,
-                num_pipeline_microbatches=phase.global_batch_size // self.unit
-                if self.stages > 1
-                else -1,
+                num_pipeline_microbatches=(
+                    phase.global_batch_size // self.unit if self.stages > 1 else -1
+                ),
                 microbatch_size=self.micro,
                 strict_multiple=False,
             )
@@ -911,9 +976,13 @@ class MegatronJob(PretrainingJob):
         counts = sorted({size // self.unit for size in self.sizes})
         uneven = [count for count in counts if count % self.stages]
         if self.stages > 1 and len(counts) > 1 and uneven:
-            said = f"rampup's pipeline takes a growing number of microbatches in multiples of its {self.stages} stages"
+            said = (
+                "rampup's pipeline takes a growing number of microbatches in multiples"
+                f" of its {self.stages} stages"
+            )
             raise ConfigError(f"{said}, but the file has phases of {uneven[0]}")
-        # If the file does not say how long the run is, it has the steps of the ramp and one more.
+        # If the file does not say how long the run is, it has the steps of the ramp and
+        # one more.
         steps = self["train_iters"] or self["max_steps"] or 0
         steps = steps if steps > 0 else self.ramp.ramp_steps + 1
         if self["train_samples"]:
@@ -979,10 +1048,16 @@ class MegatronJob(PretrainingJob):
 def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
     if job.micro:
         yield (MICRO, f"{counted(job.micro, 'sample')} per replica and forward pass")
-    axes = f"tensor * pipeline * context = {' * '.join(str(job[axis]) for axis in MODEL_AXES)}"
+    axes = (
+        "tensor * pipeline * context ="
+        f" {' * '.join(str(job[axis]) for axis in MODEL_AXES)}"
+    )
     yield (
         axes,
-        f"{counted(job.model_parallel, 'device')} per replica, {counted(job.replicas, 'replica')}",
+        (
+            f"{counted(job.model_parallel, 'device')} per replica,"
+            f" {counted(job.replicas, 'replica')}"
+        ),
     )
     if job.ramp is not None:
         final = job.ramp.sizes[-1]
@@ -996,8 +1071,14 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
             f"{counted(final, 'sample')} per optimizer step after any ramp{passes}",
         )
         if job.has_ramp:
-            phases = f"{counted(len(job.ramp.phases), 'phase')} from {job.ramp.sizes[0]:,} to {final:,} samples"
-            length = f"{counted(job.ramp.ramp_steps, 'step')} and {job.ramp.ramp_samples:,} samples"
+            phases = (
+                f"{counted(len(job.ramp.phases), 'phase')} from {job.ramp.sizes[0]:,}"
+                f" to {final:,} samples"
+            )
+            length = (
+                f"{counted(job.ramp.ramp_steps, 'step')} and {job.ramp.ramp_samples:,}"
+                " samples"
+            )
             yield (
                 SCHEDULE if job.has_schedule else RAMP,
                 f"{phases}, complete after {length}",
@@ -1005,7 +1086,10 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
     if job.chunks > 1:
         yield (
             VIRTUAL,
-            f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row",
+            (
+                f"{job.chunks:,} layer chunks on each of {job.stages:,} stages,"
+                f" {job.group:,} microbatches in a row"
+            ),
         )
 
 
@@ -1014,7 +1098,10 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         "devices" in job.settings.given
         and not {"num_nodes", "world_size"} & job.settings.given
     ):
-        yield "num_nodes is not in the file: one node is taken, as NeMo does; add num_nodes=N if the launcher sets it."
+        yield (
+            "num_nodes is not in the file: one node is taken, as NeMo does; add"
+            " num_nodes=N if the launcher sets it."
+        )
     known = load_known_keys("megatron")
     if foreign := with_lines(
         {
@@ -1023,20 +1110,34 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             if known.life(name) is None
         }
     ):
-        said = f"Megatron-LM stops at options that it does not have, such as {', '.join(foreign[:6])}"
-        yield f"{said}: this is for a fork or another version. They are taken as options that change no size"
+        said = (
+            "Megatron-LM stops at options that it does not have, such as"
+            f" {', '.join(foreign[:6])}"
+        )
+        yield (
+            f"{said}: this is for a fork or another version. They are taken as options"
+            " that change no size"
+        )
     is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
     if job.has_schedule:
         kept = [entry.text for entry in job.thresholds]
         if not job.unreadable and job.written_entries != kept:
-            yield f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done here: {_listed(kept)}"
+            yield (
+                f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done"
+                f" here: {_listed(kept)}"
+            )
         if job["seq_length"] is None:
-            yield "thresholds are taken as samples; Megatron's command line always takes them as tokens (give seq_length=N)"
+            yield (
+                "thresholds are taken as samples; Megatron's command line always takes"
+                " them as tokens (give seq_length=N)"
+            )
         for pair in job.thresholds:
             threshold, _, size = pair.text.partition(":")
             if pair.samples != pair.as_run:
                 exact = f"threshold {threshold} is {pair.samples:,} samples exactly"
-                yield f"{exact} and {pair.as_run:,} in Megatron's floating-point product"
+                yield (
+                    f"{exact} and {pair.as_run:,} in Megatron's floating-point product"
+                )
             if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
                 yield f"{pair.text}: the size is silently truncated to {pair.size}"
         if job.ramp is not None:
@@ -1045,41 +1146,86 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             )
             if skipped > 0:
                 yield f"{skipped:,} sizes are skipped by one large step and never run"
-            yield "evaluation uses one micro batch per replica unless eval_global_batch_size is given"
+            yield (
+                "evaluation uses one micro batch per replica unless"
+                " eval_global_batch_size is given"
+            )
     elif job.linear is not None and job.ramp is not None:
         linear, ramp = job.linear, job.ramp
         if linear.unit > 1:
-            yield f"{DECREASE}: every batch is rounded down to a multiple of {linear.unit:,}: {_listed(ramp.sizes)}"
+            yield (
+                f"{DECREASE}: every batch is rounded down to a multiple of"
+                f" {linear.unit:,}: {_listed(ramp.sizes)}"
+            )
         for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
             if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
-                change = f"changes to {phase.global_batch_size:,} at step {phase.start_step:,} (sample {phase.start_sample:,})"
-                theirs = f"Megatron's floating-point division has {row[1]:,} from step {row[0]:,} (sample {row[2]:,})"
-                yield f"exact arithmetic {change}; {theirs}; later phases may differ too"
+                change = (
+                    f"changes to {phase.global_batch_size:,} at step"
+                    f" {phase.start_step:,} (sample {phase.start_sample:,})"
+                )
+                theirs = (
+                    f"Megatron's floating-point division has {row[1]:,} from step"
+                    f" {row[0]:,} (sample {row[2]:,})"
+                )
+                yield (
+                    f"exact arithmetic {change}; {theirs}; later phases may differ too"
+                )
                 break
         skipped = linear.num_increments + 1 - len(ramp.phases)
         if skipped and linear.unit == 1:
-            yield f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by one large step and never run"
-        yield "at every change Megatron saves a checkpoint; the learning rate follows samples and is not scaled with the batch"
+            yield (
+                f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by"
+                " one large step and never run"
+            )
+        yield (
+            "at every change Megatron saves a checkpoint; the learning rate follows"
+            " samples and is not scaled with the batch"
+        )
     elif job[DECREASE] and job.ramp is not None and job.ramp.sizes[-1] != job.final:
-        yield f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a multiple of {job.unit:,}"
-    # Which version the report speaks for, if a linear ramp depends on it, and what the other one does.
+        yield (
+            f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a"
+            f" multiple of {job.unit:,}"
+        )
+    # Which version the report speaks for, if a linear ramp depends on it, and what the
+    # other one does.
     if job.has_linear and not is_nemo and not {PARTITION, "deepspeed"} & {*job.uneven}:
-        since = f"it has no effect without {SCHEDULE}, and the batch is {job.final:,} from the first step ({VERSION}=head)"
-        yield f"this is what {RAMP} does in Megatron-LM until April 2026 and megatron-core up to 0.16; since then {since}"
+        since = (
+            f"it has no effect without {SCHEDULE}, and the batch is {job.final:,} from"
+            f" the first step ({VERSION}=head)"
+        )
+        yield (
+            f"this is what {RAMP} does in Megatron-LM until April 2026 and"
+            f" megatron-core up to 0.16; since then {since}"
+        )
     elif job[RAMP] is not None and job.has_schedule:
         yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
     elif job[RAMP] is not None and not job.has_linear:
         batch = f"the batch is {job.final:,} from the first step"
-        warns = f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a warning"
-        yield f"{warns}: {batch}. Give {SCHEDULE} instead, or {VERSION}=legacy for older versions"
+        warns = (
+            f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a"
+            " warning"
+        )
+        yield (
+            f"{warns}: {batch}. Give {SCHEDULE} instead, or {VERSION}=legacy for older"
+            " versions"
+        )
     if job.uneven and job.stages > 1:
-        yield f"{' and '.join(job.uneven)}: how layers are split is not checked, and the bubble is that of equal stages"
+        yield (
+            f"{' and '.join(job.uneven)}: how layers are split is not checked, and the"
+            " bubble is that of equal stages"
+        )
     if job.chunks > 1 and job.stages == 1:
         yield "there is one pipeline stage: its layer chunks change nothing"
     if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
-        yield "NeMo 2 ends the job at every change of the batch, to be restarted with the devices for the next"
+        yield (
+            "NeMo 2 ends the job at every change of the batch, to be restarted with the"
+            " devices for the next"
+        )
     if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
-        yield f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are never all busy; it runs"
+        yield (
+            f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are"
+            " never all busy; it runs"
+        )
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -1104,7 +1250,9 @@ _FINAL: Side[MegatronJob] = (f"{GLOBAL}={{:,}}", lambda job: job.final)
 
 
 def _triples(job: MegatronJob) -> Iterator[str]:
-    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
+    """Yield triples near the given one: start and increment at multiples of the unit,
+    an increment that divides the growth.
+    """
     if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
         return
     start, increment, samples = job.triple
@@ -1141,11 +1289,14 @@ def _in_groups(
     fits: Callable[[MegatronJob, int], bool],
     says: Callable[[MegatronJob, str], str],
 ) -> Rule[MegatronJob]:
-    """Return the rule that every phase's number of microbatches fits the groups of the interleaved schedule."""
+    """Return the rule that every phase's number of microbatches fits the groups of the
+    interleaved schedule.
+    """
 
     def failing(job: MegatronJob) -> list[str]:
         return [
-            f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+            f"{number} microbatches from step {phase.start_step:,} (batch"
+            f" {phase.global_batch_size:,} / {job.unit})"
             for phase, number in zip(
                 job.ramp.phases if job.ramp else (),
                 job.num_microbatches or (),

@@ -1,6 +1,8 @@
-"""What a source sets: a file, or the words of a system's command in a script or on the command line, above its base files.
+"""What a source sets: a file, or the words of a system's command in a script or on the
+command line, above its base files.
 
-Keys are dotted and typed, with the system's defaults, and with an error for a key that looks misspelt.
+Keys are dotted and typed, with the system's defaults, and with an error for a key that
+looks misspelt.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Entry:
     key: Key
     default: Any  # that system's default
     unit: str = ""  # the unit of a count: prompts, samples, tokens, devices, ...
-    optional: bool = False  # True if the numbers of a step are known without it, so that a script may leave it open
+    # True if the numbers of a step are known without it, so that a script may leave it
+    # open
+    optional: bool = False
 
 
 def entry(
@@ -96,7 +100,8 @@ class Reading:
         default_factory=dict
     )  # keys that are set twice, with the line of the second
     notes: tuple[str, ...] = ()  # which command was read
-    recognized: bool = False  # whether its command starts the system, or it names one of its base files
+    # whether its command starts the system, or it names one of its base files
+    recognized: bool = False
 
     def written(self, *signs: str) -> set[str]:
         """Return the keys that the command writes with one of Hydra's signs."""
@@ -108,13 +113,18 @@ class Reading:
         }
 
     def rename(self, canonical: Callable[[str], str]) -> Reading:
-        """Return the same with the canonical names of keys; two names of one with different values are refused."""
+        """Return the same with the canonical names of keys; two names of one with
+        different values are refused.
+        """
         leaves: dict[str, Located] = {}
         for name, value in self.leaves.items():
             known = canonical(name)
             before = leaves.get(known, value).value
             if before != value.value:
-                said = f"{known} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out"
+                said = (
+                    f"{known} is given twice, as {before!r} and as {value.value!r}"
+                    f" ({name}); leave one out"
+                )
                 raise ConfigError(said, key=known, path=value.path, line=value.line)
             leaves[known] = value
         settings = [setting.partition("=") for setting in self.overrides]
@@ -135,7 +145,8 @@ class Settings:
     others: Mapping[str, Located] = field(
         default_factory=dict
     )  # all other keys of the file
-    # The keys that the system looks up in its base file, and refuses if they are not there. Not those of `key=value` settings.
+    # The keys that the system looks up in its base file, and refuses if they are not
+    # there. Not those of `key=value` settings.
     looked_up: Mapping[str, Located] = field(default_factory=dict)
     other_versions: tuple[
         str, ...
@@ -169,7 +180,9 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def read_leaves(text: str, path: str) -> tuple[dict[str, Located], dict[str, int]]:
-    """Return the leaves of a YAML file by dotted key, and those that it gives twice, with the line of the second."""
+    """Return the leaves of a YAML file by dotted key, and those that it gives twice,
+    with the line of the second.
+    """
     result: dict[str, Located] = {}
     repeated: dict[str, int] = {}
     for top, entry in parse_mapping(text, path, repeated=repeated).items():
@@ -183,10 +196,11 @@ def read_leaves(text: str, path: str) -> tuple[dict[str, Located], dict[str, int
 def type_settings(
     reading: Reading, launch: Launch, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Settings:
-    """Return the typed values of a reading's keys, above those of a base file in `defaults`; references are resolved.
+    """Return the typed values of a reading's keys, above those of a base file in
+    `defaults`; references are resolved.
 
-    Refused, all at once, are keys that are mistyped, misspelt, given twice, open, or unknown sizes; and a reading that sets no
-    key of the system.
+    Refused, all at once, are keys that are mistyped, misspelt, given twice, open, or
+    unknown sizes; and a reading that sets no key of the system.
     """
     entries, system = launch.entries, launch.system
     chosen = _read_overrides(reading, launch)
@@ -195,7 +209,10 @@ def type_settings(
     of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
     if not (reading.recognized or of_system or _find_mappings(reading.leaves, entries)):
         raise_together(list(_find_misspelt(reading.leaves, entries)))
-        said = f"not a file of {system}: it sets none of its batch keys, such as {', '.join(list(entries)[:3])}"
+        said = (
+            f"not a file of {system}: it sets none of its batch keys, such as"
+            f" {', '.join(list(entries)[:3])}"
+        )
         raise ConfigError(said, key="from", path=reading.path)
     problems = list[RampupError]()
     later = []
@@ -248,8 +265,14 @@ def type_settings(
                     f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
                 )
                 if ARGUMENT in value or re.search(r"\$\{?\d", explain_unknown(value)):
-                    settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
-                said = f"{name}={show_unknown(value)[:100]}: {explain_unknown(value)}; add {settle}"
+                    settle += (
+                        ", or the script's arguments: `rampup check ... -- bash FILE"
+                        " ARGUMENTS`"
+                    )
+                said = (
+                    f"{name}={show_unknown(value)[:100]}: {explain_unknown(value)}; add"
+                    f" {settle}"
+                )
                 error = ConfigError(said, key=name)
                 if not entries[name].optional:
                     raise error
@@ -275,7 +298,9 @@ def type_settings(
 
 
 def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
-    """Return `key=value` settings of any key of the source or the system: of its entries, or with the first part of one."""
+    """Return `key=value` settings of any key of the source or the system: of its
+    entries, or with the first part of one.
+    """
     entries = launch.entries
     groups = {
         *launch.groups,
@@ -335,10 +360,11 @@ def _find_mappings(
 def _find_misspelt(
     located: Mapping[str, Located], entries: Mapping[str, Entry]
 ) -> Iterator[ConfigError]:
-    """Yield an error for each unknown key that differs from a known, unset one by very little.
+    """Yield an error for each unknown key that differs from a known, unset one by very
+    little.
 
-    Its last part is compared with those beside it; the parts before the last, if no known key has them, with those of keys of
-    the same name.
+    Its last part is compared with those beside it; the parts before the last, if no
+    known key has them, with those of keys of the same name.
     """
     missing = [(*name.rpartition("."), name) for name in entries if name not in located]
     parents = {name.rpartition(".")[0] for name in entries}
@@ -367,7 +393,9 @@ def _find_misspelt(
 def resolve_reference(
     value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any]
 ) -> Any:
-    """Return the value that an OmegaConf reference stands for, or another value as it is; `name` is its key."""
+    """Return the value that an OmegaConf reference stands for, or another value as it
+    is; `name` is its key.
+    """
     for _ in range(_MAX_HOPS + 1):
         match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
@@ -408,8 +436,8 @@ _LAUNCHERS = (
 )  # modules that start a program
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
-SEARCH_PATH = (
-    "hydra.searchpath"  # of a command: where Hydra looks for further base files
+SEARCH_PATH = (  # of a command: where Hydra looks for further base files
+    "hydra.searchpath"
 )
 _MAX_FILES = 40
 _MAX_FOLDERS = 8
@@ -418,7 +446,9 @@ Bases = Mapping[str, Mapping[str, Any]]
 
 
 def read_words(command: Command) -> dict[str, Located]:
-    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and `~key`."""
+    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and
+    `~key`.
+    """
     located = {}
     for word in command.words:
         match = _SETTING.fullmatch(word)
@@ -455,7 +485,8 @@ class Launch:
     )
     bases: Bases = field(default_factory=dict)  # the base files that it ships
     version: str = ""  # that of `bases`, for notes
-    # The base file that a program starts from if its command names none, by a part of its name; that of all others by "".
+    # The base file that a program starts from if its command names none, by a part of
+    # its name; that of all others by "".
     programs: Mapping[str, str] = field(default_factory=dict)
     keys: str = ""  # the name of the table of all its keys
     repeats: str = (
@@ -478,10 +509,12 @@ class Launch:
 def read_source(
     source: Source, overrides: Sequence[str], launch: Launch, *, strict: bool = True
 ) -> Reading:
-    """Read a YAML file, a shell script with those that it starts, or the words of a command.
+    """Read a YAML file, a shell script with those that it starts, or the words of a
+    command.
 
-    A name in `overrides` that only the scripts have is one of their variables, and wins there. A script without a command that
-    starts the system is an error if `strict`, or else sets nothing.
+    A name in `overrides` that only the scripts have is one of their variables, and wins
+    there. A script without a command that starts the system is an error if `strict`, or
+    else sets nothing.
     """
     is_file = not isinstance(source, tuple)
     path, text = (
@@ -492,7 +525,8 @@ def read_source(
     is_script = text.startswith("#!") or path.endswith(SCRIPTS)
     if is_file and (kind := _UNREAD.get(Path(path).suffix)):
         raise ConfigError(
-            f"this is {kind}, which is not read; paste its command: `rampup check -- COMMAND ...`",
+            f"this is {kind}, which is not read; paste its command: `rampup check --"
+            " COMMAND ...`",
             path=path,
         )
     is_yaml = (
@@ -556,7 +590,9 @@ def read_source(
 
 
 def option(command: Command | None, *names: str) -> str | None:
-    """Return the value of an option of a command: `--name value` or `--name=value`; None without it."""
+    """Return the value of an option of a command: `--name value` or `--name=value`;
+    None without it.
+    """
     words = () if command is None else command.words
     pairs = (
         (*word.partition("="), following)
@@ -579,7 +615,9 @@ def _choose(
     path: str,
     strict: bool,
 ) -> Reading:
-    """Return what the command sets that starts the system and sets most of its keys; the first of equals."""
+    """Return what the command sets that starts the system and sets most of its keys;
+    the first of equals.
+    """
     found = []
     other = ""
     outside: dict[
@@ -588,7 +626,8 @@ def _choose(
     unread = list[Command]()
     for command in commands:
         text = " ".join(command.words)
-        # A script may be given the program that it starts, as in `/opt/launch.sh torchrun pretrain_gpt.py`.
+        # A script may be given the program that it starts, as in `/opt/launch.sh
+        # torchrun pretrain_gpt.py`.
         after = text.partition(command.script)[2].split() if command.script else []
         programs = [
             word
@@ -629,7 +668,8 @@ def _choose(
             unknown_names(Path(command.words[1]).name)
         )
 
-    # A script that is not read is the run if it is given keys, or if nothing else is. One with an open name may set its sizes.
+    # A script that is not read is the run if it is given keys, or if nothing else is.
+    # One with an open name may set its sizes.
     launched = any(row[0][0] for row in found)
     first = max(
         unread,
@@ -655,7 +695,10 @@ def _choose(
     )
     if strict and marker:
         [name] = unknown_names(marker)
-        said = f"{explain_unknown(marker)}, and sizes in this command depend on it; add {name}=..."
+        said = (
+            f"{explain_unknown(marker)}, and sizes in this command depend on it; add"
+            f" {name}=..."
+        )
         raise ConfigError(said, key=name, path=command.path, line=command.line or None)
     notes = []
     if command.line:
@@ -676,12 +719,14 @@ def _choose(
         )
         others = [f"{line} of {file}" if file else str(line) for file, line in rows]
         also = (
-            f"; similar commands in {'lines' if len(others) > 1 else 'line'} {', '.join(others)}"
+            f"; similar commands in {'lines' if len(others) > 1 else 'line'}"
+            f" {', '.join(others)}"
             if others
             else ""
         )
         notes.append(
-            f"read from {here}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}"
+            f"read from {here}:"
+            f" {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}"
         )
     if command.machine.devices:
         notes.append(f"the manifest asks for {command.machine.devices:,} devices.")
@@ -703,11 +748,14 @@ def _choose(
 def _starts_nothing(
     commands: Sequence[Command], other: str, launch: Launch, path: str
 ) -> ConfigError:
-    """Return why a script without a command of the system is refused; `other` is a program that the rules do not cover."""
+    """Return why a script without a command of the system is refused; `other` is a
+    program that the rules do not cover.
+    """
     if other:
         why = ": it does not train" if _NO_RUN.search(other) else ""
         return ConfigError(
-            f"this starts {other}, which the rules of {launch.system} do not cover{why}",
+            f"this starts {other}, which the rules of {launch.system} do not"
+            f" cover{why}",
             path=path,
         )
     skipped = next(
@@ -720,22 +768,33 @@ def _starts_nothing(
     )
     if skipped:
         names = re.findall(r"\$\{?([A-Za-z_]\w*)", skipped.skipped)
-        said = f"this starts {launch.system} only if {skipped.skipped} holds, which it does not"
+        said = (
+            f"this starts {launch.system} only if {skipped.skipped} holds, which it"
+            " does not"
+        )
         return ConfigError(
             f"{said}; add {names[0]}=..." if names else said,
             path=skipped.path,
             line=skipped.line or None,
         )
-    said = f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`"
+    said = (
+        f"this script does not start {launch.system} itself: no command in it is like"
+        f" `{launch.example}`"
+    )
     return ConfigError(
         f"{said}. If another one starts the run, check that", key="from", path=path
     )
 
 
 def _command_notes(command: Command) -> Iterator[str]:
-    """Yield what is lost between a command and its system: words after its end, and words that are not known."""
+    """Yield what is lost between a command and its system: words after its end, and
+    words that are not known.
+    """
     if command.cut:
-        said = f"the command ends in line {command.cut}, where a comment or a blank follows the backslash"
+        said = (
+            f"the command ends in line {command.cut}, where a comment or a blank"
+            " follows the backslash"
+        )
         yield f"{said}; the lines below it are not part of it."
     # A word after an option is its value, unless its name is that of options.
     unknown: dict[str, None] = {}
@@ -747,11 +806,16 @@ def _command_notes(command: Command) -> Iterator[str]:
         ):
             unknown[name] = None
     if unknown:
-        yield f"the script does not say what {', '.join(unknown)} adds to the command; it is left out."
+        yield (
+            f"the script does not say what {', '.join(unknown)} adds to the command; it"
+            " is left out."
+        )
 
 
 def _base_folders(command: Command, path: str) -> list[Path]:
-    """Return where the base file of a command may be: its `--config-path` in a folder above, or above its program's folder."""
+    """Return where the base file of a command may be: its `--config-path` in a folder
+    above, or above its program's folder.
+    """
     folder = known_end(option(command, "--config-path", "-cp") or "config")
     parts = Path(folder).parts
     # An absolute path may be one of another machine.
@@ -785,7 +849,9 @@ def read_hydra(
     launch: Launch,
     choose_version: ChooseVersion = lambda *_: Version(),
 ) -> Settings:
-    """Read a YAML file, a script or a command, above the base files that it names; the arguments are those of `read_source`."""
+    """Read a YAML file, a script or a command, above the base files that it names; the
+    arguments are those of `read_source`.
+    """
     chosen = [
         setting.partition("=")[2]
         for setting in overrides
@@ -822,19 +888,23 @@ def read_hydra(
         }
         if named := ", ".join(with_lines(own)[:4]):
             notes.append(
-                f"no version of {launch.system} has {named}: a fork's, or another trainer's, whose rules may differ."
+                f"no version of {launch.system} has {named}: a fork's, or another"
+                " trainer's, whose rules may differ."
             )
     if bases.named:
         notes.append(
-            f"{', '.join(bases.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}."
+            f"{', '.join(bases.named)}: the sizes of"
+            f" {launch.system}{launch.version and f' of {launch.version}'}."
         )
     if bases.missing and (reading.command is None or bases.beside):
         notes.append(
-            f"defaults: {', '.join(bases.missing)} not found beside this file; what it sets is not read."
+            f"defaults: {', '.join(bases.missing)} not found beside this file; what it"
+            " sets is not read."
         )
     if SEARCH_PATH in reading.leaves:
         notes.append(
-            f"{SEARCH_PATH} adds base files, which are not read: keys that only they have are not checked."
+            f"{SEARCH_PATH} adds base files, which are not read: keys that only they"
+            " have are not checked."
         )
     looked = looked_up(reading, bases.beside)
     answered = {
@@ -846,7 +916,8 @@ def read_hydra(
         foreign = [name for name in looked if known_keys.life(name) is None]
         if foreign:
             notes.append(
-                f"a fork: {', '.join(foreign)} are taken as keys of its own that change no size."
+                f"a fork: {', '.join(foreign)} are taken as keys of its own that change"
+                " no size."
             )
         looked = {}
     return dataclasses.replace(
@@ -857,7 +928,9 @@ def read_hydra(
 def looked_up(
     reading: Reading, beside: Mapping[str, Located] = MappingProxyType({})
 ) -> dict[str, Located]:
-    """Return the keys of a command that Hydra looks up in its base file: without `+`, and not answered for by the user."""
+    """Return the keys of a command that Hydra looks up in its base file: without `+`,
+    and not answered for by the user.
+    """
     if reading.command is None or SEARCH_PATH in reading.leaves:
         return {}
     answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides}
@@ -890,7 +963,9 @@ class _BaseFiles:
         self.left = itertools.count(_MAX_FILES - 1, -1)
 
     def start(self, command: Command, chosen: str | None) -> None:
-        """Read the base file that the user or a command names, or else that of its program."""
+        """Read the base file that the user or a command names, or else that of its
+        program.
+        """
         launch, path = self.launch, self.path
         name = option(command, "--config-name", "-cn") if chosen is None else chosen
         folders = [*_base_folders(command, path), *_program_folders(command, path)]
@@ -915,7 +990,9 @@ class _BaseFiles:
             self.shipped |= launch.bases.get(default, {})
 
     def follow(self, defaults: Located, folder: Path, package: str = "") -> None:
-        """Read what a `defaults` list names, in order; its keys go below the package."""
+        """Read what a `defaults` list names, in order; its keys go below the
+        package.
+        """
         for item in defaults.value if isinstance(defaults.value, list) else []:
             if isinstance(item, Mapping):
                 for group, choice in item.items():
@@ -985,9 +1062,15 @@ class _BaseFiles:
         elif not required:
             self.missing.append(name)
         else:
-            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
+            said = (
+                f"the base file {name}.yaml is neither beside this file nor one that is"
+                " known; put it into this folder"
+            )
             if self.launch.programs:
-                said += f", or start from a known one ({PARENT}={self.launch.programs['']}) and add its sizes as key=value"
+                said += (
+                    f", or start from a known one ({PARENT}={self.launch.programs['']})"
+                    " and add its sizes as key=value"
+                )
             raise ConfigError(said, key=PARENT, path=path)
 
 
@@ -1002,7 +1085,9 @@ def repository_folders(path: str) -> list[Path]:
 
 
 def find_in_repository(path: str, place: str) -> list[Path]:
-    """Return what is at a place in the folders above a file, or in a copy of the system within its repository."""
+    """Return what is at a place in the folders above a file, or in a copy of the system
+    within its repository.
+    """
     folders = repository_folders(path)
     is_repository = (folders[-1] / ".git").exists()
     copies = {
@@ -1019,7 +1104,9 @@ def find_in_repository(path: str, place: str) -> list[Path]:
 
 
 def known_end(path: str) -> str:
-    """Return the part of a path that is known: behind the last folder that is not, such as one of the environment."""
+    """Return the part of a path that is known: behind the last folder that is not, such
+    as one of the environment.
+    """
     return (
         show_unknown(path).rpartition("$")[2].partition("/")[2]
         if unknown_names(path)
@@ -1028,7 +1115,9 @@ def known_end(path: str) -> str:
 
 
 def program_of(command: Command) -> str:
-    """Return the path of the Python program that a command starts, without its suffix: `verl/trainer/main_ppo`."""
+    """Return the path of the Python program that a command starts, without its suffix:
+    `verl/trainer/main_ppo`.
+    """
     modules = (
         following
         for word, following in itertools.pairwise(command.words)
@@ -1043,7 +1132,9 @@ def program_of(command: Command) -> str:
 
 
 def _program_folders(command: Command, path: str) -> list[Path]:
-    """Return the folders of a program's base files that are there: `config` beside it, from the script upwards."""
+    """Return the folders of a program's base files that are there: `config` beside it,
+    from the script upwards.
+    """
     program = program_of(command)
     if "/" not in program.strip("/"):
         return []

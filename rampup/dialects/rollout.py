@@ -1,4 +1,6 @@
-"""One training step on rollouts, as SkyRL, veRL, trlX and MaxText RL all run it: its numbers, its plan and its words."""
+"""One training step on rollouts, as SkyRL, veRL, trlX and MaxText RL all run it: its
+numbers, its plan and its words.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,16 @@ class TrainedModel:
 
 
 class RolloutJob(Job):
-    """The numbers of a file whose training step generates samples and trains on them."""
+    """The numbers of a file whose training step generates samples and trains on
+    them.
+    """
 
     prompts: int  # those of a training step
     samples_per_prompt: int
     passes: int | None = (
-        None  # those of a policy update and replica; None with a token budget, or if no key sets their size
+        # those of a policy update and replica; None with a token budget, or if no key
+        # sets their size
+        None
     )
     padded_samples: int = 0  # artificial samples of a training step
     training_steps: int | None = (
@@ -95,7 +101,9 @@ class RolloutJob(Job):
         return self.trained.get("critic")
 
     def train(self, name: str, mini_batch: int, replicas: int, **sizes: Any) -> None:
-        """Add a model that is trained; `mini_batch` counts prompts, and the `sizes` are those of `TrainedModel`."""
+        """Add a model that is trained; `mini_batch` counts prompts, and the `sizes` are
+        those of `TrainedModel`.
+        """
         samples = mini_batch * self.samples_per_prompt
         self.trained[name] = TrainedModel(
             name=name,
@@ -106,7 +114,9 @@ class RolloutJob(Job):
         )
 
     def read_data(self, epochs: int, *, joined: bool = False) -> None:
-        """Count training steps, and what each pass over the data set leaves over, or all passes together if they are joined."""
+        """Count training steps, and what each pass over the data set leaves over, or
+        all passes together if they are joined.
+        """
         if self["num_prompts"] is not None:
             rounds = 1 if joined else epochs
             steps, self.lost_prompts = divmod(
@@ -124,7 +134,9 @@ class RolloutJob(Job):
 
     @property
     def outcome(self) -> Run:
-        """A step may be padded; the last, incomplete step of the data set is dropped."""
+        """A step may be padded; the last, incomplete step of the data set is
+        dropped.
+        """
         return (
             "pads" if self.padded_samples else "drops" if self.lost_prompts else "runs"
         )
@@ -155,7 +167,10 @@ class RolloutJob(Job):
     def summary(self) -> str:
         """Return the numbers of a step in one line."""
         policy = self.policy
-        samples = f"{times(counted(self.prompts, 'prompt'), self.samples_per_prompt)} = {counted(self.samples, 'sample')}"
+        samples = (
+            f"{times(counted(self.prompts, 'prompt'), self.samples_per_prompt)} ="
+            f" {counted(self.samples, 'sample')}"
+        )
         if self.padded_samples:
             samples += f" + {self.padded_samples:,} of padding"
         passes = (
@@ -169,7 +184,10 @@ class RolloutJob(Job):
             and self.passes is not None
         ):
             passes = times(passes, min(policy.micro, policy.padded_share))
-        steps = f"{counted(self.updates(policy), 'optimizer step')} of {policy.mini_samples:,}"
+        steps = (
+            f"{counted(self.updates(policy), 'optimizer step')} of"
+            f" {policy.mini_samples:,}"
+        )
         return (
             f"{samples}; {steps}; {times(counted(policy.replicas, 'replica'), passes)}"
         )
@@ -199,7 +217,9 @@ class RolloutJob(Job):
 def batch_meanings(
     job: RolloutJob, prompts: str, responses: str, mini_batch: str, epochs: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the meanings of the keys that every system with mini batches of prompts has."""
+    """Yield the meanings of the keys that every system with mini batches of prompts
+    has.
+    """
     yield prompts, f"{counted(job.prompts, 'prompt')} per training step"
     yield (
         responses,
@@ -211,7 +231,10 @@ def batch_meanings(
             number = counted(job.num_mini_batches(model), "mini batch")
             yield (
                 mini_batch,
-                f"prompts, whole job: {size} per optimizer step, {number} per pass over the step's samples",
+                (
+                    f"prompts, whole job: {size} per optimizer step, {number} per pass"
+                    " over the step's samples"
+                ),
             )
             yield (
                 epochs,
@@ -228,4 +251,7 @@ def batch_meanings(
 def dropped_prompts(job: RolloutJob) -> Iterator[str]:
     """Yield a note on prompts that fill no training step, if there are any."""
     if lost := job.lost_prompts:
-        yield f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped in each pass over the data set."
+        yield (
+            f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped"
+            " in each pass over the data set."
+        )

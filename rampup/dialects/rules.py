@@ -1,4 +1,6 @@
-"""The rule engine: a dialect as a table, its rules as rows, and the nearest legal values of broken rules."""
+"""The rule engine: a dialect as a table, its rules as rows, and the nearest legal
+values of broken rules.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ _MAX_RATIO = 16
 
 
 class Job:
-    """The numbers that follow from a file, by that system's own formulas, which a subclass computes in `__init__`."""
+    """The numbers that follow from a file, by that system's own formulas, which a
+    subclass computes in `__init__`.
+    """
 
-    usable: bool = True  # whether all counts are positive and every model has a replica; else most numbers are not computed
-    version: str = ""  # the version of the system whose rules the job has, and how to choose another
+    # whether all counts are positive and every model has a replica; else most numbers
+    # are not computed
+    usable: bool = True
+    # the version of the system whose rules the job has, and how to choose another
+    version: str = ""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -40,7 +47,9 @@ class Job:
         return self.settings.values[key]
 
     def effective(self, key: str) -> Any:
-        """Return the value that a key has in effect: an unset one may follow another key."""
+        """Return the value that a key has in effect: an unset one may follow another
+        key.
+        """
         return self[key]
 
     @property
@@ -57,15 +66,21 @@ class Job:
         return {}
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return the phases of a ramp as `rampup plan --json` does, or None without a ramp."""
+        """Return the phases of a ramp as `rampup plan --json` does, or None without a
+        ramp.
+        """
         return None
 
     def conversion(self) -> Conversion | None:
-        """Return the same run in rampup's keys, or None if rampup's configuration has no counterpart."""
+        """Return the same run in rampup's keys, or None if rampup's configuration has
+        no counterpart.
+        """
         return None
 
     def plan(self) -> Any:
-        """Return rampup's plan of the same run, or None if there is none; a RampupError if rampup refuses the run."""
+        """Return rampup's plan of the same run, or None if there is none; a RampupError
+        if rampup refuses the run.
+        """
         return None
 
 
@@ -80,7 +95,9 @@ class PretrainingJob(Job):
     )  # why keys are left out, if not for want of a counterpart
 
     def rampup_values(self) -> dict[str, Any]:
-        """Return the run in rampup's keys, or raise a RampupError if they cannot express it."""
+        """Return the run in rampup's keys, or raise a RampupError if they cannot
+        express it.
+        """
         raise NotImplementedError
 
     @cached_property
@@ -116,7 +133,8 @@ class PretrainingJob(Job):
 
 
 J = TypeVar("J", bound=Job)
-# A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its number, or a function that returns both.
+# A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its
+# number, or a function that returns both.
 Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
 
 
@@ -134,10 +152,11 @@ class Rule(Generic[J]):
     ]  # the rule, the arithmetic and the numbers of a job that breaks it
     when: Callable[[J], bool] = lambda _: True  # whether it applies to a job at all
     found_by: FoundBy = "validator"
-    # Values of the first key to try, nearest first. Without it, or if none is legal, whole numbers are tried; if it returns
-    # None, no value is proposed.
+    # Values of the first key to try, nearest first. Without it, or if none is legal,
+    # whole numbers are tried; if it returns None, no value is proposed.
     candidates: Callable[[J], Iterable[Any] | None] | None = None
-    # The two numbers that it compares, such as dividend and divisor: candidates are made from them.
+    # The two numbers that it compares, such as dividend and divisor: candidates are
+    # made from them.
     division: Callable[[J], tuple[int, int]] | None = None
 
     def is_broken(self, job: J) -> bool:
@@ -174,7 +193,9 @@ def _compare(
     note: str | Callable[[J], str] = "",
     **options: Any,
 ) -> Rule[J]:
-    """Return the rule that a test of two numbers holds; `options` are those of `Rule`, and `note` is the end of the message."""
+    """Return the rule that a test of two numbers holds; `options` are those of `Rule`,
+    and `note` is the end of the message.
+    """
 
     def term(side: Side[J], job: J) -> Term:
         if isinstance(side, str):
@@ -191,7 +212,10 @@ def _compare(
         return term(left, job).number, term(right, job).number
 
     def message(job: J) -> str:
-        return f"{term(left, job).text} {words} {term(right, job).text}{note if isinstance(note, str) else note(job)}"
+        return (
+            f"{term(left, job).text} {words}"
+            f" {term(right, job).text}{note if isinstance(note, str) else note(job)}"
+        )
 
     return Rule(
         name=name,
@@ -212,7 +236,9 @@ equal = partial(_compare, "must equal", operator.eq)
 def positive(
     system: str, keys: Iterable[str], why: str, **options: Any
 ) -> list[Rule[Any]]:
-    """Return the rules that counts are unset or at least 1. `why` says what happens otherwise; options as in `Rule`."""
+    """Return the rules that counts are unset or at least 1. `why` says what happens
+    otherwise; options as in `Rule`.
+    """
 
     def rule(key: str) -> Rule[Any]:
         return Rule(
@@ -241,7 +267,9 @@ def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[R
 
 
 def found_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
-    """Return rules that the system's own check does not know: only the run finds them."""
+    """Return rules that the system's own check does not know: only the run finds
+    them.
+    """
     return [dataclasses.replace(rule, found_by="run") for rule in rules]
 
 
@@ -251,9 +279,11 @@ def broken_rules(rules: Iterable[Rule[J]], job: J) -> list[Rule[J]]:
 
 
 def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
-    """Return every rule that a job breaks, each with legal values of its first key that has any.
+    """Return every rule that a job breaks, each with legal values of its first key that
+    has any.
 
-    Legal values are found by trial: a value is offered only if the file with it satisfies the rule and breaks no other.
+    Legal values are found by trial: a value is offered only if the file with it
+    satisfies the rule and breaks no other.
     """
     broken = broken_rules(dialect.rules, job)
     names = {rule.name for rule in broken}
@@ -302,7 +332,9 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
 
 
 def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
-    """Yield each given count that has a unit, doubled, with the derived numbers that change, or the rules that break."""
+    """Yield each given count that has a unit, doubled, with the derived numbers that
+    change, or the rules that break.
+    """
 
     def show(value: float) -> str:
         return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
@@ -350,10 +382,13 @@ def _nearest_values(
     candidates: Iterable[Any],
     tolerated: Collection[str],
 ) -> tuple[Any, ...]:
-    """Return up to one legal value of a key below the given one and one above; `tolerated` rules may stay broken."""
+    """Return up to one legal value of a key below the given one and one above;
+    `tolerated` rules may stay broken.
+    """
     before = job[key]
     is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
-    # The nearest values below and above that fix the whole file, and those that leave only other broken rules broken.
+    # The nearest values below and above that fix the whole file, and those that leave
+    # only other broken rules broken.
     fixing: dict[bool, Any] = {}
     helping: dict[bool, Any] = {}
     for value in candidates:
@@ -395,10 +430,12 @@ def _whole_numbers(
     divisions: Sequence[tuple[int, int]],
     others: Sequence[tuple[int, int]],
 ) -> list[int]:
-    """Return positive whole numbers that divisibility rules are likely to accept, nearest to `value` first.
+    """Return positive whole numbers that divisibility rules are likely to accept,
+    nearest to `value` first.
 
-    `divisions` are dividend and divisor of the broken rule, if it has them: `value` may be a factor or a summand of the
-    dividend, or a factor of the divisor. Of the `others`, fewer multiples are returned.
+    `divisions` are dividend and divisor of the broken rule, if it has them: `value` may
+    be a factor or a summand of the dividend, or a factor of the divisor. Of the
+    `others`, fewer multiples are returned.
     """
     size = max(value or 1, 1)
     found = {
@@ -419,7 +456,8 @@ def _whole_numbers(
     common = math.lcm(*steps)
     for step, number in {**steps, common: _NUM_MULTIPLES}.items():
         found.update(_multiples(size, step, number))
-    # A value far away that fixes the whole file is worse advice than a near one that fixes this rule.
+    # A value far away that fixes the whole file is worse advice than a near one that
+    # fixes this rule.
     largest = min(
         max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO, MAX_COUNT
     )
@@ -438,7 +476,9 @@ def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
 def around(
     value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0
 ) -> list[Fraction]:
-    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest first."""
+    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest
+    first.
+    """
     exact, width = Fraction(value) - origin, Fraction(step)
     if width <= 0:
         return []

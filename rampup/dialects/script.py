@@ -1,29 +1,39 @@
-"""Shell scripts as the commands that they would run. Nothing is executed and nothing is guessed.
+"""Shell scripts as the commands that they would run. Nothing is executed and nothing is
+guessed.
 
-A script is parsed into nodes, and these are evaluated as bash would. A value that only a run could know (the output of a
-command, the environment, positional parameters) is *unknown*: a marker with a name in the text, which spreads to all that is
-made of it. The environment counts as empty, so `${X:-8}` is 8.
+A script is parsed into nodes, and these are evaluated as bash would. A value that only
+a run could know (the output of a command, the environment, positional parameters) is
+*unknown*: a marker with a name in the text, which spreads to all that is made of it.
+The environment counts as empty, so `${X:-8}` is 8.
 
-The values of a variable form a small lattice. Below are known texts and lists; above them stand the markers, with the names of
-what a user must give:
+The values of a variable form a small lattice. Below are known texts and lists; above
+them stand the markers, with the names of what a user must give:
 
-- `UNSET`, a variable that nothing sets: empty for tests and `:-`, as in bash, but a gap in the words of a command.
-- `ARGUMENT`, a positional parameter that was not given: empty for `-z`, `-n`, `:-` and the like only.
+- `UNSET`, a variable that nothing sets: empty for tests and `:-`, as in bash, but a gap
+  in the words of a command.
+- `ARGUMENT`, a positional parameter that was not given: empty for `-z`, `-n`, `:-` and
+  the like only.
 - `UNKNOWN`, what only a run can know.
-- `OPTIONS`, unknown as well, but some of its possible values set keys that matter: an error in the command that is chosen.
+- `OPTIONS`, unknown as well, but some of its possible values set keys that matter: an
+  error in the command that is chosen.
 
-Expansions, tests and arithmetic only go up; only an assignment of a known value goes down again. If a condition is unknown,
-every branch is read. Where they join (`_Reader.join`), a variable keeps its first value if all branches agree, or if its words
-set the same keys to the same values in all of them (`relevant`). Otherwise it goes up to a marker with the name of a variable
-of the condition, because to give that one settles all that differ; if the condition has none, the marker has the name of the
-variable that differs, and the condition as its reason. A branch that ends in `exit` is a check that has passed, and does not
-take part. The state before the branches does, if it is possible that none of them is taken.
+Expansions, tests and arithmetic only go up; only an assignment of a known value goes
+down again. If a condition is unknown, every branch is read. Where they join
+(`_Reader.join`), a variable keeps its first value if all branches agree, or if its
+words set the same keys to the same values in all of them (`relevant`). Otherwise it
+goes up to a marker with the name of a variable of the condition, because to give that
+one settles all that differ; if the condition has none, the marker has the name of the
+variable that differs, and the condition as its reason. A branch that ends in `exit` is
+a check that has passed, and does not take part. The state before the branches does, if
+it is possible that none of them is taken.
 
-A loop is followed to its end while its condition is known, for at most `MAX_REPEATS` passes. From a pass on whose condition is
-unknown, the state is joined with that after the pass until it stays; and what a loop changes that is too long becomes unknown.
+A loop is followed to its end while its condition is known, for at most `MAX_REPEATS`
+passes. From a pass on whose condition is unknown, the state is joined with that after
+the pass until it stays; and what a loop changes that is too long becomes unknown.
 
-Where the run begins is not known: `PWD` is `.` until a `cd`, and a relative path of a script that this one starts or sources
-is that of the nearest file, from the folder of the script upwards.
+Where the run begins is not known: `PWD` is `.` until a `cd`, and a relative path of a
+script that this one starts or sources is that of the nearest file, from the folder of
+the script upwards.
 """
 
 from __future__ import annotations
@@ -90,7 +100,8 @@ _PARAMETER = re.compile(
     r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL
 )
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
-# The suffixes of scripts, the commands that take one, those before a command, and files of a machine, not of a run.
+# The suffixes of scripts, the commands that take one, those before a command, and files
+# of a machine, not of a run.
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _SHELLS = ("bash", "sh", "zsh", "dash", "sbatch")
 _WRAPPERS = (
@@ -118,7 +129,8 @@ _OF_MACHINE = (
 _STARTS = re.compile(
     r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s"
 )
-# `-c` of a shell, alone or with others, and what stands before a command in an option such as `--wrap=COMMAND`.
+# `-c` of a shell, alone or with others, and what stands before a command in an option
+# such as `--wrap=COMMAND`.
 _SHELL_OPTION = re.compile(r"-\w*c")
 _LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 # What every machine sets, and what a match of a regular expression does.
@@ -155,7 +167,9 @@ class Command(NamedTuple):
     outer: tuple[str, ...] = ()  # the words of the command in whose quotes it stands
     tasks: str = ""  # how many processes run it, by Slurm or MPI
     machine: Machine = Machine()  # the devices that the manifest around it asks for
-    cut: int = 0  # the line in which a backslash before a comment or a blank ends it, though more seems to follow
+    # the line in which a backslash before a comment or a blank ends it, though more
+    # seems to follow
+    cut: int = 0
     skipped: str = ""  # the condition under which it would run, though it does not
 
     def locate(self, value: Any, *words: str) -> Located:
@@ -173,7 +187,8 @@ class _Stop(Exception):  # noqa: N818 - control flow, not an error
     def __init__(self, name: str, level: int = 1) -> None:
         super().__init__(name)
         self.name = name
-        self.level = level  # how many loops it leaves; or the status that `return` gives, -1 if unknown
+        # how many loops it leaves; or the status that `return` gives, -1 if unknown
+        self.level = level
 
     @property
     def is_check(self) -> bool:
@@ -195,7 +210,9 @@ class _Left(NamedTuple):
 
 
 class _Why(NamedTuple):
-    """Why a condition is unknown: the marker of a variable on which it depends, if there is one, and its text."""
+    """Why a condition is unknown: the marker of a variable on which it depends, if
+    there is one, and its text.
+    """
 
     marker: str = ""
     reason: str = ""
@@ -209,10 +226,12 @@ def read_commands(
     relevant: _Relevant = tuple,
     line: int | None = None,
 ) -> list[Command]:
-    """Return the commands that a script would run, in order, or refuse what is no shell script.
+    """Return the commands that a script would run, in order, or refuse what is no shell
+    script.
 
-    `given` are values of variables, which win over the script's own. A quoted word or a here-document that matches `nested` is
-    read as another script. Branches that agree in what is `relevant` of some words do not differ.
+    `given` are values of variables, which win over the script's own. A quoted word or a
+    here-document that matches `nested` is read as another script. Branches that agree
+    in what is `relevant` of some words do not differ.
     """
     start = str(Path(path).absolute())
     variables = (
@@ -279,7 +298,9 @@ def _show(pipe: Sequence[Node]) -> str:
 
 
 def _expand_braces(raw: str) -> list[str]:
-    """Return the words that `{1..4}` or `{a,b}` stands for, or another raw word as it is."""
+    """Return the words that `{1..4}` or `{a,b}` stands for, or another raw word as it
+    is.
+    """
     if span := re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", raw):
         first, last = int(span[1]), int(span[2])
         numbers = (
@@ -298,7 +319,8 @@ class _Reader:
     given: Mapping[str, str]
     nested: re.Pattern[str]
     relevant: _Relevant
-    # Variables: texts, or lists for arrays. `NAME[key]` is an item of a mapping, and `@` the positional parameters from $0 on.
+    # Variables: texts, or lists for arrays. `NAME[key]` is an item of a mapping, and
+    # `@` the positional parameters from $0 on.
     env: dict[str, Any]
     exported: Set[str]  # the variables and functions that another shell sees
     running: Sequence[tuple[Any, ...]]  # the scripts that have started each other
@@ -325,7 +347,8 @@ class _Reader:
     locals: dict[str, Any] | None = (
         None  # what the local variables of this function were before it; None outside
     )
-    loops: int = 0  # those around this command in its function: without one, `break` does nothing
+    # those around this command in its function: without one, `break` does nothing
+    loops: int = 0
     assumed: bool = (
         False  # whether the last status is that of a program, which is taken to succeed
     )
@@ -401,7 +424,9 @@ class _Reader:
         return True
 
     def attempt(self, rows: Sequence[Any]) -> dict[str, Any] | None:
-        """Evaluate a branch in a copy of the variables; return them, or None if it leaves a loop, a function or the script."""
+        """Evaluate a branch in a copy of the variables; return them, or None if it
+        leaves a loop, a function or the script.
+        """
         why = self.why
         with self.changed(env=dict(self.env)):
             try:
@@ -455,7 +480,9 @@ class _Reader:
         self.env = joined
 
     def take_left(self, name: str) -> list[_Left]:
-        """Return the branches that may have left the innermost loop or function in a way, and forget them."""
+        """Return the branches that may have left the innermost loop or function in a
+        way, and forget them.
+        """
         found = [
             left
             for left in self.left
@@ -465,7 +492,9 @@ class _Reader:
         return found
 
     def join_left(self, lefts: Sequence[_Left]) -> None:
-        """Continue with the state that each of some branches may have left behind, too."""
+        """Continue with the state that each of some branches may have left behind,
+        too.
+        """
         if lefts:
             self.join(
                 [self.env, *(left.env for left in lefts)], lefts[0].why, exhaustive=True
@@ -495,7 +524,9 @@ class _Reader:
         return True
 
     def choose(self, node: Node) -> None:
-        """Evaluate an `if` or a `case`: the branch that is taken, or all that may be."""
+        """Evaluate an `if` or a `case`: the branch that is taken, or all that may
+        be.
+        """
         subject = self.text(node.words[0], empty=True) if node.words else ""
         ends: list[dict[str, Any] | None] = []
         whys: list[_Why] = []
@@ -610,7 +641,9 @@ class _Reader:
         self.join_left(broken)
 
     def passes(self, node: Node) -> Iterator[bool | None]:
-        """Prepare each pass of a loop; yield whether there is one, None if that is not known."""
+        """Prepare each pass of a loop; yield whether there is one, None if that is not
+        known.
+        """
         if node.kind == "for":
             name, *listed = node.words
             items = [
@@ -620,7 +653,10 @@ class _Reader:
                 for word in self.words(part)
             ]
             unknown = [item for item in items if has_unknown(item) or "*" in item]
-            said = f"it is not known what the loop over {name} in line {node.line} goes through"
+            said = (
+                f"it is not known what the loop over {name} in line {node.line} goes"
+                " through"
+            )
             for item in itertools.repeat(mark(name)) if unknown else items:
                 self.assign(name, "", item)
                 self.why = _Why(first_marker(*unknown), said) if unknown else self.why
@@ -628,7 +664,10 @@ class _Reader:
             return
         while node.kind == "count":
             value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
-            said = f"it is not known whether (({node.words[1].strip()})) holds (line {node.line})"
+            said = (
+                f"it is not known whether (({node.words[1].strip()})) holds (line"
+                f" {node.line})"
+            )
             self.why = _Why(first_marker(value), said)
             yield None if has_unknown(value) else value != "0"
             self.arithmetic(node.words[2])
@@ -726,7 +765,9 @@ class _Reader:
     def call(
         self, body: Callable[[], bool | None], arguments: list[str] | None
     ) -> bool | None:
-        """Evaluate a function or a sourced script, which `return` ends; return its status. None shares the arguments."""
+        """Evaluate a function or a sourced script, which `return` ends; return its
+        status. None shares the arguments.
+        """
         before, outer, self.left = self.env["@"], self.left, []
         self.env["@"] = before if arguments is None else arguments
         status: bool | None = None
@@ -755,7 +796,9 @@ class _Reader:
     def builtin(
         self, words: list[str], node: Node, values: dict[str, str]
     ) -> bool | None:
-        """Evaluate a command of bash itself, or record a program; `values` are the variables before it."""
+        """Evaluate a command of bash itself, or record a program; `values` are the
+        variables before it.
+        """
         name, *rest = words
         match name:
             case "exit" | "return" | "break" | "continue":
@@ -835,7 +878,9 @@ class _Reader:
         return True
 
     def getopts(self, letters: str, name: str, arguments: list[str]) -> bool | None:
-        """Evaluate a call of POSIX's `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it."""
+        """Evaluate a call of POSIX's `getopts`; OPTIND is the next argument, and
+        `OPTIND@` the next letter in it.
+        """
         given = arguments or self.env["@"][1:]
         index = self.text("${OPTIND:-1}")
         word = (
@@ -884,7 +929,9 @@ class _Reader:
         return found
 
     def input(self, documents: Sequence[Document], *, empty: bool = True) -> str | None:
-        """Return what the last here-document or here-string gives a command to read; `empty` as in `text`."""
+        """Return what the last here-document or here-string gives a command to read;
+        `empty` as in `text`.
+        """
         if not documents:
             return None
         last = documents[-1]
@@ -903,7 +950,9 @@ class _Reader:
         documents: Sequence[Document],
         values: Mapping[str, str],
     ) -> bool | None:
-        """Evaluate `read` or `mapfile`: known is only what a here-document or a here-string says."""
+        """Evaluate `read` or `mapfile`: known is only what a here-document or a
+        here-string says.
+        """
         text = self.input(documents)
         names = list[str]()
         is_list = name != "read"
@@ -931,9 +980,11 @@ class _Reader:
                 self.assign(
                     word,
                     "",
-                    mark(word)
-                    if text is None or len(names) > 1 or is_list
-                    else text.strip(),
+                    (
+                        mark(word)
+                        if text is None or len(names) > 1 or is_list
+                        else text.strip()
+                    ),
                 )
             return None
         if (
@@ -958,7 +1009,9 @@ class _Reader:
         return True
 
     def grep(self, nodes: Sequence[Node]) -> bool | None:
-        """Return whether `... | grep -q TEXT` finds a plain text in what the commands before it print, if that is known."""
+        """Return whether `... | grep -q TEXT` finds a plain text in what the commands
+        before it print, if that is known.
+        """
         words = self.expanded(nodes[-1])
         if (
             len(words) != 3
@@ -981,7 +1034,9 @@ class _Reader:
             return self.run(parse(text, line)) if self.depth < MAX_NESTING else None
 
     def record(self, words: list[str], node: Node, own: dict[str, str]) -> bool | None:
-        """Keep a command, and those in its script, its quoted words and here-documents."""
+        """Keep a command, and those in its script, its quoted words and
+        here-documents.
+        """
         if words[0] in _PRINTING:
             words = words[:1]
         self.assumed = True
@@ -1014,7 +1069,9 @@ class _Reader:
     def find_texts(
         self, words: Sequence[str], node: Node
     ) -> Iterator[tuple[str, list[str]]]:
-        """Yield the texts in a command that are scripts themselves, with their arguments."""
+        """Yield the texts in a command that are scripts themselves, with their
+        arguments.
+        """
         searches = (self.nested.search, _STARTS.search)
         for place, (before, whole) in enumerate(itertools.pairwise(words)):
             word = _LONG_OPTION.sub("", whole)
@@ -1035,13 +1092,19 @@ class _Reader:
         arguments: list[str],
         **changes: Any,
     ) -> None:
-        """Evaluate a text in another shell, which sees what is exported and the variables of its `own`."""
+        """Evaluate a text in another shell, which sees what is exported and the
+        variables of its `own`.
+        """
         changes |= {
-            "env": {
-                name: value for name, value in self.env.items() if name in self.exported
-            }
-            | own
-            | {"@": arguments},
+            "env": (
+                {
+                    name: value
+                    for name, value in self.env.items()
+                    if name in self.exported
+                }
+                | own
+                | {"@": arguments}
+            ),
             "exported": self.exported | own.keys(),
             "functions": {
                 name: body
@@ -1057,7 +1120,9 @@ class _Reader:
     def follow(
         self, words: list[str], place: int, line: int, own: dict[str, str]
     ) -> bool | None:
-        """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
+        """Evaluate the script that the word at a place starts or sources, or keep the
+        reason why it is not read.
+        """
         number = len(self.commands)
         word = words[place]
         before = words[:place]
@@ -1103,12 +1168,14 @@ class _Reader:
             start = (str(self.path), line, file)
             if self.spent[start] >= MAX_LAUNCHES:
                 raise ConfigError(
-                    f"line {line} of {self.path} starts {word} more than {MAX_LAUNCHES} times"
+                    f"line {line} of {self.path} starts {word} more than {MAX_LAUNCHES}"
+                    " times"
                 )
             self.spent["scripts"] += 1
             if self.depth + 1 >= MAX_NESTING or self.spent["scripts"] > MAX_SCRIPTS:
                 raise ConfigError(
-                    f"scripts start each other too often, {MAX_NESTING} deep or {MAX_SCRIPTS} in all"
+                    f"scripts start each other too often, {MAX_NESTING} deep or"
+                    f" {MAX_SCRIPTS} in all"
                 )
             path = Path(file.removeprefix(f"{Path.cwd()}/"))
             self.commands[number] = command._replace(script=str(path), remark=remark)
@@ -1119,7 +1186,8 @@ class _Reader:
                     for word in arguments
                 }
             if not sourced:
-                # What is typed may lack arguments; what a script starts has all that it gets.
+                # What is typed may lack arguments; what a script starts has all that it
+                # gets.
                 changes["asks"] = line == 0 and not arguments
                 self.shell(text, None, own, [file, *arguments], **changes)
                 self.spent[start] += any(
@@ -1143,7 +1211,9 @@ class _Reader:
         return True
 
     def find_file(self, word: str) -> tuple[str, str, str]:
-        """Return the file of a script that is started or sourced, where it runs, and a remark on how it was found."""
+        """Return the file of a script that is started or sourced, where it runs, and a
+        remark on how it was found.
+        """
         if word.startswith("<("):
             raise ConfigError(f"what {show_unknown(word)} prints is not known")
         # The working directory may be one of another machine.
@@ -1163,7 +1233,8 @@ class _Reader:
         running = {row[0] for row in self.running}
         if found:
             return *min(found, key=lambda row: row[0] in running), ""
-        # So may be the folder of the script: then the end of its path counts, but a mere name only beside this script.
+        # So may be the folder of the script: then the end of its path counts, but a
+        # mere name only beside this script.
         parts = word.split("/") if word.startswith("/") or has_unknown(word) else []
         known = len(parts) - next(
             (n for n, part in enumerate(reversed(parts)) if has_unknown(part)),
@@ -1184,14 +1255,17 @@ class _Reader:
                 f"{explain_unknown(word)}, in {show_unknown(word)}{settle}"
             )
         raise ConfigError(
-            f"{word} is neither beside this script nor in a folder above it; put it there"
+            f"{word} is neither beside this script nor in a folder above it; put it"
+            " there"
         )
 
     # Variables and expansions.
 
     @property
     def folder(self) -> str:
-        """The working directory: `.` where the run begins, and also after `unset PWD`."""
+        """The working directory: `.` where the run begins, and also after `unset
+        PWD`.
+        """
         found: str = self.get("PWD")
         return "." if found == mark("PWD", UNSET) else found
 
@@ -1221,7 +1295,9 @@ class _Reader:
         return arguments[int(name)] if int(name) < len(arguments) else missing
 
     def get(self, name: str, key: str | None = None) -> Any:
-        """Return the value of a parameter: text, a list, or the marker of one that is not set."""
+        """Return the value of a parameter: text, a list, or the marker of one that is
+        not set.
+        """
         if name in self.given and not key:
             return self.given[name]
         if name.isdecimal() or name in "@*#":
@@ -1315,7 +1391,8 @@ class _Reader:
 
     def assign(self, name: str, key: str | None, value: Any) -> None:
         if isinstance(value, str):
-            # A value that is unknown as a whole, and has no name of its own, gets that of its variable.
+            # A value that is unknown as a whole, and has no name of its own, gets that
+            # of its variable.
             match = MARKER.fullmatch(value)
             value = (
                 mark(name, value[0], match[2] or "")
@@ -1339,7 +1416,9 @@ class _Reader:
             self.env[f"{name}[{index}]"] = value
 
     def words(self, raw: str, *, empty: bool = False, split: bool = True) -> list[str]:
-        """Return the words that a raw word becomes: none, one or several; `empty` as in `text`."""
+        """Return the words that a raw word becomes: none, one or several; `empty` as in
+        `text`.
+        """
         text, ifs, is_open = "", self.env.get("IFS", ""), False
         separators = (
             f"[{re.escape(ifs)}]" if isinstance(ifs, str) and ifs.strip() else r"\s+"
@@ -1366,7 +1445,9 @@ class _Reader:
         )
 
     def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
-        """Return a raw word, or the inside of double quotes, as one text; in a test, what nothing sets is `empty`."""
+        """Return a raw word, or the inside of double quotes, as one text; in a test,
+        what nothing sets is `empty`.
+        """
         pieces = self.pieces(raw, quoted=quoted)
         text = "".join(
             " ".join(part) if isinstance(part, list) else part for part, _ in pieces
@@ -1374,7 +1455,9 @@ class _Reader:
         return drop_unset(text) if empty else text
 
     def pieces(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
-        """Yield the expanded parts of a raw word, or of the inside of double quotes, and whether each is protected."""
+        """Yield the expanded parts of a raw word, or of the inside of double quotes,
+        and whether each is protected.
+        """
         at = 0
         while at < len(raw):
             letter, start = raw[at], at
@@ -1416,21 +1499,29 @@ class _Reader:
         if match := re.fullmatch(r"\$\(\((.*)\)\)|\$\[(.*)\]", part, re.DOTALL):
             return self.arithmetic(match[1] if match[2] is None else match[2]), end
         if part.startswith("$'"):
-            return part[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace(
-                "\\'", "'"
-            ), end
+            return (
+                part[2:-1]
+                .replace("\\n", "\n")
+                .replace("\\t", "\t")
+                .replace("\\'", "'"),
+                end,
+            )
         if part[0] == "`" or part.startswith("$("):
             printed = self.substitute(part.removeprefix("$")[1:-1])
-            return mark(
-                "$" + part if part[0] == "`" else part
-            ) if printed is None else printed, end
+            return (
+                mark("$" + part if part[0] == "`" else part)
+                if printed is None
+                else printed
+            ), end
         if part.startswith("${"):
             return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
         return ("$", at + 1) if match is None else (self.get(match[1]), match.end())
 
     def substitute(self, text: str) -> str | None:
-        """Return what a command substitution prints, if it is known: that of one pipe, perhaps after `cd`."""
+        """Return what a command substitution prints, if it is known: that of one pipe,
+        perhaps after `cd`.
+        """
         try:
             *before, (connector, _, nodes) = parse(text, 0)
         except (ValueError, IndexError):
@@ -1518,9 +1609,11 @@ class _Reader:
             return (
                 "0"
                 if is_missing
-                else mark(name)
-                if isinstance(value, str) and has_unknown(value)
-                else str(len(value))
+                else (
+                    mark(name)
+                    if isinstance(value, str) and has_unknown(value)
+                    else str(len(value))
+                )
             )
         if found := re.match(r":?[-=+?]", rest):
             is_set = not is_missing and (found[0][0] != ":" or bool(value))
@@ -1584,11 +1677,15 @@ class _Reader:
         return change(value) if len(rest) > 1 else change(value[:1]) + value[1:]
 
     def arithmetic(self, raw: str) -> str:
-        """Return the value of an arithmetic expression, which may assign; unknown if a part that is evaluated is."""
+        """Return the value of an arithmetic expression, which may assign; unknown if a
+        part that is evaluated is.
+        """
         return self.evaluate(self.text(raw.replace('"', ""), quoted=True))
 
     def evaluate(self, text: str) -> str:
-        """Return the value of an arithmetic expression whose expansions with `$` are done."""
+        """Return the value of an arithmetic expression whose expansions with `$` are
+        done.
+        """
         try:
             return str(compile_expression(text, self.variable)())
         except (ValueError, ArithmeticError, IndexError) as error:
@@ -1607,7 +1704,9 @@ class _Reader:
             return found[0] if found else mark(f"$(({text.strip()}))")
 
     def variable(self, match: re.Match[str], right: Callable[[], int]) -> int:
-        """Return the value of a variable in an arithmetic expression, which may hold one itself; change it as the signs say."""
+        """Return the value of a variable in an arithmetic expression, which may hold
+        one itself; change it as the signs say.
+        """
         before, name, key, after = match.groups("")
         if after == "=":
             old = new = right()
@@ -1630,7 +1729,9 @@ class _Reader:
 
 
 def _replace(value: str, pattern: str, new: str, *, everywhere: bool) -> str:
-    """Return a text after `${NAME/PATTERN/NEW}`; unknown where the pattern has several stars, whose match is not unique."""
+    """Return a text after `${NAME/PATTERN/NEW}`; unknown where the pattern has several
+    stars, whose match is not unique.
+    """
     start, end = "", ""
     if not everywhere and pattern[:1] in ("#", "%"):
         start, end, pattern = (
@@ -1655,7 +1756,9 @@ def _replace(value: str, pattern: str, new: str, *, everywhere: bool) -> str:
 
 
 def _find_script(words: Sequence[str]) -> int | None:
-    """Return the place of the script that a command starts: `bash x.sh`, `./x.sh`, or `srun -n 8 bash -x x.sh`."""
+    """Return the place of the script that a command starts: `bash x.sh`, `./x.sh`, or
+    `srun -n 8 bash -x x.sh`.
+    """
     names = [word.rpartition("/")[2] for word in words]
     wrapped = True  # whether all words so far belong to a wrapper
     for place, word in enumerate(words):

@@ -29,9 +29,11 @@ _ENDS = (
     ";&",
     ";;&",
 )
-# A backslash before a comment or a blank, which ends a command, and a next line that looks like its next words.
+# A backslash before a comment or a blank, which ends a command, and a next line that
+# looks like its next words.
 _CUT = re.compile(
-    r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=[ \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))"
+    r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=["
+    r" \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))"
 )
 
 
@@ -59,7 +61,9 @@ class Node(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str, line: int | None = None) -> list[Any]:
-    """Return the (connector, negated, commands of a pipe) rows of a script; ValueError or IndexError if it does not end."""
+    """Return the (connector, negated, commands of a pipe) rows of a script; ValueError
+    or IndexError if it does not end.
+    """
     return Parser(text, line).script()
 
 
@@ -108,7 +112,9 @@ class Parser:
             end = skip_part(text, end)
 
     def next(self) -> str:
-        """Return the next operator or raw word, and go on; here-documents are read at the end of their line."""
+        """Return the next operator or raw word, and go on; here-documents are read at
+        the end of their line.
+        """
         token = self.peek()
         self.at += len(token)
         if token == "\n":
@@ -167,7 +173,9 @@ class Parser:
         return rows
 
     def command(self) -> Node:
-        """Return a simple or a compound command; the redirections of a compound are dropped, with its here-documents."""
+        """Return a simple or a compound command; the redirections of a compound are
+        dropped, with its here-documents.
+        """
         kind = self.peek()
         line = self.here()
         words = list[str]()
@@ -254,7 +262,9 @@ class Parser:
         return body
 
     def simple(self, line: int) -> Node:
-        """Return a simple command; redirections are dropped, here-documents and here-strings kept."""
+        """Return a simple command; redirections are dropped, here-documents and
+        here-strings kept.
+        """
         node = Node("command", line, [], [])
         is_test, end = False, self.at
         ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
@@ -273,7 +283,8 @@ class Parser:
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
             end = self.at
-        # Where the last word ends, or before a last word that is only the blank behind a backslash.
+        # Where the last word ends, or before a last word that is only the blank behind
+        # a backslash.
         end -= (
             len(node.words[-1])
             if node.words and not node.words[-1].strip("\\ \t")
@@ -283,7 +294,9 @@ class Parser:
         return node._replace(cut=self.here(end)) if cut else node
 
     def redirect(self, documents: list[Any]) -> bool:
-        """Drop a redirection, but add a here-document or a here-string; return whether there was one."""
+        """Drop a redirection, but add a here-document or a here-string; return whether
+        there was one.
+        """
         if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
             return False
         self.at = match.end()

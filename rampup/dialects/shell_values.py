@@ -1,4 +1,5 @@
-"""The values of a script: texts with parts that only a run could know, and what bash and small programs make of texts.
+"""The values of a script: texts with parts that only a run could know, and what bash
+and small programs make of texts.
 
 A part that is not known is a marker: its kind, a name, and why it is open.
 """
@@ -17,9 +18,11 @@ UNSET = "\ue000"
 ARGUMENT = "\ue001"
 UNKNOWN = "\ue002"
 OPTIONS = "\ue003"
-# A marker is a kind, a name, perhaps a reason behind the first of these, and the second.
+# A marker is a kind, a name, perhaps a reason behind the first of these, and the
+# second.
 _WHY, _END = "\ue007", "\ue004"
-_HIDDEN = 0xF0000  # added to the characters of a reason, so that no part of it means anything to a shell
+# added to the characters of a reason, so that no part of it means anything to a shell
+_HIDDEN = 0xF0000
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 BREAK, EMPTY = "\ue005", "\ue006"
 RESERVED = re.compile(f"[{UNSET}-{_WHY}\0]")
@@ -79,7 +82,8 @@ _UNARY: dict[str, Callable[[int], int]] = {
     "!": operator.not_,
     "~": operator.invert,
 }
-# A variable with what changes it: `++` or `--` on either side, or an assignment such as `<<=`.
+# A variable with what changes it: `++` or `--` on either side, or an assignment such as
+# `<<=`.
 VARIABLE = re.compile(
     r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?"
 )
@@ -89,7 +93,9 @@ _TOKEN = re.compile(
 
 
 def mark(name: str, kind: str = UNKNOWN, reason: str = "") -> str:
-    """Return a marker of a kind; `reason` says which condition or loop leaves it open."""
+    """Return a marker of a kind; `reason` says which condition or loop leaves it
+    open.
+    """
     plain = re.sub(rf"[\s{UNSET}-{_WHY}]+", "_", name[:_LONGEST])
     why = (
         _WHY + "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in reason)
@@ -110,7 +116,9 @@ def drop_unset(text: str) -> str:
 
 
 def unknown_names(text: str) -> list[str]:
-    """Return the names of the unknown parts of a text, such as `NNODES` or `$(nproc)`."""
+    """Return the names of the unknown parts of a text, such as `NNODES` or
+    `$(nproc)`.
+    """
     return list(dict.fromkeys(match[1] for match in MARKER.finditer(text)))
 
 
@@ -131,7 +139,9 @@ def explain_unknown(text: str) -> str:
 
 
 def first_marker(*texts: str) -> str:
-    """Return the marker of the first variable on which one of the texts depends; empty if there is none."""
+    """Return the marker of the first variable on which one of the texts depends; empty
+    if there is none.
+    """
     found = (match for text in texts for match in MARKER.finditer(text))
     return next((match[0] for match in found if match[1].isidentifier()), "")
 
@@ -143,10 +153,12 @@ def _shown(name: str) -> str:
 def compile_expression(
     text: str, variable: Callable[[re.Match[str], Callable[[], int]], int]
 ) -> Callable[[], int]:
-    """Return the function that evaluates an arithmetic expression whose expansions with `$` are done.
+    """Return the function that evaluates an arithmetic expression whose expansions with
+    `$` are done.
 
-    Its parts are functions too, so that a side of a condition that is not taken does not happen. `variable` gets a match of
-    `VARIABLE` and the value to assign, and returns the value of that expression.
+    Its parts are functions too, so that a side of a condition that is not taken does
+    not happen. `variable` gets a match of `VARIABLE` and the value to assign, and
+    returns the value of that expression.
     """
     tokens = [*(match[0] for match in _TOKEN.finditer(text)), ""]
 
@@ -217,7 +229,9 @@ _OPERATORS = {"=", "==", "!=", "=~", "<", ">", *_NUMBER_TESTS}
 
 
 class Test:
-    """A test in brackets: `or` of `and` of tests. None is unknown, for instance whether a file exists."""
+    """A test in brackets: `or` of `and` of tests. None is unknown, for instance whether
+    a file exists.
+    """
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
@@ -287,7 +301,9 @@ class Test:
 
 
 def _search(pattern: str, text: str) -> bool | None:
-    """Return whether an extended regular expression matches a part of a text; None if it is not one that Python has too."""
+    """Return whether an extended regular expression matches a part of a text; None if
+    it is not one that Python has too.
+    """
     plain = re.sub(
         r"\[\[:(digit|alnum|alpha|space):\]\]",
         lambda match: _CLASSES[match[1]],
@@ -308,7 +324,9 @@ def _search(pattern: str, text: str) -> bool | None:
 
 
 def split_fields(line: str, separators: str | None, count: int) -> list[str]:
-    """Return the fields of a line as `read` splits it, at most `count` if that is positive; `separators` is IFS."""
+    """Return the fields of a line as `read` splits it, at most `count` if that is
+    positive; `separators` is IFS.
+    """
     is_blank = separators is None or (separators and not separators.strip())
     if separators == "" or count == 1:
         return [line.strip() if is_blank else line]
@@ -320,7 +338,9 @@ def split_fields(line: str, separators: str | None, count: int) -> list[str]:
 
 
 def print_output(words: Sequence[str], given: str | None) -> str | None:
-    """Return what a program prints for what a script gives it to read, both known; None if that is not known here."""
+    """Return what a program prints for what a script gives it to read, both known; None
+    if that is not known here.
+    """
     name, *rest = words
     if (
         given is None and name in _READERS
@@ -367,7 +387,9 @@ def print_output(words: Sequence[str], given: str | None) -> str | None:
 
 
 def print_path(words: Sequence[str], folder: str) -> str | None:
-    """Return the path that a program prints which is started in a folder; None if that is not known here."""
+    """Return the path that a program prints which is started in a folder; None if that
+    is not known here.
+    """
     name, *rest = words
     operands = [word for word in rest if not word.startswith("-")]
     path = os.path.normpath(os.path.join(folder, *operands[:1]))
@@ -404,7 +426,9 @@ def _print_formatted(form: str, values: Sequence[str]) -> str | None:
 def _print_field(
     pattern: re.Pattern[str], options: Sequence[str], text: str
 ) -> str | None:
-    """Return the field that `cut -d, -f2` or `awk -F, '{print $2}'` selects in each line, or their number."""
+    """Return the field that `cut -d, -f2` or `awk -F, '{print $2}'` selects in each
+    line, or their number.
+    """
     found = pattern.fullmatch(" ".join(options))
     if found is None:
         return None

@@ -1,7 +1,8 @@
 """SkyRL: keys, numbers and rules, those of its check and those that only the run finds.
 
-Batch and mini batch count prompts; micro sizes count samples of one data-parallel replica. Sources: SkyRL
-`train/utils/utils.py`, `train/trainer.py`, `distributed/dispatch.py`.
+Batch and mini batch count prompts; micro sizes count samples of one data-parallel
+replica. Sources: SkyRL `train/utils/utils.py`, `train/trainer.py`,
+`distributed/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ WORKERS = "trainer.fully_async.num_parallel_generation_workers"
 COLOCATE = "trainer.placement.colocate_all"
 COLOCATE_REF = "trainer.placement.colocate_policy_ref"
 MODELS = ("policy", "critic", "ref")
-# Of each model: the keys of its devices per node and nodes; its Megatron sizes, which multiply to the devices that share a
-# sample; and the devices that share a sequence.
+# Of each model: the keys of its devices per node and nodes; its Megatron sizes, which
+# multiply to the devices that share a sample; and the devices that share a sequence.
 DEVICES = {
     model: tuple(
         f"trainer.placement.{model}_num_{what}" for what in ("gpus_per_node", "nodes")
@@ -152,7 +153,9 @@ _SECTIONS = (
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source; programs beside SkyRL's own, such as its examples, add keys to its settings."""
+    """Read a source; programs beside SkyRL's own, such as its examples, add keys to its
+    settings.
+    """
 
     def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
         program = "" if reading.command is None else program_of(reading.command)
@@ -193,7 +196,8 @@ class SkyRLJob(RolloutJob):
         self.unknown_keys = with_lines(
             {name: at for name, at in looked_up.items() if _KNOWN.life(name) is None}
         )
-        # Devices that share a sample, and replicas, rounded down. The critic never has Megatron's sizes.
+        # Devices that share a sample, and replicas, rounded down. The critic never has
+        # Megatron's sizes.
         self.devices = {
             model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS
         }
@@ -207,7 +211,8 @@ class SkyRLJob(RolloutJob):
             model: self.devices[model] // max(self.model_sizes[model], 1)
             for model in MODELS
         }
-        # Models that take part and whose devices are no multiple of their size, which Megatron refuses.
+        # Models that take part and whose devices are no multiple of their size, which
+        # Megatron refuses.
         self.rounded = [
             model
             for model in self.models
@@ -238,12 +243,14 @@ class SkyRLJob(RolloutJob):
                 tokens=tokens,
                 epochs=epochs,
             )
-        # Passes per update and replica; the last may be smaller. With a token budget lengths decide.
+        # Passes per update and replica; the last may be smaller. With a token budget
+        # lengths decide.
         self.passes = (
             None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])
         )
         self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
-        # SkyRL's check looks at the policy and the reference; every model must get full samples from the run.
+        # SkyRL's check looks at the policy and the reference; every model must get full
+        # samples from the run.
         self.lcm_checked = math.lcm(
             self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else [])
         )
@@ -262,7 +269,9 @@ class SkyRLJob(RolloutJob):
 
     @property
     def outcome(self) -> Run:
-        """Mini batches are padded to the replicas; the last, incomplete step of the data set is dropped."""
+        """Mini batches are padded to the replicas; the last, incomplete step of the
+        data set is dropped.
+        """
         return (
             "pads"
             if any(model.padding for model in self.trained.values())
@@ -281,7 +290,10 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     )
     empty = f" ({padding:,} of the mini batch are empty)" if padding else ""
     share = f"each has {counted(policy.padded_share, 'sample')} of a mini batch{empty}"
-    devices = f"{counted(job.devices['policy'], 'policy device')} / {job.model_sizes['policy']:,} that share a sample"
+    devices = (
+        f"{counted(job.devices['policy'], 'policy device')} /"
+        f" {job.model_sizes['policy']:,} that share a sample"
+    )
     yield devices, f"{counted(policy.replicas, 'replica')}; {share}"
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
     yield (
@@ -293,39 +305,69 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     )
     yield (
         "trainer.eval_batch_size",
-        f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller",
+        (
+            f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may"
+            " be smaller"
+        ),
     )
 
 
 def _notes(job: SkyRLJob) -> Iterator[str]:
-    yield f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of one data-parallel replica."
-    yield "a mini batch is consecutive samples, those of a prompt next to each other; replicas take consecutive parts of it."
+    yield (
+        f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of"
+        " one data-parallel replica."
+    )
+    yield (
+        "a mini batch is consecutive samples, those of a prompt next to each other;"
+        " replicas take consecutive parts of it."
+    )
     for model in job.rounded:
         devices = f"the {model}'s {job.devices[model]:,} devices"
-        yield f"{rounded_down(devices, job.model_sizes[model], 'SkyRL', job.replicas[model])}, without a warning."
+        yield (
+            f"{rounded_down(devices, job.model_sizes[model], 'SkyRL', job.replicas[model])},"
+            " without a warning."
+        )
     for trained in job.trained.values():
         if trained.padding:
             added = f"the run adds {counted(trained.padding, 'empty sample')} to each"
-            size = f"{trained.mini_samples:,} samples of a mini batch over {trained.replicas:,} replicas"
+            size = (
+                f"{trained.mini_samples:,} samples of a mini batch over"
+                f" {trained.replicas:,} replicas"
+            )
             yield f"{trained.name}: {size}: {added}."
         if (rest := trained.padded_share % job[MICRO]) and not job.by_tokens:
             weight = "; the loss is weighted accordingly"
             if job["trainer.algorithm.loss_reduction"] == "token_mean_legacy":
-                weight = ", which trainer.algorithm.loss_reduction=token_mean_legacy weights wrongly"
-            yield f"{trained.name}: the last pass of each mini batch has {rest:,} samples instead of {job[MICRO]:,}{weight}."
+                weight = (
+                    ", which trainer.algorithm.loss_reduction=token_mean_legacy weights"
+                    " wrongly"
+                )
+            yield (
+                f"{trained.name}: the last pass of each mini batch has {rest:,} samples"
+                f" instead of {job[MICRO]:,}{weight}."
+            )
     if job.by_tokens:
-        budget = f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,} fills the passes by tokens"
+        budget = (
+            f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,}"
+            " fills the passes by tokens"
+        )
         ignored = f"{MICRO} is then ignored, but its rules are still enforced"
         yield f"{budget}; a longer sequence still gets a pass of its own. {ignored}."
     yield from dropped_prompts(job)
     if job[COLOCATE] and job.engine_devices is None:
-        sizes = f"engines * tensor * pipeline * data parallel size must be {job.devices['policy']:,}"
+        sizes = (
+            "engines * tensor * pipeline * data parallel size must be"
+            f" {job.devices['policy']:,}"
+        )
         unsized = f"{COLOCATE} is on and the file does not size the inference engines"
         yield f"{unsized}: {sizes}, and so must every other model's devices."
     if job["trainer.strategy"] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
     if old := [name for name in job.settings.looked_up if _KNOWN.life(name) == (1, 1)]:
-        yield f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August 2026 refuses them."
+        yield (
+            f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August"
+            " 2026 refuses them."
+        )
     yield "the learning-rate schedule advances with every optimizer step."
 
 
@@ -334,7 +376,9 @@ def _devices(model: str) -> Side[SkyRLJob]:
 
 
 def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules that Megatron's sizes divide a model's devices, and that there is at least one replica."""
+    """Return the rules that Megatron's sizes divide a model's devices, and that there
+    is at least one replica.
+    """
     per_node = DEVICES[model][0]
     has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (SEQUENCE[model], per_node), _devices(model),
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
@@ -351,7 +395,9 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
 
 
 def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules of the mini batch of the policy or the critic. Each applies if those before it hold."""
+    """Return the rules of the mini batch of the policy or the critic. Each applies if
+    those before it hold.
+    """
     key = f"trainer.{name}_mini_batch_size"
 
     def samples(job: SkyRLJob) -> Term:
@@ -360,14 +406,16 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
     def share(job: SkyRLJob) -> Term:
         size, replicas = job.trained[name].share, job.trained[name].replicas
         return Term(
-            f"{samples(job).text} // {replicas:,} replicas = {size:,} samples per replica",
+            f"{samples(job).text} // {replicas:,} replicas = {size:,} samples per"
+            " replica",
             size,
         )
 
     def step_share(job: SkyRLJob) -> Term:
         size = job.samples // job.trained[name].replicas
         return Term(
-            f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas = {size:,} samples",
+            f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas ="
+            f" {size:,} samples",
             size,
         )
 
@@ -383,14 +431,18 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
 
 
 def _colocated(model: str) -> Rule[SkyRLJob]:
-    """Return the rule that models on shared devices have equally many; it applies only if the file says how many."""
+    """Return the rule that models on shared devices have equally many; it applies only
+    if the file says how many.
+    """
     return equal(f"skyrl.colocated_{model}_devices", DEVICES[model], _devices(model), _devices("policy"),
         when=lambda job: model in job.models and job[COLOCATE] and bool(job.settings.given & set(DEVICES[model])),
         note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
 
 
 def _shares_devices(key: str) -> Rule[SkyRLJob]:
-    """Return the rule that a policy and a reference on the same devices have equally many nodes, and devices per node."""
+    """Return the rule that a policy and a reference on the same devices have equally
+    many nodes, and devices per node.
+    """
     own = key.replace("policy_", "ref_")
     return equal(f"skyrl.colocated_{own.rpartition('.')[2]}", (own, key, COLOCATE_REF), own, key,
         when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF], note=f" with {COLOCATE_REF}")  # fmt: skip

@@ -1,4 +1,5 @@
-"""trlX: keys, numbers and rules, those of its check and those that only the run finds, with Accelerate.
+"""trlX: keys, numbers and rules, those of its check and those that only the run finds,
+with Accelerate.
 
 Sizes count samples of one process.
 """
@@ -73,7 +74,9 @@ KEYS = {
 
 
 def read_words(command: Command) -> dict[str, Located]:
-    """Return the keys of the JSON argument of a trlX script, and Accelerate's processes."""
+    """Return the keys of the JSON argument of a trlX script, and Accelerate's
+    processes.
+    """
     located: dict[str, Located] = {}
     for word in command.words:
         if word.startswith("{"):
@@ -93,18 +96,24 @@ LAUNCH = Launch(
     system="trlX",
     program=re.compile(r"accelerate launch|trlx|\b(?:ppo|ilql|sft)_\w+\.py"),
     others=re.compile(r"\b(?:rft|nemo)_\w+\.py"),
-    example="accelerate launch --num_processes 8 ppo_sentiments.py '{\"train.batch_size\": 32}'",
+    example=(
+        'accelerate launch --num_processes 8 ppo_sentiments.py \'{"train.batch_size":'
+        " 32}'"
+    ),
     entries=KEYS,
     groups=("model", "optimizer", "scheduler", "tokenizer"),
     read=read_words,
 )
 MAX_LISTED = 10_000
-# Defaults of the library's three ready-made configurations; PPO is what a file without a method has.
+# Defaults of the library's three ready-made configurations; PPO is what a file without
+# a method has.
 BATCH_SIZES: Mapping[str, int] = {"ilql": 128, "sft": 8, "ppo": 32}
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source; a program has a configuration of its own, of which a command sets a part."""
+    """Read a source; a program has a configuration of its own, of which a command sets
+    a part.
+    """
 
     def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
         program = "" if reading.command is None else program_of(reading.command)
@@ -120,7 +129,10 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             if program.rpartition("/")[2].startswith(name)
         )
         trainer = f"Accelerate{next(own, 'ppo').upper()}Trainer"
-        note = f"{program}.py may set {', '.join(unset)} itself; it is not read, and trlX's ready-made sizes are taken."
+        note = (
+            f"{program}.py may set {', '.join(unset)} itself; it is not read, and"
+            " trlX's ready-made sizes are taken."
+        )
         return Version(
             defaults={"train.trainer": trainer},
             notes=[note] if program and unset else [],
@@ -130,7 +142,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
 
 class TrlxJob(RolloutJob):
-    """A trlX file's numbers, by its own formulas (trainer/accelerate_base_trainer.py)."""
+    """A trlX file's numbers, by its own formulas
+    (trainer/accelerate_base_trainer.py).
+    """
 
     version = "trlX of January 2024 (3340c2f), its last"
 
@@ -142,11 +156,15 @@ class TrlxJob(RolloutJob):
             or "rft" in text
             or any("megatron_cfg" in name for name in settings.others)
         ):
-            said = f"train.trainer={self['train.trainer']}, method.name={self['method.name']}: the rules of trlX cover"
+            said = (
+                f"train.trainer={self['train.trainer']},"
+                f" method.name={self['method.name']}: the rules of trlX cover"
+            )
             raise ConfigError(
                 f"{said} PPO, ILQL and SFT with Accelerate", key="train.trainer"
             )
-        # PPO collects samples from the model before it trains; the others train on given ones.
+        # PPO collects samples from the model before it trains; the others train on
+        # given ones.
         self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
         self.ppo = self.method == "ppo"
         # Sizes of one process.
@@ -168,14 +186,16 @@ class TrlxJob(RolloutJob):
         )
         if not self.usable:
             return
-        # Passes of an optimizer step, and of the first, which is short if fewer samples than a batch are collected.
+        # Passes of an optimizer step, and of the first, which is short if fewer samples
+        # than a batch are collected.
         self.passes: int = self.batch // self.micro
         self.first_passes = self.passes
         self.global_batch = self.batch * self.replicas
         if not self.ppo:
             return
-        # What PPO collects before it trains: whole chunks until there are enough samples. A single process meets a short chunk
-        # at the end of each pass over the prompts. With several, Accelerate completes it from the beginning.
+        # What PPO collects before it trains: whole chunks until there are enough
+        # samples. A single process meets a short chunk at the end of each pass over the
+        # prompts. With several, Accelerate completes it from the beginning.
         self.chunk: int = self[CHUNK]
         self.prompts_per_pass: int | None = (
             None if self.replicas > 1 else self["num_prompts"]
@@ -212,7 +232,9 @@ class TrlxJob(RolloutJob):
         self.first_passes = -(-min(self.batch, self.collected) // self.micro)
 
     def num_mini_batches(self, _: TrainedModel) -> int:
-        """Return the updates of a pass over a round's samples; the last one may be short."""
+        """Return the updates of a pass over a round's samples; the last one may be
+        short.
+        """
         return self.mini_batches
 
     def summary(self) -> str:
@@ -224,7 +246,10 @@ class TrlxJob(RolloutJob):
         collected = (
             f"{times(processes, self.collected)} = {counted(self.samples, 'sample')}"
         )
-        return f"{collected}; {counted(self.updates(self.policy), 'optimizer step')} of {self.global_batch:,}; {step}"
+        return (
+            f"{collected}; {counted(self.updates(self.policy), 'optimizer step')} of"
+            f" {self.global_batch:,}; {step}"
+        )
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -243,11 +268,13 @@ class TrlxJob(RolloutJob):
             "mini_batches": self.mini_batches,
             "optimizer_steps": self.updates(self.policy),
             "total_optimizer_steps": self.planned_steps,
-            # Without evaluation prompts of its own, trlX takes a global batch of the training prompts.
+            # Without evaluation prompts of its own, trlX takes a global batch of the
+            # training prompts.
             "eval_prompts": min(filter(None, [self.global_batch, self["num_prompts"]])),
         }
         if self.num_chunks <= MAX_LISTED:
-            # The prompts of each generate call, in order; a single process's last one of a pass over the prompts is short.
+            # The prompts of each generate call, in order; a single process's last one
+            # of a pass over the prompts is short.
             full, rest = divmod(self.prompts_per_pass or self.collected, self.chunk)
             one_pass = [self.chunk] * min(full, self.num_chunks) + (
                 [rest] if rest else []
@@ -270,27 +297,42 @@ class TrlxJob(RolloutJob):
 
 
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
-    averaged = "each collects samples of its own and trains on them; gradients are averaged over them"
+    averaged = (
+        "each collects samples of its own and trains on them; gradients are averaged"
+        " over them"
+    )
     yield counted(job.replicas, "process"), averaged
     batch = (
         TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)"
     )
     yield (
         batch,
-        f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step",
+        (
+            f"samples per process: {counted(job.global_batch, 'sample')} per optimizer"
+            " step"
+        ),
     )
     yield (
         MICRO,
-        f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step",
+        (
+            f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per"
+            " process and optimizer step"
+        ),
     )
     if not job.ppo:
         return
     more = f", {job.over:,} more than requested" if job.over else ""
-    collected = f"{counted(job.collected, 'sample')} are collected{more}, {job.samples:,} in total"
+    collected = (
+        f"{counted(job.collected, 'sample')} are collected{more}, {job.samples:,} in"
+        " total"
+    )
     yield ROLLOUTS, f"at least this many per process: {collected}"
     yield (
         CHUNK,
-        f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process",
+        (
+            f"{counted(job.num_chunks, 'generate call')} of"
+            f" {counted(job.chunk, 'prompt')} per process"
+        ),
     )
     steps = f"{counted(job.updates(job.policy), 'optimizer step')} per round"
     yield (
@@ -306,38 +348,70 @@ def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     yield both, f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run"
     yield (
         "",
-        f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones",
+        (
+            f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there"
+            " are fewer or separate ones"
+        ),
     )
 
 
 def _notes(job: TrlxJob) -> Iterator[str]:
-    yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has {counted(job.replicas, 'process')}."
+    yield (
+        f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has"
+        f" {counted(job.replicas, 'process')}."
+    )
     if job.passes > 1:
-        summed = f"gradients are summed over the {job.passes:,} passes, not averaged: {job.passes:,} times those of one pass"
-        yield f"{summed}. Adam hides it; gradient clipping, epsilon and plain SGD do not."
+        summed = (
+            f"gradients are summed over the {job.passes:,} passes, not averaged:"
+            f" {job.passes:,} times those of one pass"
+        )
+        yield (
+            f"{summed}. Adam hides it; gradient clipping, epsilon and plain SGD do not."
+        )
         ends = (
             "each pass ends"
             if job["deepspeed"]
             else "(deepspeed=true) each pass would end"
         )
-        steps = f"{job.passes:,} optimizer steps of {counted(job.micro * job.replicas, 'sample')}"
+        steps = (
+            f"{job.passes:,} optimizer steps of"
+            f" {counted(job.micro * job.replicas, 'sample')}"
+        )
         yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
     if job[MICRO] == 0:
         yield f"{MICRO}=0 is the same as null."
     if not job.ppo:
-        yield f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size and ppo_epochs have no effect."
+        yield (
+            f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size"
+            " and ppo_epochs have no effect."
+        )
         return
     if job.over:
-        yield f"{job.over:,} more samples are collected than requested: full chunks, until there are enough."
+        yield (
+            f"{job.over:,} more samples are collected than requested: full chunks,"
+            " until there are enough."
+        )
     if job.last_batch < job.batch:
         size = f"{job.last_batch:,} of {job.batch:,} samples"
-        yield f"the last mini batch of each pass has {size} and the same weight as others."
+        yield (
+            f"the last mini batch of each pass has {size} and the same weight as"
+            " others."
+        )
     num_prompts = job["num_prompts"]
     if num_prompts is None:
-        yield "the size of the prompt set is unknown (give num_prompts=N): every chunk is assumed to be full."
+        yield (
+            "the size of the prompt set is unknown (give num_prompts=N): every chunk is"
+            " assumed to be full."
+        )
     elif job.replicas == 1 and num_prompts % job[CHUNK]:
-        ends = f"every pass over the {num_prompts:,} prompts ends with a chunk of {num_prompts % job[CHUNK]:,}"
-        other = "may collect a different number of samples than the first, from which trlX computes the planned steps"
+        ends = (
+            f"every pass over the {num_prompts:,} prompts ends with a chunk of"
+            f" {num_prompts % job[CHUNK]:,}"
+        )
+        other = (
+            "may collect a different number of samples than the first, from which trlX"
+            " computes the planned steps"
+        )
         yield f"{ends}, so later rounds {other}."
 
 

@@ -1,4 +1,6 @@
-"""The result of checking another system's file: the verdict, and everything that explains it."""
+"""The result of checking another system's file: the verdict, and everything that
+explains it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ class Violation:
     nearest: tuple[
         Any, ...
     ] = ()  # legal values of the first key near the given one, smallest first
-    found_by: FoundBy = "validator"  # that system's own check, before the run; or only the run, which fails
+    # that system's own check, before the run; or only the run, which fails
+    found_by: FoundBy = "validator"
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """One line of the table "what the file says / what it means"."""
 
-    says: str  # a setting, such as `trainer.policy_mini_batch_size = 256`; empty for a consequence of several
+    # a setting, such as `trainer.policy_mini_batch_size = 256`; empty for a consequence
+    # of several
+    says: str
     means: str  # such as `1,280 samples per optimizer step`
 
 
@@ -64,7 +69,8 @@ class Verdict:
         None  # of a ramp, as in `rampup plan --json`
     )
     meanings: tuple[Meaning, ...] = ()  # the explanation for people
-    plan: Any = None  # rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built
+    # rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built
+    plan: Any = None
     conversion: Conversion | None = (
         None  # the same run in rampup's keys; None for systems that have no counterpart
     )
@@ -119,7 +125,9 @@ class Term(NamedTuple):
 
 
 def product(factors: Mapping[str, int], noun: str = "") -> Term:
-    """Return a product with its arithmetic: `prompts * responses = 4 * 8 = 32 samples`."""
+    """Return a product with its arithmetic: `prompts * responses = 4 * 8 = 32
+    samples`.
+    """
     number = math.prod(factors.values())
     values = " * ".join(f"{factor:,}" for factor in factors.values())
     return Term(
@@ -135,7 +143,9 @@ def times(*factors: object) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 prompt`, `1,024 mini batches`, `0 passes`, `2 copies`."""
+    """Return a number with its noun: `1 prompt`, `1,024 mini batches`, `0 passes`, `2
+    copies`.
+    """
     if number == 1:
         return f"1 {noun}"
     if noun.endswith("py"):
@@ -144,8 +154,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def rounded_down(devices: str, size: int, system: str, replicas: int) -> str:
-    """Return the note, without its end, on devices that are not a multiple of the `size` that share a sample."""
+    """Return the note, without its end, on devices that are not a multiple of the
+    `size` that share a sample.
+    """
     return (
-        f"{devices} are not a multiple of the {size:,} that share a sample: {system} counts {counted(replicas, 'replica')}, "
-        "rounded down"
+        f"{devices} are not a multiple of the {size:,} that share a sample: {system}"
+        f" counts {counted(replicas, 'replica')}, rounded down"
     )

@@ -1,7 +1,8 @@
-"""veRL: its versions, its keys, its numbers by its own formulas, its words, and its rules.
+"""veRL: its versions, its keys, its numbers by its own formulas, its words, and its
+rules.
 
-Batch and mini batch count prompts; sizes per gpu count samples of one data-parallel replica. Sources: veRL `trainer/ppo`,
-`workers/engine_workers.py`.
+Batch and mini batch count prompts; sizes per gpu count samples of one data-parallel
+replica. Sources: veRL `trainer/ppo`, `workers/engine_workers.py`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ MINIS = {
 }
 MINI, CRITIC_MINI = MINIS.values()
 BUDGET, EPOCHS = (f"{ACTOR}.ppo_{name}" for name in ("max_token_len_per_gpu", "epochs"))
-# The kinds of passes, and of each: the key of its samples and replica, the deprecated one of the whole job, and whether it is
-# filled by tokens instead (null = as the actor's).
+# The kinds of passes, and of each: the key of its samples and replica, the deprecated
+# one of the whole job, and whether it is filled by tokens instead (null = as the
+# actor's).
 _PASSES = {
     "actor": f"{ACTOR}.ppo_",
     "rollout": f"{ROLLOUT}.log_prob_",
@@ -116,7 +118,8 @@ TORCHTITAN_SIZES = (
     "context_parallel_size",
 )
 TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
-# The sizes that multiply to the devices that share a sample, by backend; with FSDP it is a sequence's.
+# The sizes that multiply to the devices that share a sample, by backend; with FSDP it
+# is a sequence's.
 MODEL_SIZES = {
     "megatron": MEGATRON_SIZES,
     "torchtitan": TORCHTITAN_SIZES,
@@ -222,7 +225,8 @@ KEYS: dict[str, Entry] = {
     WORD: entry(VERSIONS[-1], "the version of veRL", kind="text", choices=VERSIONS),
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
-# The sizes that veRL's base files set, where they differ from its defaults, as of August 2026.
+# The sizes that veRL's base files set, where they differ from its defaults, as of
+# August 2026.
 _DP: dict[str, Any] = {"model_engine": "dp"}
 _MEGATRON: dict[str, Any] = {PARENT: "ppo_megatron_trainer"}
 _OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
@@ -297,8 +301,9 @@ LAUNCH = Launch(
     programs=PROGRAMS,
     keys="verl",
     repeats=(
-        "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt, and a mini batch counts the rows: give "
-        "data.train_batch_size as many times as large"
+        "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt,"
+        " and a mini batch counts the rows: give data.train_batch_size as many times as"
+        " large"
     ),
 )
 
@@ -343,7 +348,9 @@ _Evidence = tuple[
 
 
 def old_defaults(version: int) -> dict[str, Any]:
-    """Return the sizes that a version has by default, where they differ from those of 0.9."""
+    """Return the sizes that a version has by default, where they differ from those of
+    0.9.
+    """
     return {key: value for key, (last, value) in _UNTIL.items() if version <= last}
 
 
@@ -353,13 +360,18 @@ def _stated_version(text: str) -> int:
         return NEWEST
     match = _NUMBER.fullmatch(text)
     if match is None or match[1] != "0" or f"0.{match[2]}" not in VERSIONS:
-        said = f"{WORD}={text} must be one of {', '.join(VERSIONS)}; {VERSIONS[-1]} or head is that of August 2026"
+        said = (
+            f"{WORD}={text} must be one of {', '.join(VERSIONS)}; {VERSIONS[-1]} or"
+            " head is that of August 2026"
+        )
         raise ConfigError(said, key=WORD, nearest=VERSIONS)
     return int(match[2])
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source as Hydra does, by the rules of its version, which the user states of a program that is not veRL's."""
+    """Read a source as Hydra does, by the rules of its version, which the user states
+    of a program that is not veRL's.
+    """
     stated = [
         setting.partition("=")[2]
         for setting in overrides
@@ -383,16 +395,23 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             []
             if is_default
             else [
-                f"the rules are those of veRL {name}: {why}. {WORD}=... chooses another."
+                f"the rules are those of veRL {name}: {why}. {WORD}=... chooses"
+                " another."
             ]
         )
         command = reading.command
         if is_fork := command is not None and not _PROGRAMS.fullmatch(
             program_of(command)
         ):
-            said = f"this starts {program_of(command)}, a trainer of a fork: its rules may differ from those of veRL"
+            said = (
+                f"this starts {program_of(command)}, a trainer of a fork: its rules may"
+                " differ from those of veRL"
+            )
             if not stated:
-                said = f"unknown, a fork: {said}. If it follows them, say which: {WORD}={name}"
+                said = (
+                    f"unknown, a fork: {said}. If it follows them, say which:"
+                    f" {WORD}={name}"
+                )
                 raise ConfigError(
                     said, key=WORD, path=command.path, line=command.line or None
                 )
@@ -409,21 +428,27 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
 
 def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
-    """Return the version of a source: that of its version file, a pin, its base file, or what its keys fit."""
+    """Return the version of a source: that of its version file, a pin, its base file,
+    or what its keys fit.
+    """
     known = load_known_keys("verl")
     required = [key for key in looked_up(reading, beside) if known.life(key)]
     added = sorted(reading.written("+"))
-    # For each version the keys that it has not, and those that `+` adds although it has them.
+    # For each version the keys that it has not, and those that `+` adds although it has
+    # them.
     misfits = {
-        version: [key for key in required if not known.has(key, version)]
-        + [f"+{key}" for key in added if known.has(key, version)]
+        version: (
+            [key for key in required if not known.has(key, version)]
+            + [f"+{key}" for key in added if known.has(key, version)]
+        )
         for version in range(1, NEWEST + 1)
     }
     if file := next(_statements(reading.path), None):
         possible, why = file
-        return sorted(
-            possible, key=lambda version: (len(misfits[version]), -version)
-        ), why
+        return (
+            sorted(possible, key=lambda version: (len(misfits[version]), -version)),
+            why,
+        )
     leaves = beside or (reading.leaves if reading.command is None else {})
     own = {known.name(key) for key in leaves}
     if len(own) >= _MANY:
@@ -434,7 +459,10 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence
         )
         return (
             [best],
-            f"{_short(Path(next(iter(leaves.values())).path or ''))} has the keys of that version",
+            (
+                f"{_short(Path(next(iter(leaves.values())).path or ''))} has the keys"
+                " of that version"
+            ),
         )
     versions, why = [*misfits], ""
     given = {key for key, place in reading.leaves.items() if place.value is not None}
@@ -481,7 +509,9 @@ def _statements(path: str) -> Iterator[_Evidence]:
 
 
 def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
-    """Return what a version file may mean: until 0.5 its `.dev` came after a release, since 0.6 before one."""
+    """Return what a version file may mean: until 0.5 its `.dev` came after a release,
+    since 0.6 before one.
+    """
     if major > 0 or minor > NEWEST:
         return [NEWEST]
     if minor <= 1:  # unchanged until February 2025, when most of 0.2 was there
@@ -538,7 +568,8 @@ class VerlJob(RolloutJob):
             for name in settings.others
         ):
             raise ConfigError(
-                "the recipe gkd has a trainer of its own, which the rules of veRL do not cover",
+                "the recipe gkd has a trainer of its own, which the rules of veRL do"
+                " not cover",
                 key="teacher",
             )
         self.era = VERSIONS.index(self[WORD]) + 1  # the version, counted from 0.1
@@ -547,7 +578,8 @@ class VerlJob(RolloutJob):
             if self.era == NEWEST
             else f"veRL {self[WORD]}"
         )
-        # Whether passes are filled by tokens (dynamic) or by a fixed number of samples (static).
+        # Whether passes are filled by tokens (dynamic) or by a fixed number of samples
+        # (static).
         self.dynamic = {
             kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
         }
@@ -560,7 +592,8 @@ class VerlJob(RolloutJob):
 
     def _choose_trainer(self) -> None:
         """Decide which trainer and workers run, and which models."""
-        # Workers until 0.7, which read the whole job's micro sizes and whose last mini batch and pass may be smaller.
+        # Workers until 0.7, which read the whole job's micro sizes and whose last mini
+        # batch and pass may be smaller.
         self.old_workers = (
             self.era <= _LAST_OF_OLD_WORKERS
             and self["trainer.use_legacy_worker_impl"] != "disable"
@@ -578,8 +611,9 @@ class VerlJob(RolloutJob):
             *(["critic"] if self.has_critic else []),
             *(["ref"] if has_ref else []),
         )
-        # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
-        # Other trainers borrow some of its keys, such as partial_rollout.
+        # A file of the fully asynchronous trainer, which builds on the older one and
+        # does not call veRL's check. Other trainers borrow some of its keys, such as
+        # partial_rollout.
         given = any(self[key] is not None for key in (ASYNC_BATCHES, ASYNC_SYNC))
         self.fully_async = given or (
             self[TRAIN] == 0
@@ -598,17 +632,20 @@ class VerlJob(RolloutJob):
         self.has_agents = is_older and (
             self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async")
         )
-        # Whether the check looks at the samples of a step: none in 0.1, and since 0.6 only a static one.
+        # Whether the check looks at the samples of a step: none in 0.1, and since 0.6
+        # only a static one.
         self.checks_step = self.era >= 2 and (
             not self.dynamic["actor"] or self.era <= 5
         )
 
     def _choose_backends(self) -> None:
         """Decide the backend of each model."""
-        # That of the base files; None if the source has none, or chooses those of a model by `actor@...=`.
+        # That of the base files; None if the source has none, or chooses those of a
+        # model by `actor@...=`.
         grouped = any("@" in name for name in self.settings.others)
         self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
-        # Only FSDP's base files, or none, leave the backend to the strategy. The critic's default is then the actor's.
+        # Only FSDP's base files, or none, leave the backend to the strategy. The
+        # critic's default is then the actor's.
         chosen = [
             self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None
             for section in (ACTOR, "critic")
@@ -620,9 +657,13 @@ class VerlJob(RolloutJob):
             "ref": actor,
         }
         if self.era <= 3 and "megatron" in self.strategies.values():
-            said = f"the rules of veRL {self[WORD]} cover FSDP, not Megatron; {WORD}=0.4 or later covers both"
+            said = (
+                f"the rules of veRL {self[WORD]} cover FSDP, not Megatron; {WORD}=0.4"
+                " or later covers both"
+            )
             raise ConfigError(said, key=f"{ACTOR}.strategy")
-        # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
+        # Whether veRL's check, which reads the strategy alone, expects Megatron's
+        # sizes.
         self.checked_as_megatron = actor == "megatron" and self[
             f"{ACTOR}.strategy"
         ] in (None, "megatron")
@@ -631,7 +672,9 @@ class VerlJob(RolloutJob):
         )
 
     def _count_replicas(self) -> None:
-        """Count the devices that share one sample, and replicas; a number of devices that does not divide is rounded down."""
+        """Count the devices that share one sample, and replicas; a number of devices
+        that does not divide is rounded down.
+        """
         self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
         if (
@@ -645,7 +688,8 @@ class VerlJob(RolloutJob):
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
         self.model_sizes: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
-        # Since 0.8 the critic's deprecated key is read by the check alone. The older workers read no other.
+        # Since 0.8 the critic's deprecated key is read by the check alone. The older
+        # workers read no other.
         actor = self[OLD_SEQUENCE["actor"]]
         old = {"actor": actor, "critic": 1, "ref": self._or(OLD_SEQUENCE["ref"], actor)}
         if self.old_workers:
@@ -669,18 +713,21 @@ class VerlJob(RolloutJob):
     def _count_step(self) -> None:
         """Count the prompts and samples of a step, with padding."""
         self.samples_per_prompt: int = self[RESPONSES]
-        # The older trainer's data loader returns gen_batch_size prompts if that is set. DAPO's generates until train_batch_size
-        # prompts are left, and the asynchronous one waits for some mini batches.
+        # The older trainer's data loader returns gen_batch_size prompts if that is set.
+        # DAPO's generates until train_batch_size prompts are left, and the asynchronous
+        # one waits for some mini batches.
         self.prompts: int = (
             self[TRAIN] if self.v1 or self[FILTER] else self._or(GEN, self[TRAIN])
         )
         if self.fully_async:
             self.prompts = self._or(ASYNC_BATCHES, 1) * self[MINI]
-        # The newer trainer fetches prompts one by one where the number that it needs is not known before.
+        # The newer trainer fetches prompts one by one where the number that it needs is
+        # not known before.
         self.fetches_one = self.v1 and (
             self.mode != "sync" or self[FILTER] or self[REFILL]
         )
-        # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
+        # The check wants the samples of a step to be a multiple of this; None if it
+        # cannot compute it.
         self.minimal_batch: int | None = self.devices
         if self.checked_as_megatron:
             self.minimal_batch = (
@@ -689,7 +736,8 @@ class VerlJob(RolloutJob):
         self.longest: int = sum(
             self[key] for key in LENGTHS
         )  # tokens of the longest sequence
-        # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
+        # The newer trainer pads each part of a step to what all mini batches and
+        # replicas need (trainer_base.py).
         self.part_samples = self.samples // self.sync_step
         minis = [
             self[MINI],
@@ -709,14 +757,17 @@ class VerlJob(RolloutJob):
         ) * self.sync_step
 
     def _count_updates(self) -> None:
-        """Count what the actor and the critic train on in an update, and the actor's passes."""
+        """Count what the actor and the critic train on in an update, and the actor's
+        passes.
+        """
         # Tokens of a pass and replica: the budget of all devices that share a sequence.
         is_dynamic = self.dynamic["actor"]
         shares = self[f"{ACTOR}.megatron.context_parallel_size"]
         if self.strategies["actor"] != "megatron":
             shares = self.model_sizes["actor"]
         self.token_budget: int = self[BUDGET] * shares
-        # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
+        # Samples of a training pass and replica; None with a token budget, or if no key
+        # that is used sets it.
         self.micro = None if is_dynamic else self.pass_size("actor")
         # FSDP's workers of 0.2 have no loop over epochs.
         epochs = 1 if self.era == 2 else self[EPOCHS]
@@ -756,11 +807,14 @@ class VerlJob(RolloutJob):
                 if self.old_workers
                 else self.policy.share // self.micro
             )
-        # The data loader of fully asynchronous training gives prompts one by one: only the end of the run is dropped.
+        # The data loader of fully asynchronous training gives prompts one by one: only
+        # the end of the run is dropped.
         self.read_data(self["trainer.total_epochs"], joined=self.fully_async)
 
     def _train(self, name: str, mini_batch: int, **sizes: Any) -> None:
-        """Add a model that is trained. The older workers round its share of a mini batch down, and cut what there is."""
+        """Add a model that is trained. The older workers round its share of a mini
+        batch down, and cut what there is.
+        """
         replicas = self.replicas[name]
         # Until 0.3 the critic's mini batch counts samples.
         samples = (
@@ -780,7 +834,9 @@ class VerlJob(RolloutJob):
         )
 
     def pass_size(self, kind: str) -> int | None:
-        """Return the samples of a pass: the key of today, or what the older workers make of the whole job's size."""
+        """Return the samples of a pass: the key of today, or what the older workers
+        make of the whole job's size.
+        """
         own: int | None = self[MICROS[kind]]
         old: int | None = self[OLD_MICROS[kind]]
         return (
@@ -797,23 +853,30 @@ class VerlJob(RolloutJob):
         )
 
     def effective(self, key: str) -> Any:
-        """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
+        """Return the value that a key has in effect: the critic's mini batch follows
+        the actor's.
+        """
         return self._or(CRITIC_MINI, self[MINI]) if key == CRITIC_MINI else self[key]
 
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
 
     def foreign_strategy(self, key: str) -> str | None:
-        """Return a model's strategy if its configuration class, that of `model_engine`, is made for another backend."""
+        """Return a model's strategy if its configuration class, that of `model_engine`,
+        is made for another backend.
+        """
         given: str | None = self[key]
         if given is None or self.engine is None or given.startswith(self.engine):
             return None
-        # FSDP's engine is chosen by the strategy; of the actor's, these two are looked up by name (engine_workers.py).
+        # FSDP's engine is chosen by the strategy; of the actor's, these two are looked
+        # up by name (engine_workers.py).
         looked_up = given in ("megatron", "veomni") and key.startswith(ACTOR)
         return given if self.engine == "fsdp" or looked_up else None
 
     def foreign_keys(self) -> list[str]:
-        """Return the keys of backends that are not those of the base files, of models that take part."""
+        """Return the keys of backends that are not those of the base files, of models
+        that take part.
+        """
         if self.engine is None:
             return []
         sections = [name for name in MODEL_SIZES if name != self.engine]
@@ -850,7 +913,9 @@ class VerlJob(RolloutJob):
         return VerlJob(dataclasses.replace(self.settings, values=values))
 
     def _product(self, model: str, names: Iterable[str]) -> int:
-        """Return the product of sizes of a model's backend; an unset one is the actor's."""
+        """Return the product of sizes of a model's backend; an unset one is the
+        actor's.
+        """
         strategy = self.strategies[model]
         return math.prod(
             self._or(
@@ -861,7 +926,9 @@ class VerlJob(RolloutJob):
         )
 
     def num_mini_batches(self, model: TrainedModel) -> int:
-        """Return the updates of a pass over a step's samples, with those of the padding."""
+        """Return the updates of a pass over a step's samples, with those of the
+        padding.
+        """
         if self.old_workers:
             return -(-self.step_share(model.name) // max(model.share, 1))
         return self.padded_part_samples // model.mini_samples * self.sync_step
@@ -885,36 +952,54 @@ class VerlJob(RolloutJob):
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     actor, share = job.policy, job.step_share()
-    prompts = f"{MINI} * require_batches = {actor.mini_batch:,} * {job.num_mini_batches(actor):,}"
+    prompts = (
+        f"{MINI} * require_batches = {actor.mini_batch:,} *"
+        f" {job.num_mini_batches(actor):,}"
+    )
     if not job.fully_async:
         prompts = TRAIN if job.prompts == job[TRAIN] else GEN
     yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
     size = (
         f"{job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})"
     )
-    replicas = f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch"
+    replicas = (
+        f"{counted(actor.replicas, 'replica')}; each has"
+        f" {counted(actor.share, 'sample')} of a mini batch"
+    )
     yield f"{counted(job.devices, 'device')} / {size}", replicas
     if job.dynamic["actor"]:
         yield (
             BUDGET,
-            f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}",
+            (
+                f"about {job.token_budget:,} tokens per replica and pass:"
+                f" {job.passes_text}"
+            ),
         )
     else:
         yield (
             MICRO,
-            f"samples per replica (not per device): {job.passes_text} per optimizer step",
+            (
+                f"samples per replica (not per device): {job.passes_text} per optimizer"
+                " step"
+            ),
         )
         passes = (
             counted(-(-share // job[LOG_PROB]), "pass") if job[LOG_PROB] else "not set"
         )
         yield (
             LOG_PROB,
-            f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}",
+            (
+                f"samples per replica in log-probability passes: {passes} over"
+                f" {counted(share, 'sample')}"
+            ),
         )
     if job.padded_samples:
         yield (
             "",
-            f"{counted(job.padded_samples, 'short artificial sample')} added to each step",
+            (
+                f"{counted(job.padded_samples, 'short artificial sample')} added to"
+                " each step"
+            ),
         )
     if (
         ROLLOUT_SIZES[0] in job.settings.given
@@ -922,7 +1007,10 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     ):
         yield (
             ROLLOUT_SIZES[0],
-            f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that generate",
+            (
+                f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that"
+                " generate"
+            ),
         )
     if job.strategies["actor"].startswith("fsdp") and 0 < job[FSDP_SIZE] < job.devices:
         copies = counted(job.devices // job[FSDP_SIZE], "copy")
@@ -957,7 +1045,10 @@ def _other_versions(job: VerlJob) -> Iterator[str]:
         said = "; ".join(
             f"{', '.join(versions)}: {text}" for text, versions in groups.items()
         )
-        yield f"the source fits other versions of veRL, which decide otherwise ({said}); {WORD}=... chooses one."
+        yield (
+            f"the source fits other versions of veRL, which decide otherwise ({said});"
+            f" {WORD}=... chooses one."
+        )
 
 
 def _notes(job: VerlJob) -> Iterator[str]:
@@ -970,41 +1061,91 @@ def _notes(job: VerlJob) -> Iterator[str]:
         rest = job.step_share() % max(job.mini_shares["actor"], 1)
         if rest and job.step_share() > job.mini_shares["actor"]:
             last = rest * job.policy.replicas
-            yield f"the last update of a step has {last:,} samples instead of {job.policy.mini_samples:,}."
+            yield (
+                f"the last update of a step has {last:,} samples instead of"
+                f" {job.policy.mini_samples:,}."
+            )
         elif job.step_share() < job.mini_shares["actor"]:
-            yield f"{MINI} is more than there is: a step's {counted(job.samples, 'sample')} are one update."
+            yield (
+                f"{MINI} is more than there is: a step's"
+                f" {counted(job.samples, 'sample')} are one update."
+            )
         if job.era == 2 and job[EPOCHS] > 1:
             yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
         if job.era == 2 and 0 < job[FSDP_SIZE] < job.devices:
-            yield f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its batches are larger than here."
-    yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
+            yield (
+                f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its"
+                " batches are larger than here."
+            )
+    yield (
+        f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples"
+        " of one data-parallel replica."
+    )
     if job.fully_async:
-        taken = f"{ASYNC_BATCHES} = {counted(job.num_mini_batches(job.policy), 'mini batch')}"
-        weights = f"the generator gets new weights every {counted(job[ASYNC_SYNC] or 4, 'step')}"
+        taken = (
+            f"{ASYNC_BATCHES} ="
+            f" {counted(job.num_mini_batches(job.policy), 'mini batch')}"
+        )
+        weights = (
+            "the generator gets new weights every"
+            f" {counted(job[ASYNC_SYNC] or 4, 'step')}"
+        )
         queue = (
             f"a step takes {taken} from the queue of generated samples, and {weights}"
         )
-        yield f"fully asynchronous training, which does not call veRL's check: {queue}, so samples may be older than that."
+        yield (
+            f"fully asynchronous training, which does not call veRL's check: {queue},"
+            " so samples may be older than that."
+        )
     for model in job.models:
         if job.devices % job.model_sizes[model]:
             devices = f"the {model}'s {job.devices:,} devices"
-            yield f"{rounded_down(devices, job.model_sizes[model], 'veRL', job.replicas[model])}."
+            yield (
+                f"{rounded_down(devices, job.model_sizes[model], 'veRL', job.replicas[model])}."
+            )
     if job.sync_step > 1:
-        yield f"a step is trained on in {job.sync_step:,} parts of {counted(job.part_samples, 'sample')}."
+        yield (
+            f"a step is trained on in {job.sync_step:,} parts of"
+            f" {counted(job.part_samples, 'sample')}."
+        )
     if job.padded_samples:
-        padded = f"{counted(job.padded_samples, 'short artificial sample')} so that every mini batch is full"
+        padded = (
+            f"{counted(job.padded_samples, 'short artificial sample')} so that every"
+            " mini batch is full"
+        )
         loss = "the loss still divides by full mini batches"
-        yield f"the newer trainer adds {padded}; {loss}. trainer.use_v1=false fails instead."
+        yield (
+            f"the newer trainer adds {padded}; {loss}. trainer.use_v1=false fails"
+            " instead."
+        )
     if job.dynamic["actor"]:
-        yield "with a token budget veRL skips most of its checks of sizes and ignores micro batch sizes."
+        yield (
+            "with a token budget veRL skips most of its checks of sizes and ignores"
+            " micro batch sizes."
+        )
         if job.token_budget < job.longest:
-            budget = f"{BUDGET} * devices that share a sequence = {job.token_budget:,} tokens"
-            yield f"{budget} is less than the longest sequence, {job.longest:,}: the first such sequence stops the run."
+            budget = (
+                f"{BUDGET} * devices that share a sequence = {job.token_budget:,}"
+                " tokens"
+            )
+            yield (
+                f"{budget} is less than the longest sequence, {job.longest:,}: the"
+                " first such sequence stops the run."
+            )
     if job.critic is not None and not job.old_workers:
-        tokens = f"{CRITIC_BUDGET:,} of them, regardless of {MICROS['critic']} and {DYNAMICS['critic']}"
-        yield f"the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, {tokens}."
+        tokens = (
+            f"{CRITIC_BUDGET:,} of them, regardless of {MICROS['critic']} and"
+            f" {DYNAMICS['critic']}"
+        )
+        yield (
+            "the critic's micro sizes and token budget never reach its engine: it"
+            f" fills its passes by tokens, {tokens}."
+        )
         if job[OLD_SEQUENCE["critic"]] > 1:
-            yield f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's engine reads {SEQUENCE['critic']}."
+            yield (
+                f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's"
+                f" engine reads {SEQUENCE['critic']}."
+            )
     if job.critic is not None:
         if job.era <= 3:
             yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
@@ -1023,14 +1164,23 @@ def _notes(job: VerlJob) -> Iterator[str]:
     ):
         default = f"{ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default"
         devices = counted(job.rollout_devices, "device")
-        yield f"the file does not size the inference engines, and {default}, which does not divide {devices}."
+        yield (
+            f"the file does not size the inference engines, and {default}, which does"
+            f" not divide {devices}."
+        )
     strategy, key = job.strategies["actor"], f"{ACTOR}.strategy"
     if job[key] not in (None, strategy) and job.foreign_strategy(key) is None:
-        yield f"{key}={job[key]} is read by the check alone; the engine is {strategy}, by model_engine."
+        yield (
+            f"{key}={job[key]} is read by the check alone; the engine is {strategy}, by"
+            " model_engine."
+        )
     sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
     if sequence > 1 and not strategy.startswith("fsdp"):
         own = f"{ACTOR}.{strategy}.{'ulysses_parallel_size' if strategy == 'veomni' else 'context_parallel_size'}"
-        yield f"ulysses_sequence_parallel_size={sequence:,} has no effect with {strategy}; devices share a sequence by {own}."
+        yield (
+            f"ulysses_sequence_parallel_size={sequence:,} has no effect with"
+            f" {strategy}; devices share a sequence by {own}."
+        )
     if not job.fully_async:
         yield from dropped_prompts(job)
     generated = job[GEN]
@@ -1045,14 +1195,20 @@ def _notes(job: VerlJob) -> Iterator[str]:
         yield f"{why} sets {GEN} to 1, regardless of the file."
     elif job[FILTER] and not job.v1:
         kept = f"{TRAIN}={job[TRAIN]:,} of them have responses that are not all alike"
-        yield f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until {kept}; the rest are dropped."
+        yield (
+            f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until"
+            f" {kept}; the rest are dropped."
+        )
     elif (
         generated is not None
         and not job.v1
         and not job.fully_async
         and job.prompts != job[TRAIN]
     ):
-        yield f"with the older trainer a step has {GEN}={job.prompts:,} prompts, not {TRAIN}={job[TRAIN]:,}."
+        yield (
+            f"with the older trainer a step has {GEN}={job.prompts:,} prompts, not"
+            f" {TRAIN}={job[TRAIN]:,}."
+        )
     yield "the learning rate advances once per training step, not per optimizer step."
 
 
@@ -1073,7 +1229,9 @@ def _model_size(model: str) -> Side[VerlJob]:
 
 
 def _model_starts(model: str) -> Rules:
-    """Return the rules that a model has a replica, and Megatron full ones; the check tests only an actor that it reads so."""
+    """Return the rules that a model has a replica, and Megatron full ones; the check
+    tests only an actor that it reads so.
+    """
 
     def is_megatron(job: VerlJob) -> bool:
         return job.strategies[model] == "megatron"
@@ -1090,7 +1248,9 @@ def _model_starts(model: str) -> Rules:
 
 
 def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
-    """Return the rules that exactly one of a deprecated micro size and its successor is set."""
+    """Return the rules that exactly one of a deprecated micro size and its successor is
+    set.
+    """
     old, new = OLD_MICROS[kind], MICROS[kind]
 
     def follows(
@@ -1115,7 +1275,9 @@ def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
 
 
 def _checked_model(name: str) -> Rules:
-    """Return what the check asks of the actor or the critic. A deprecated micro size counts the samples of the whole job."""
+    """Return what the check asks of the actor or the critic. A deprecated micro size
+    counts the samples of the whole job.
+    """
     prefix = "" if name == "actor" else "critic_"
     micro, sequence, packing = (
         keys[name] for keys in (OLD_MICROS, OLD_SEQUENCE, PACKING)
@@ -1174,7 +1336,9 @@ def _minimal_batch(job: VerlJob) -> Term:
 
 
 def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
-    """Return the rule that a strategy is one of the engine's; the check finds only Megatron's, and with a static batch."""
+    """Return the rule that a strategy is one of the engine's; the check finds only
+    Megatron's, and with a static batch.
+    """
     key = f"{PREFIXES[name]}.strategy"
 
     def applies(job: VerlJob) -> bool:
@@ -1203,7 +1367,8 @@ _CHECK: Rules = apply_if(lambda job: not job.fully_async and job.era >= 2, [
         when=lambda job: job.checks_step),
     *_checked_model("actor"), *_checked_model("critic"),
 ])  # fmt: skip
-# The classes of veRL's settings check these, so they hold for every trainer that uses them.
+# The classes of veRL's settings check these, so they hold for every trainer that uses
+# them.
 _CHECK += [
     _strategy_fits("actor", checked=True),
     Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
@@ -1234,7 +1399,9 @@ def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
 
 
 def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
-    """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
+    """Return the rule against a deprecated key that passes the check, after which
+    nothing reads it.
+    """
     old, new = OLD_MICROS[kind], MICROS[kind]
     return Rule(name=f"verl.{kind}_micro_per_gpu_needed", keys=(new, old),
         when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None, message=lambda job: (
@@ -1266,14 +1433,18 @@ def _log_prob(kind: str) -> Rule[VerlJob]:
 
 
 def _equal_chunks(model: str) -> Rule[VerlJob]:
-    """Return the rule that samples divide over replicas; the newer trainer pads for the actor and the critic only."""
+    """Return the rule that samples divide over replicas; the newer trainer pads for the
+    actor and the critic only.
+    """
     return multiple(f"verl.samples_divide_over_{model}_replicas", (TRAIN, RESPONSES),
         ("{:,} samples", lambda job: job.padded_part_samples), _replicas(model), when=lambda job: model in job.models,
         note=": only equal chunks are dispatched")  # fmt: skip
 
 
 def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
-    """Return the rule that a whole job's size gives each replica a sample; the older workers divide it."""
+    """Return the rule that a whole job's size gives each replica a sample; the older
+    workers divide it.
+    """
     old = OLD_MICROS[kind]
     return at_least(f"verl.{kind}_old_micro_reaches_every_replica", (old,), old, _replicas(kind if kind in MINIS else "actor"),
         when=lambda job: (
@@ -1282,7 +1453,9 @@ def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
 
 
 def _old_worker(name: str) -> Rules:
-    """Return what the older workers ask of a mini batch, which they round down, and of a pass: to divide it, or to fit."""
+    """Return what the older workers ask of a mini batch, which they round down, and of
+    a pass: to divide it, or to fit.
+    """
 
     def size(job: VerlJob) -> int:  # 0 also if there is no mini batch
         return (job.pass_size(name) or 0) if job.mini_shares[name] > 0 else 0

@@ -1,10 +1,13 @@
-"""Gradient accumulation: the sum over the microbatches of a step, and `optax.MultiSteps` with a k that follows the ramp.
+"""Gradient accumulation: the sum over the microbatches of a step, and
+`optax.MultiSteps` with a k that follows the ramp.
 
-Each replica adds up the gradients of its rows in a loop whose bound is an argument, so one executable serves every number, and
-the replicas exchange the sums once, after it (see `rampup.engine.replicas`).
+Each replica adds up the gradients of its rows in a loop whose bound is an argument, so
+one executable serves every number, and the replicas exchange the sums once, after it
+(see `rampup.engine.replicas`).
 
-Shape suffixes: K microbatches in the buffer, R rows of one microbatch: in `sum_replica`, which `Replicas.run` runs, those of
-one replica, or of one device if the loss takes shards, and elsewhere all.
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch: in
+`sum_replica`, which `Replicas.run` runs, those of one replica, or of one device if the
+loss takes shards, and elsewhere all.
 """
 
 from __future__ import annotations
@@ -62,15 +65,20 @@ BACKWARD_RULES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AccumulatedLoss:
-    """The `SummableLoss` of a loss function: microbatches run one after the other on every replica.
+    """The `SummableLoss` of a loss function: microbatches run one after the other on
+    every replica.
 
     Attributes:
         loss_fn, batch_axes: see `rampup.train_step`.
-        param_shardings: None: `loss_fn` takes whole parameters and the rows of one replica, and the compiler partitions it over
-            fsdp and tensor. Shardings of the parameters: it takes the rows of one device and, along the axes of the rows, its
-            part of each parameter, and gathers what it needs with its own collectives.
-        reduction_dtype: type in which replicas exchange gradients; None = that of the sums.
-        accumulator_dtype: type in which gradients are summed over the microbatches; None = at least float32.
+        param_shardings: None: `loss_fn` takes whole parameters and the rows of one
+            replica, and the compiler partitions it over fsdp and tensor. Shardings of
+            the parameters: it takes the rows of one device and, along the axes of the
+            rows, its part of each parameter, and gathers what it needs with its own
+            collectives.
+        reduction_dtype: type in which replicas exchange gradients; None = that of the
+            sums.
+        accumulator_dtype: type in which gradients are summed over the microbatches;
+            None = at least float32.
     """
 
     loss_fn: LossFn
@@ -80,10 +88,15 @@ class AccumulatedLoss:
     accumulator_dtype: Any = None
 
     def check(self, mesh: Mesh, engine: str) -> None:
-        """Refuse pipeline stages, and a type of accumulators with `multi_steps`; see `SummableLoss`."""
+        """Refuse pipeline stages, and a type of accumulators with `multi_steps`; see
+        `SummableLoss`.
+        """
         if self.accumulator_dtype is not None and engine == "multi_steps":
             key = "gradient_accumulator_dtype"
-            problem = f"{key}={jnp.dtype(self.accumulator_dtype).name} needs gradient_accumulation=fused"
+            problem = (
+                f"{key}={jnp.dtype(self.accumulator_dtype).name} needs"
+                " gradient_accumulation=fused"
+            )
             raise ConfigError(
                 f"{problem}; optax.MultiSteps keeps the sums of multi_steps",
                 key=key,
@@ -91,7 +104,10 @@ class AccumulatedLoss:
             )
         stages = dict(mesh.shape).get(STAGE, 1)
         if stages > 1:
-            problem = f"the mesh has {stages} pipeline stages, so the loss must say what a stage does: give a PipelinedLoss"
+            problem = (
+                f"the mesh has {stages} pipeline stages, so the loss must say what a"
+                " stage does: give a PipelinedLoss"
+            )
             raise PipelineShapeError(
                 problem, key="ici_pipeline_parallelism", nearest=(1,)
             )
@@ -110,8 +126,14 @@ class AccumulatedLoss:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         takes_whole = self.param_shardings is None
         if recipe.noise is not None and not takes_whole:
-            rule = "measure_gradient_noise=true needs a loss function that takes whole parameters"
-            why = "with parts that it gathers itself, the gradient of a microbatch is never in one place"
+            rule = (
+                "measure_gradient_noise=true needs a loss function that takes whole"
+                " parameters"
+            )
+            why = (
+                "with parts that it gathers itself, the gradient of a microbatch is"
+                " never in one place"
+            )
             raise ConfigError(
                 f"{rule}: {why}", key="measure_gradient_noise", nearest=(False,)
             )
@@ -123,7 +145,8 @@ class AccumulatedLoss:
             and recipe.noise is None
             and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1
         ):
-            # Nothing to add up: differentiate the mean. To divide the gradient of a sum reads and writes all of it once more.
+            # Nothing to add up: differentiate the mean. To divide the gradient of a sum
+            # reads and writes all of it once more.
             args = (
                 *split_trained(params),
                 *take((batch_KR, keys_KR), 0),
@@ -135,14 +158,18 @@ class AccumulatedLoss:
                 with contextlib.suppress(NameError, ValueError):
                     mean_of = _loss_of(self.loss_fn, mesh, differentiates_mean=True)
                     traced, shapes = jax.make_jaxpr(mean_of, return_shape=True)(*args)
-                # A backward rule of the user's own need not be linear, and a narrow type may round 1 / weight to 0: they must
-                # see what they see in any other split.
+                # A backward rule of the user's own need not be linear, and a narrow
+                # type may round 1 / weight to 0: they must see what they see in any
+                # other split.
                 if (
                     traced is not None
                     and not contains(traced, BACKWARD_RULES)
                     and not _is_narrow(traced)
                 ):
-                    replayed = lambda *args: replay(traced, shapes, args)  # noqa: E731
+
+                    def replayed(*args: Any) -> Any:
+                        return replay(traced, shapes, args)
+
                     (_, sums), grads = jax.value_and_grad(replayed, has_aux=True)(*args)
                     grads = constrain_leaves(
                         jax.tree.map(as_summed, grads),
@@ -176,30 +203,39 @@ class AccumulatedLoss:
         has_one: bool = False,
         has_grads: bool = True,
     ) -> Callable[..., Sums]:
-        """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums over the first `number` microbatches.
+        """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums
+        over the first `number` microbatches.
 
-        With `has_one`, the buffer has one microbatch, which runs. Without `has_grads`, `recipe.mutable` is read and not
-        carried.
+        With `has_one`, the buffer has one microbatch, which runs. Without `has_grads`,
+        `recipe.mutable` is read and not carried.
         """
         axes = BatchAxes.of(mesh, self.batch_axes)
         takes_whole = self.param_shardings is None
         if not takes_whole:
             if is_scattered(param_shardings, axes):
-                problem = "shard_optimizer_over_data=true needs a loss function that takes whole parameters"
+                problem = (
+                    "shard_optimizer_over_data=true needs a loss function that takes"
+                    " whole parameters"
+                )
                 raise ConfigError(problem, key="shard_optimizer_over_data")
             if is_scattered(self.param_shardings, axes):
-                problem = f"`param_shardings` of the loss shard parameters over the replicas ({', '.join(axes.replica)})"
+                problem = (
+                    "`param_shardings` of the loss shard parameters over the replicas"
+                    f" ({', '.join(axes.replica)})"
+                )
                 raise ConfigError(
                     f"{problem}, which need them whole; shard them over fsdp",
                     key="param_shardings",
                 )
-        # A loss function that takes shards was written for the shardings `self.param_shardings`, and its gradients have those.
+        # A loss function that takes shards was written for the shardings
+        # `self.param_shardings`, and its gradients have those.
         shardings = (
             floating(param_shardings if takes_whole else self.param_shardings, params)
             if has_grads
             else None
         )
-        # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
+        # jit caches the trace: the loss function is traced once for the shapes of the
+        # sums and for the body of the loop.
         loss_of = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
         loss_of = jax.jit(
             jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of,
@@ -221,7 +257,10 @@ class AccumulatedLoss:
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
                 if recipe.noise and isinstance(sums.weight, tuple):
-                    problem = "measure_gradient_noise=true needs a loss with one weight, but this one has several parts"
+                    problem = (
+                        "measure_gradient_noise=true needs a loss with one weight, but"
+                        " this one has several parts"
+                    )
                     raise ConfigError(
                         problem, key="measure_gradient_noise", nearest=(False,)
                     )
@@ -277,16 +316,19 @@ class AccumulatedLoss:
             if has_one:
                 with jax.named_scope("microbatch"):
                     return reduce(sums_of(loss_of(*first, weights)), recipe)
-            # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
+            # The sums over no microbatch: zeros shaped as those over one, and `mutable`
+            # as it is, if it is carried.
             zeros = jax.tree.map(
                 lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None)
             )
-            # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
+            # Without the constraints, the compiler may replicate the carried gradients
+            # over fsdp and tensor.
             carried = recipe.mutable if has_grads else None
             zeros = zeros._replace(
                 grads=constrain_leaves(zeros.grads, shardings), mutable=carried
             )
-            # In an iteration, parameters and gradients cross fsdp but not data, unless the replicas run in the way `compiled`.
+            # In an iteration, parameters and gradients cross fsdp but not data, unless
+            # the replicas run in the way `compiled`.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
 
         return Replicas(
@@ -301,7 +343,9 @@ def summable(
     *,
     whole_batch: bool = False,
 ) -> SummableLoss:
-    """Return a loss as a `SummableLoss` with these batch axes, if they are given; with `whole_batch`, with no replicas."""
+    """Return a loss as a `SummableLoss` with these batch axes, if they are given; with
+    `whole_batch`, with no replicas.
+    """
     if whole_batch:
         batch_axes = BatchAxes.whole(mesh, batch_axes)
         problem = None
@@ -312,7 +356,10 @@ def summable(
                 "an AccumulatedLoss with `param_shardings` sees the rows of one device"
             )
         if problem:
-            rule = "whole_batch=True needs a loss function that takes whole parameters and all rows"
+            rule = (
+                "whole_batch=True needs a loss function that takes whole parameters and"
+                " all rows"
+            )
             raise ConfigError(
                 f"{rule}, but {problem}; give the function itself",
                 key="whole_batch",
@@ -324,12 +371,16 @@ def summable(
 
 
 def random_key(seed: int) -> jax.Array:
-    """Return a threefry key: with `rbg`, a row's random numbers depend on the rows that are drawn together with it."""
+    """Return a threefry key: with `rbg`, a row's random numbers depend on the rows that
+    are drawn together with it.
+    """
     return jax.random.key(seed, impl="threefry2x32")
 
 
 def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
-    """Return one random key per row, from a key `seed`, the optimizer step and the rows' indices (K, R) in the global batch."""
+    """Return one random key per row, from a key `seed`, the optimizer step and the
+    rows' indices (K, R) in the global batch.
+    """
     base = jax.random.fold_in(seed, step)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(base, row)))(rows_KR)
 
@@ -347,33 +398,45 @@ def accumulate(
     batch_axes: BatchAxes | None = None,
     whole_batch: bool = False,
 ) -> Sums:
-    """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
+    """Sum loss and gradients over microbatches, with one gradient reduction over the
+    data axis at the end.
 
-    For a jitted training step of your own: one executable serves any number of microbatches up to K. With
-    `chunk_size=max(plan.max_microbatches.values())`, `step_batches` yields batches whose `chunks[0]` is such a buffer. The
-    gradient for the optimizer is `sums.mean_grads(params)`.
+    For a jitted training step of your own: one executable serves any number of
+    microbatches up to K. With `chunk_size=max(plan.max_microbatches.values())`,
+    `step_batches` yields batches whose `chunks[0]` is such a buffer. The gradient for
+    the optimizer is `sums.mean_grads(params)`.
 
     Args:
-        loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the types in which gradients are summed and exchanged.
+        loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the types in which
+            gradients are summed and exchanged.
         params: the parameters, not sharded over the data axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
-        num_microbatches: how many of the K to use. If a traced number is not from 0 to K, loss, weight and mean are NaN.
-        keys_KR: a random key per row, as `rampup.engine.accumulate.per_row_keys` makes them. None: the loss gets None.
-        param_shardings: shardings of `params`, which the accumulators take; None leaves them to the compiler. If they name the
-            axes of the replicas, each replica gets its own part of the summed gradients.
-        mutable: state for `loss_fn` to carry, on each replica its own. At the end, floating-point leaves become their mean over
-            the replicas, and integers and booleans their maximum. Random keys must be the same on all replicas.
+        num_microbatches: how many of the K to use. If a traced number is not from 0 to
+            K, loss, weight and mean are NaN.
+        keys_KR: a random key per row, as `rampup.engine.accumulate.per_row_keys` makes
+            them. None: the loss gets None.
+        param_shardings: shardings of `params`, which the accumulators take; None leaves
+            them to the compiler. If they name the axes of the replicas, each replica
+            gets its own part of the summed gradients.
+        mutable: state for `loss_fn` to carry, on each replica its own. At the end,
+            floating-point leaves become their mean over the replicas, and integers and
+            booleans their maximum. Random keys must be the same on all replicas.
         mesh, batch_axes: see `train_step`.
-        whole_batch: the loss sees all rows of a step, and K is 1, as with the batches of `plan.with_whole_batches()`.
+        whole_batch: the loss sees all rows of a step, and K is 1, as with the batches
+            of `plan.with_whole_batches()`.
 
     Raises:
-        ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 with `whole_batch`.
+        ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 with
+            `whole_batch`.
     """
     loss: Any = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
     number = num_microbatches
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     if whole_batch and K != 1:
-        rule = f"whole_batch=True takes a buffer of one microbatch, which is the whole batch, but this one has room for {K}"
+        rule = (
+            "whole_batch=True takes a buffer of one microbatch, which is the whole"
+            f" batch, but this one has room for {K}"
+        )
         raise ConfigError(
             f"{rule}; make its batches with plan.with_whole_batches()",
             key="whole_batch",
@@ -383,7 +446,10 @@ def accumulate(
     if not is_traced and (
         not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K
     ):
-        problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"
+        problem = (
+            f"num_microbatches={number} must be a whole number from 0 to {K}, the"
+            " microbatches of the buffer"
+        )
         raise ConfigError(problem, key="num_microbatches", nearest=(K,))
     has_one = K == 1 and not is_traced and int(number) == 1
     shardings = jax.tree.map(
@@ -414,7 +480,8 @@ def accumulate(
     sums: Sums = call_with_auto_axes(call, mesh, args, results)
     if not is_traced:
         return sums
-    # JAX clamps an index beyond an array, so the last microbatch would be added several times.
+    # JAX clamps an index beyond an array, so the last microbatch would be added several
+    # times.
     is_valid = (number >= 0) & (number <= K)
     loss, weight = jax.tree.map(
         lambda x: jnp.where(is_valid, x, jnp.nan), (sums.loss, sums.weight)
@@ -429,15 +496,20 @@ def multi_steps(
     use_grad_mean: bool = True,
     should_skip_update_fn: None = None,
 ) -> optax.MultiSteps:
-    """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at every optimizer step.
+    """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at
+    every optimizer step.
 
-    For a training step of your own that calls the optimizer once per microbatch. Unlike with the engine `fused`, every
-    microbatch reduces its gradients over the data axis, runs the optimizer's arithmetic, and counts equally, however many
-    tokens it has. Write checkpoints between optimizer steps: one within an accumulation cannot be resumed with another k.
+    For a training step of your own that calls the optimizer once per microbatch. Unlike
+    with the engine `fused`, every microbatch reduces its gradients over the data axis,
+    runs the optimizer's arithmetic, and counts equally, however many tokens it has.
+    Write checkpoints between optimizer steps: one within an accumulation cannot be
+    resumed with another k.
 
     Raises:
-        RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which MultiSteps cannot count.
-        ConfigError: `should_skip_update_fn` is given, which would not count the microbatches that it skips.
+        RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which
+            MultiSteps cannot count.
+        ConfigError: `should_skip_update_fn` is given, which would not count the
+            microbatches that it skips.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -449,13 +521,16 @@ def multi_steps(
     """
     if should_skip_update_fn is not None:
         raise ConfigError(
-            "should_skip_update_fn makes optax.MultiSteps skip a microbatch without counting it, so all later optimizer steps "
-            "would straddle two batches of the plan; use train_step(..., skip_nonfinite=True), or zero the gradient yourself",
+            "should_skip_update_fn makes optax.MultiSteps skip a microbatch without"
+            " counting it, so all later optimizer steps would straddle two batches of"
+            " the plan; use train_step(..., skip_nonfinite=True), or zero the gradient"
+            " yourself",
             key="should_skip_update_fn",
         )
     if plan.ramp.ramp_steps >= 2**31:
         raise RampDefinitionError(
-            f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in int32"
+            f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in"
+            " int32"
         )
     start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
     num_microbatches = np.array(
@@ -472,7 +547,9 @@ def multi_steps(
 
 
 def _is_narrow(traced: Any) -> bool:
-    """Return whether a loss has a type narrower than float32, or any of its values one with a smaller range."""
+    """Return whether a loss has a type narrower than float32, or any of its values one
+    with a smaller range.
+    """
     has_small_range = any(
         info.minexp > jnp.finfo(jnp.float32).minexp for info in floating_types(traced)
     )
@@ -486,7 +563,9 @@ def _loss_of(
     differentiates_mean: bool = False,
     keeps_mutable: bool = True,
 ) -> Callable[..., tuple[Any, Sums]]:
-    """Return the function of one microbatch that returns what `Sums.grads` is the gradient of, or its mean, and the sums."""
+    """Return the function of one microbatch that returns what `Sums.grads` is the
+    gradient of, or its mean, and the sums.
+    """
 
     def loss_of(
         trained: Any,
@@ -509,7 +588,8 @@ def _loss_of(
         loss, weight, aux, carried = check_results(
             results, loss_fn, args, keeps_mutable=keeps_mutable
         )
-        # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
+        # The weight counts tokens; it is a constant of the gradient even if it was
+        # computed from the parameters.
         divisor = jax.tree.map(
             as_summed, jax.lax.stop_gradient(weight if weights is None else weights)
         )
@@ -535,7 +615,9 @@ def _weights(
     number: Any,
     shapes: tuple[Any, ...],
 ) -> Any:
-    """Return the weights of the parts over `number` microbatches: known before the gradients, one backward pass serves all."""
+    """Return the weights of the parts over `number` microbatches: known before the
+    gradients, one backward pass serves all.
+    """
     loss_of = jax.jit(_loss_of(loss_fn, mesh), inline=True)
 
     def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -549,7 +631,9 @@ def _weights(
 
 
 def take(tree: Any, i: Any) -> Any:
-    """Return entry i of every array along its first axis, such as microbatch i of arrays (K, R, ...)."""
+    """Return entry i of every array along its first axis, such as microbatch i of
+    arrays (K, R, ...).
+    """
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree
     )

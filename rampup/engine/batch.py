@@ -1,6 +1,8 @@
-"""One optimizer step's rows on the devices, in a buffer of the shape that the program takes.
+"""One optimizer step's rows on the devices, in a buffer of the shape that the program
+takes.
 
-Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch (data_parallel_size * microbatch_size).
+Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch
+(data_parallel_size * microbatch_size).
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
 MAX_CHUNKS = 8
-# A buffer of at most so many numbers is one chunk, and a larger one at most `MAX_CHUNKS`: half a megabyte in float32. Every
-# chunk is an array per leaf, and each array takes as much of the host's time as copying some hundred kilobytes of padding.
+# A buffer of at most so many numbers is one chunk, and a larger one at most
+# `MAX_CHUNKS`: half a megabyte in float32. Every chunk is an array per leaf, and each
+# array takes as much of the host's time as copying some hundred kilobytes of padding.
 MAX_WHOLE = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """The shape of a compiled step's input: chunks of microbatches, of which a step with few microbatches fills the first."""
+    """The shape of a compiled step's input: chunks of microbatches, of which a step
+    with few microbatches fills the first.
+    """
 
     num_rows: int  # R, of one microbatch (data_parallel_size * microbatch_size)
     chunk_size: int  # C, microbatches of one chunk
@@ -38,7 +43,9 @@ class BufferLayout:
 def layout_of(
     plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None
 ) -> BufferLayout:
-    """Return the layout for every step with the microbatch size of `split`, for rows of `row_size` numbers; see `MAX_WHOLE`."""
+    """Return the layout for every step with the microbatch size of `split`, for rows of
+    `row_size` numbers; see `MAX_WHOLE`.
+    """
     num_rows = split.data_parallel_size * split.microbatch_size
     most = plan.max_microbatches[split.microbatch_size]
     if chunk_size is None:
@@ -51,7 +58,9 @@ def layout_of(
 
 
 def row_size(rows: Any, num_axes: int = 0) -> int:
-    """Return how many numbers a row has, from arrays with `num_axes` axes before it. Not bytes, which differ on the devices."""
+    """Return how many numbers a row has, from arrays with `num_axes` axes before it.
+    Not bytes, which differ on the devices.
+    """
     return sum(math.prod(np.shape(x)[num_axes:]) for x in jax.tree.leaves(rows))
 
 
@@ -60,7 +69,8 @@ class Batch(NamedTuple):
 
     Attributes:
         position: step, samples before it, phase and split.
-        chunks: the filled chunks of the buffer: arrays (C, R, ...), rows sharded over the data and fsdp axes.
+        chunks: the filled chunks of the buffer: arrays (C, R, ...), rows sharded over
+            the data and fsdp axes.
         layout: the buffer's shape.
     """
 
@@ -70,8 +80,14 @@ class Batch(NamedTuple):
 
     def __repr__(self) -> str:
         # With the shape of a row, so that one sees batches that were given as rows.
-        samples = f"{self.position.split.global_batch_size:,} samples in microbatches of {self.layout.num_rows:,}"
-        return f"Batch(step={self.position.step}, {samples}, a row is {describe_tree(self.row)})"
+        samples = (
+            f"{self.position.split.global_batch_size:,} samples in microbatches of"
+            f" {self.layout.num_rows:,}"
+        )
+        return (
+            f"Batch(step={self.position.step}, {samples}, a row is"
+            f" {describe_tree(self.row)})"
+        )
 
     @property
     def row(self) -> Any:
@@ -96,7 +112,9 @@ def put_batch(
     chunk_size: int | None = None,
     name_row: Callable[[int], str] | None = None,
 ) -> Batch:
-    """Put the microbatches of this process, which must not change afterwards, on the devices as chunks, padded with zeros."""
+    """Put the microbatches of this process, which must not change afterwards, on the
+    devices as chunks, padded with zeros.
+    """
     leaves, structure = jax.tree.flatten(batch_nR)
     name_row = name_row or f"row {{:,}} of step {position.step:,}".format
     arrays = []
@@ -128,20 +146,25 @@ def in_microbatches(rows: Any, number: int) -> Any:
 
 
 def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray:
-    """Return an array in the type that it has on the devices, or refuse one that would not arrive as it is."""
+    """Return an array in the type that it has on the devices, or refuse one that would
+    not arrive as it is.
+    """
     shape, dtype = x_nR.shape[2:], x_nR.dtype
     if dtype.kind in "OSUMm" or dtype.names is not None:
         raise DataError(
-            f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of numbers, and encode texts"
+            f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of"
+            " numbers, and encode texts"
         )
     if 0 in shape:
         raise DataError(
-            f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it out of the rows"
+            f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it"
+            " out of the rows"
         )
     target = dtype if dtype.itemsize < 8 else jax.dtypes.canonicalize_dtype(dtype)
     if target == dtype:
         return x_nR
-    # Without x64, JAX would take the lower half of an integer of 64 bits, and infinity for a large number.
+    # Without x64, JAX would take the lower half of an integer of 64 bits, and infinity
+    # for a large number.
     with np.errstate(over="ignore"):
         narrow = x_nR.astype(target)
     lost = narrow != x_nR if dtype.kind in "iu" else ~np.isfinite(narrow)
@@ -150,7 +173,8 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
         row = name_row(int(place[0] * x_nR.shape[1] + place[1]))
         fix = "split" if dtype.kind in "iu" else "scale"
         raise DataError(
-            f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number, or set jax_enable_x64"
+            f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number,"
+            " or set jax_enable_x64"
         )
     return narrow
 
@@ -158,7 +182,9 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
 def _global_array(
     part_CR: np.ndarray, layout: BufferLayout, sharding: NamedSharding
 ) -> jax.Array:
-    """Return the global array (C, R, ...). This process has its rows `part_CR` (at most C, local rows, ...)."""
+    """Return the global array (C, R, ...). This process has its rows `part_CR` (at most
+    C, local rows, ...).
+    """
     missing, num_rows = layout.chunk_size - len(part_CR), layout.num_rows
     if missing:
         # Only the last chunk can be short, and the step's loop ends before the zeros.
@@ -170,7 +196,8 @@ def _global_array(
         return jax.make_array_from_callback(
             part_CR.shape, sharding, part_CR.__getitem__
         )
-    # Rows of other processes are missing here; a device of this process asks for a range of its own ones.
+    # Rows of other processes are missing here; a device of this process asks for a
+    # range of its own ones.
     local = process_rows(
         sharding.mesh,
         num_rows,
@@ -189,9 +216,12 @@ def _global_array(
 
 
 def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
-    """Return the step to stop before, by default the end of the plan, or refuse steps that the plan does not have."""
+    """Return the step to stop before, by default the end of the plan, or refuse steps
+    that the plan does not have.
+    """
     if start < 0 or (stop is not None and stop > plan.total_steps):
         raise DataError(
-            f"steps {start} to {stop} were requested, but the plan has the steps 0 to {plan.total_steps}"
+            f"steps {start} to {stop} were requested, but the plan has the steps 0 to"
+            f" {plan.total_steps}"
         )
     return plan.total_steps if stop is None else stop

@@ -1,14 +1,20 @@
-"""Whether a loss is a sum over rows: `check_loss` evaluates it on some rows together and on each of them alone.
+"""Whether a loss is a sum over rows: `check_loss` evaluates it on some rows together
+and on each of them alone.
 
-A sum over rows, each with its own random key, has the same loss, weight, aux and gradient in both ways. If one of them differs,
-further evaluations find out why:
+A sum over rows, each with its own random key, has the same loss, weight, aux and
+gradient in both ways. If one of them differs, further evaluations find out why:
 
-- the rows in another order, or with some of them exchanged: f(x) + f(y) = f(x with a row of y) + f(y with that row of x);
-- a row repeated: the mean of equal rows is that of one, a sum is several times as large, and a penalty is added once;
-- k copies of one row beside R - k of another: a quotient of two sums is a rational function of k;
-- other keys for all rows but the first, and a row whose integers or masks are those of padding.
+- the rows in another order, or with some of them exchanged: f(x) + f(y) = f(x with a
+  row of y) + f(y with that row of x);
+- a row repeated: the mean of equal rows is that of one, a sum is several times as
+  large, and a penalty is added once;
+- k copies of one row beside R - k of another: a quotient of two sums is a rational
+  function of k;
+- other keys for all rows but the first, and a row whose integers or masks are those of
+  padding.
 
-Most evaluations use keys with which every row draws the same numbers (`_generator`), as random ones would hide all of this.
+Most evaluations use keys with which every row draws the same numbers (`_generator`), as
+random ones would hide all of this.
 """
 
 from __future__ import annotations
@@ -42,22 +48,48 @@ from rampup.engine.sums import as_summed, fill, floating
 from rampup.engine.whole import floating_types
 from rampup.errors import ConfigError, DataError, LossWarning, a_type
 
-# Rows that are evaluated together. The fit of a quotient needs four, and some losses take rows in pairs.
+# Rows that are evaluated together. The fit of a quotient needs four, and some losses
+# take rows in pairs.
 R = 4
 MAX_PARAMETERS = 20_000_000  # of a model whose loss a training step checks by itself
 _WHOLE_BATCH = "let the loss see whole batches: train_step(..., whole_batch=True)"
 WAYS_OUT = {
-    "mean": "return the sum over the rows, such as losses.sum(), and as weight_sum what it is to be divided by",
-    "aux": "a step adds aux up over its microbatches: return sums, and divide them by a sum after the step",
-    "penalty": "multiply by weight_sum what does not depend on the rows: losses.sum() + penalty * weight",
-    "interacting rows": f"for a contrastive loss, a loss of pairs or normalization over the batch, {_WHOLE_BATCH}",
-    "denominators": "return a tuple of sums and one of what each is divided by, such as (token_sum, row_sum), (num_tokens, "
-    f"num_rows), aux; or {_WHOLE_BATCH}",
-    "random key": "draw the numbers of a row with its own key, such as jax.vmap over rows and `keys`, accept that they "
-    f"depend on how the batch is split, or {_WHOLE_BATCH}",
-    "weight": "return as weight_sum a sum over the rows, such as their number or that of their tokens",
-    "nan": "return a sum, not a mean times its weight, or divide by jnp.maximum(weight, 1): no other rows may be with it",
-    "order": f"treat all rows alike, as which of them are in a microbatch depends on how the batch is split, or {_WHOLE_BATCH}",
+    "mean": (
+        "return the sum over the rows, such as losses.sum(), and as weight_sum what it"
+        " is to be divided by"
+    ),
+    "aux": (
+        "a step adds aux up over its microbatches: return sums, and divide them by a"
+        " sum after the step"
+    ),
+    "penalty": (
+        "multiply by weight_sum what does not depend on the rows: losses.sum() +"
+        " penalty * weight"
+    ),
+    "interacting rows": (
+        "for a contrastive loss, a loss of pairs or normalization over the batch,"
+        f" {_WHOLE_BATCH}"
+    ),
+    "denominators": (
+        "return a tuple of sums and one of what each is divided by, such as"
+        f" (token_sum, row_sum), (num_tokens, num_rows), aux; or {_WHOLE_BATCH}"
+    ),
+    "random key": (
+        "draw the numbers of a row with its own key, such as jax.vmap over rows and"
+        f" `keys`, accept that they depend on how the batch is split, or {_WHOLE_BATCH}"
+    ),
+    "weight": (
+        "return as weight_sum a sum over the rows, such as their number or that of"
+        " their tokens"
+    ),
+    "nan": (
+        "return a sum, not a mean times its weight, or divide by jnp.maximum(weight,"
+        " 1): no other rows may be with it"
+    ),
+    "order": (
+        "treat all rows alike, as which of them are in a microbatch depends on how the"
+        f" batch is split, or {_WHOLE_BATCH}"
+    ),
 }
 # What is right if the loss sees all rows of a step.
 OF_PARTS = ("interacting rows", "denominators", "random key", "order")
@@ -65,7 +97,9 @@ OF_PARTS = ("interacting rows", "denominators", "random key", "order")
 
 @dataclass(frozen=True, slots=True)
 class LossProblem:
-    """Something that makes a loss depend on how a batch is split: a key of `WAYS_OUT`, and what was evaluated."""
+    """Something that makes a loss depend on how a batch is split: a key of `WAYS_OUT`,
+    and what was evaluated.
+    """
 
     kind: str
     found: str
@@ -102,18 +136,23 @@ class LossReport:
 def check_loss(
     loss_fn: LossFn | SummableLoss, state_or_params: Any, rows: Any, *, seed: int = 0
 ) -> LossReport:
-    """Report whether a loss is a sum over rows, as a training step and `accumulate` take it, by calls on one device.
+    """Report whether a loss is a sum over rows, as a training step and `accumulate`
+    take it, by calls on one device.
 
-    A leaf of parameters that is all zeros is moved a little, as many wrong losses are right there.
+    A leaf of parameters that is all zeros is moved a little, as many wrong losses are
+    right there.
 
     Args:
-        loss_fn: see `train_step`. Random streams of an NNX model, which are for a microbatch, are not reported.
-        state_or_params: the training state, with `mutable` and `frozen` if it has them, or the parameters.
-        rows: at least two rows that differ, of which four are used: a pytree of arrays (rows, ...), a `Batch`, or a list or
-            another source of single rows.
+        loss_fn: see `train_step`. Random streams of an NNX model, which are for a
+            microbatch, are not reported.
+        state_or_params: the training state, with `mutable` and `frozen` if it has them,
+            or the parameters.
+        rows: at least two rows that differ, of which four are used: a pytree of arrays
+            (rows, ...), a `Batch`, or a list or another source of single rows.
 
     Raises:
-        ConfigError: the loss function breaks its contract in a way that every call shows, or sums by itself.
+        ConfigError: the loss function breaks its contract in a way that every call
+            shows, or sums by itself.
         DataError: fewer than two rows.
 
     Example:
@@ -125,7 +164,8 @@ def check_loss(
     picked = _pick(rows)
     if len(jax.tree.leaves(picked)[0]) < 2:
         raise DataError(
-            "check_loss needs at least two rows, and they should differ: one row cannot show whether rows interact"
+            "check_loss needs at least two rows, and they should differ: one row cannot"
+            " show whether rows interact"
         )
     return LossReport(
         tuple(_problems(_Evaluations(loss_fn, state_or_params, picked, seed)))
@@ -135,7 +175,9 @@ def check_loss(
 def warn_of_loss(
     loss: SummableLoss, state: Any, batch: Batch, *, sees_whole: bool
 ) -> None:
-    """Check the loss of a training step on rows of its first batch, if the model is small, and warn of what is wrong."""
+    """Check the loss of a training step on rows of its first batch, if the model is
+    small, and warn of what is wrong.
+    """
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(state.params)]
     if (
         jax.process_count() > 1
@@ -157,7 +199,10 @@ def warn_of_loss(
     except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
     if not report:
-        more = "rampup.check_loss(loss_fn, state, rows) repeats this check; train_step(..., check_loss=False) leaves it out"
+        more = (
+            "rampup.check_loss(loss_fn, state, rows) repeats this check;"
+            " train_step(..., check_loss=False) leaves it out"
+        )
         warnings.warn(f"{report}\n{more}", LossWarning, stacklevel=3)
 
 
@@ -179,7 +224,10 @@ def _pick(rows: Any) -> Any:
         else {len(leaf) if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(rows)}
     )
     if len(lengths) != 1 or 0 in lengths:
-        problem = f"rows are arrays with the rows as their first axis, or a source of single rows, and not {a_type(rows)}"
+        problem = (
+            "rows are arrays with the rows as their first axis, or a source of single"
+            f" rows, and not {a_type(rows)}"
+        )
         raise DataError(f"{problem} with the lengths {sorted(lengths)}")
     index = np.unique(np.linspace(0, lengths.pop() - 1, R).astype(int))
     if is_source:
@@ -190,16 +238,20 @@ def _pick(rows: Any) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[index], rows)
 
 
-# What a loss returns for some rows by name: loss_sum, weight_sum, entries of aux and, for each gradient, up to `_SUMS` sums.
+# What a loss returns for some rows by name: loss_sum, weight_sum, entries of aux and,
+# for each gradient, up to `_SUMS` sums.
 Sums = dict[str, np.ndarray]
 _KINDS = ("loss_sum", "weight_sum", "aux", "gradient")
 Term = tuple[float, Sums]  # of a sum of evaluations that is to be zero
-# Sums of the numbers of a gradient, each with a random sign: their norm is about that of the gradient.
+# Sums of the numbers of a gradient, each with a random sign: their norm is about that
+# of the gradient.
 _SUMS = 64
 
 
 class _Evaluations:
-    """A loss on one device. Rows and keys are numbers: from R on, rows are padding; with key 0, all draw the same numbers."""
+    """A loss on one device. Rows and keys are numbers: from R on, rows are padding;
+    with key 0, all draw the same numbers.
+    """
 
     def __init__(
         self,
@@ -262,7 +314,8 @@ class _Evaluations:
             evaluate = own_constraints()(
                 functools.partial(_evaluate, self._loss_fn, self._draws_alike)
             )
-            # All axes are manual, as those of the rows are in a step, so that a loss may name them.
+            # All axes are manual, as those of the rows are in a step, so that a loss
+            # may name them.
             manual = jax.shard_map(
                 evaluate, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
             )
@@ -278,7 +331,9 @@ class _Evaluations:
             except Exception:
                 if not self._draws_alike or self._programs:
                     raise
-                self._draws_alike = False  # such as for a model that takes the data of a key for that of another generator
+                # such as for a model that takes the data of a key for that of another
+                # generator
+                self._draws_alike = False
                 program = traced()
             if self._is_quiet and program.jaxpr.effects:
                 raise ConfigError(
@@ -295,11 +350,15 @@ class _Evaluations:
 
     @property
     def tolerance(self) -> float:
-        """How much of a sum may be rounding: the square root of the epsilon of the coarsest type."""
+        """How much of a sum may be rounding: the square root of the epsilon of the
+        coarsest type.
+        """
         return self._epsilon**0.5
 
     def single(self, row: int, key: int = 0) -> Sums:
-        """Return the sums over one row. A row without weight that is not finite counts as nothing."""
+        """Return the sums over one row. A row without weight that is not finite counts
+        as nothing.
+        """
         sums = self.sums((row,), (key,))
         if any(sums[name].any() for name in sums if name.startswith("weight_sum")):
             return sums
@@ -309,7 +368,9 @@ class _Evaluations:
         }
 
     def differing(self, *terms: Term, kinds: tuple[str, ...] = _KINDS) -> list[str]:
-        """Return the names of what is not zero in a sum of evaluations with factors, but for rounding."""
+        """Return the names of what is not zero in a sum of evaluations with factors,
+        but for rounding.
+        """
         scales = {
             name: sum(abs(c) * _norm(sums[name]) for c, sums in terms)
             for name in terms[0][1]
@@ -320,7 +381,8 @@ class _Evaluations:
             )
             for kind in _KINDS
         }
-        # What is zero but for rounding is small beside the other gradients, or per unit of the weight.
+        # What is zero but for rounding is small beside the other gradients, or per unit
+        # of the weight.
         floors = {"gradient": 0.1 * largest["gradient"], "weight_sum": 0.0}
         names = []
         for name, scale in scales.items():
@@ -366,7 +428,8 @@ def _evaluate(
         return sum(map(as_summed, jax.tree.leaves(loss))), (loss, weight, aux)
 
     def moved(x: Any) -> Any:
-        # Where a leaf is zero, a penalty has no gradient, and a zero matrix hides what is before it.
+        # Where a leaf is zero, a penalty has no gradient, and a zero matrix hides what
+        # is before it.
         return jnp.where(
             jnp.any(x != 0),
             x,
@@ -381,7 +444,9 @@ def _evaluate(
 
 @functools.cache
 def _generator() -> Any:
-    """Return a generator of random numbers whose keys have a third word: 1 if all numbers drawn with a key are equal."""
+    """Return a generator of random numbers whose keys have a third word: 1 if all
+    numbers drawn with a key are equal.
+    """
 
     def threefry(key: Any) -> Any:
         return jax.random.wrap_key_data(key[:2], impl="threefry2x32")
@@ -402,7 +467,8 @@ def _generator() -> Any:
         bits, one = (
             jax.random.bits(threefry(key), size, dtype) for size in (shape, ())
         )
-        # At most 0.4, so that dropout keeps, and another number for every key, so that loops that reject numbers end.
+        # At most 0.4, so that dropout keeps, and another number for every key, so that
+        # loops that reject numbers end.
         low, span = (dtype.type(part * 2**bit_width) for part in (0.1, 0.3))
         return jnp.where(key[2] == 1, low + one % span, bits)
 
@@ -440,7 +506,10 @@ def _function(loss: Any) -> Callable[..., Any]:
     if isinstance(loss, AccumulatedLoss) and loss.param_shardings is None:
         return loss.loss_fn
     if isinstance(loss, SummableLoss):
-        problem = f"check_loss calls the loss function with rows of its own choice, but {a_type(loss)} sums by itself"
+        problem = (
+            "check_loss calls the loss function with rows of its own choice, but"
+            f" {a_type(loss)} sums by itself"
+        )
         raise ConfigError(
             f"{problem}, or takes shards; give the function itself", key="loss_fn"
         )
@@ -448,7 +517,9 @@ def _function(loss: Any) -> Callable[..., Any]:
 
 
 def _with_padding(rows: Any) -> tuple[Any, list[str]]:
-    """Return R rows, repeated if there are fewer, with rows after them that have values of padding, and what these are."""
+    """Return R rows, repeated if there are fewer, with rows after them that have values
+    of padding, and what these are.
+    """
     rows = jax.tree.map(lambda leaf: leaf[np.arange(R) % len(leaf)], rows)
     leaves, structure = jax.tree.flatten(rows)
     padded, names = [leaves], []
@@ -468,9 +539,12 @@ def _with_padding(rows: Any) -> tuple[Any, list[str]]:
                 ]
             )
             names.append(f"batch{jax.tree_util.keystr(path)} = {value}")
-    return structure.unflatten(
-        [np.concatenate(parts) for parts in zip(*padded, strict=True)]
-    ), names
+    return (
+        structure.unflatten(
+            [np.concatenate(parts) for parts in zip(*padded, strict=True)]
+        ),
+        names,
+    )
 
 
 def _named(results: Any) -> Sums:
@@ -507,7 +581,10 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
     try:
         singles = [loss.sums((row,), (0,)) for row in rows]
     except Exception as error:  # noqa: BLE001 - whatever it is, it did not happen with several rows
-        found = f"the loss can be called with {R} rows, but not with one: {type(error).__name__}: {str(error).splitlines()[0]}"
+        found = (
+            f"the loss can be called with {R} rows, but not with one:"
+            f" {type(error).__name__}: {str(error).splitlines()[0]}"
+        )
         yield LossProblem("interacting rows", found)
         return
     yield from _without_weight(loss, singles)
@@ -523,10 +600,19 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
         together = sums[name]
         total = np.sum([sums[name] for _, sums in each], axis=0)
         if name.startswith("gradient"):
-            sizes = f"{_norm(together):.3g} for {R} rows, and {_norm(total):.3g} for the sum over each row alone"
-            return f"the norm of {name} is {sizes}; that of their difference is {_norm(together - total):.3g}"
+            sizes = (
+                f"{_norm(together):.3g} for {R} rows, and {_norm(total):.3g} for the"
+                " sum over each row alone"
+            )
+            return (
+                f"the norm of {name} is {sizes}; that of their difference is"
+                f" {_norm(together - total):.3g}"
+            )
         place = int(np.argmax(np.abs(together - total)))
-        return f"{name} is {together[place]:.5g} for {R} rows, and {total[place]:.5g} as the sum over each row alone"
+        return (
+            f"{name} is {together[place]:.5g} for {R} rows, and {total[place]:.5g} as"
+            " the sum over each row alone"
+        )
 
     wrong = loss.differing(*together_minus_each(alike))
     uses_keys = bool(loss.differing((1, whole), (-1, loss.sums(rows, own))))
@@ -558,7 +644,8 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
         ]
         minus_first = [(-c, sums) for c, sums in excess[0]]
         if loss.differing((1, whole), (-1, loss.sums(rows[1:] + rows[:1], alike))):
-            # Numbers that were drawn for all rows with one key may differ from place to place.
+            # Numbers that were drawn for all rows with one key may differ from place to
+            # place.
             kinds = [] if ignores_keys else ["order"]
         elif factor is not None:
             kinds = ["mean"]
@@ -593,14 +680,18 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
         ):
             yield LossProblem(
                 "aux",
-                f"{numbers(name)}: a mean, a maximum or a constant?"
-                if own_factor
-                else numbers(name),
+                (
+                    f"{numbers(name)}: a mean, a maximum or a constant?"
+                    if own_factor
+                    else numbers(name)
+                ),
             )
 
 
 def _exchange(loss: _Evaluations, place: int, keys: tuple[int, ...]) -> list[Term]:
-    """Return terms that cancel if the last row and that in a place contribute the same there, whatever the other rows are."""
+    """Return terms that cancel if the last row and that in a place contribute the same
+    there, whatever the other rows are.
+    """
     x = np.arange(R)
     y = np.roll(x, place + 1)  # with the last row in that place
     is_exchanged = x == place
@@ -612,7 +703,9 @@ def _exchange(loss: _Evaluations, place: int, keys: tuple[int, ...]) -> list[Ter
 
 
 def _main(names: Any) -> list[str]:
-    """Return those of some names that belong to the loss or its gradient, the loss first."""
+    """Return those of some names that belong to the loss or its gradient, the loss
+    first.
+    """
     return sorted(
         (name for name in names if name.startswith(("loss_sum", "gradient"))),
         reverse=True,
@@ -620,7 +713,9 @@ def _main(names: Any) -> list[str]:
 
 
 def _without_weight(loss: _Evaluations, singles: list[Sums]) -> Iterator[LossProblem]:
-    """Yield that a row of weight 0 is not finite, also one with the values of padding."""
+    """Yield that a row of weight 0 is not finite, also one with the values of
+    padding.
+    """
     names = [
         *(f"row {n}" for n in range(R)),
         *(f"a row with {setting}" for setting in loss.padding),
@@ -641,7 +736,9 @@ def _without_weight(loss: _Evaluations, singles: list[Sums]) -> Iterator[LossPro
 def _factor(
     loss: _Evaluations, equal_rows: list[Sums], singles: list[Sums], names: list[str]
 ) -> float | None:
-    """Return how many times as large some sums of R equal rows are as those of one, or None if that is no one number."""
+    """Return how many times as large some sums of R equal rows are as those of one, or
+    None if that is no one number.
+    """
     flat = [
         np.concatenate([sums[name] for sums in group for name in names])
         for group in (equal_rows, singles)
@@ -658,10 +755,12 @@ def _factor(
 
 
 def _is_quotient(loss: _Evaluations, keys: tuple[int, ...]) -> bool:
-    """Return whether rows interact as in a quotient of two sums, times the weight, plus further sums.
+    """Return whether rows interact as in a quotient of two sums, times the weight, plus
+    further sums.
 
-    For k copies of a row beside R - k of another one, it is (c0 + c1 k + c2 k^2) / (n0 + n1 k), with one denominator for loss
-    and gradients: with phi the values at all k and P the projection that leaves no quadratic, n0 P phi + n1 P (k phi) = 0.
+    For k copies of a row beside R - k of another one, it is (c0 + c1 k + c2 k^2) / (n0
+    + n1 k), with one denominator for loss and gradients: with phi the values at all k
+    and P the projection that leaves no quadratic, n0 P phi + n1 P (k phi) = 0.
     """
     k = np.arange(R + 1.0)[:, None]
     orthonormal = np.linalg.qr(k ** np.arange(3.0))[0]
@@ -682,7 +781,8 @@ def _is_quotient(loss: _Evaluations, keys: tuple[int, ...]) -> bool:
             [(x - orthonormal @ (orthonormal.T @ x)).ravel() for x in (phi, k * phi)],
             axis=1,
         )
-        # A quadratic: a mean over rows, times a weight that is not the same for all. Otherwise it is a loss of pairs.
+        # A quadratic: a mean over rows, times a weight that is not the same for all.
+        # Otherwise it is a loss of pairs.
         has_equal_weights = not loss.differing(
             (1, loss.single(0)), (-1, loss.single(other)), kinds=("weight_sum",)
         )

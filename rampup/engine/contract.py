@@ -1,4 +1,6 @@
-"""The contract of a loss: what a loss function takes and returns, its errors, and `SummableLoss`, which a step calls."""
+"""The contract of a loss: what a loss function takes and returns, its errors, and
+`SummableLoss`, which a step calls.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,24 @@ from jax.sharding import Mesh
 from rampup.engine.sums import Recipe, Sums, differing_leaves
 from rampup.errors import ConfigError, a_type
 
-# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.engine.step.train_step`.
+# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see
+# `rampup.engine.step.train_step`.
 LossFn = Callable[..., tuple[Any, ...]]
-# (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A step runs their product. Without
-# stages, only the product matters.
+# (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A
+# step runs their product. Without stages, only the product matters.
 Counts = tuple[jax.Array, jax.Array]
 
 
 @runtime_checkable
 class SummableLoss(Protocol):
-    """A loss that adds itself up over the microbatches of a step. To take `batch_axes`, be a dataclass with that field."""
+    """A loss that adds itself up over the microbatches of a step. To take `batch_axes`,
+    be a dataclass with that field.
+    """
 
     def check(self, mesh: Mesh, engine: str) -> None:
-        """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
+        """Raise an error if this loss cannot run on a mesh, or with the engine `fused`
+        or `multi_steps`.
+        """
 
     def sums_and_grads(
         self,
@@ -41,11 +48,14 @@ class SummableLoss(Protocol):
         mesh: Mesh,
         param_shardings: Any,
     ) -> tuple[Sums, Any]:
-        """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
+        """Return the sums over the microbatches, with None as `grads`, and the gradient
+        of the mean loss at least in float32.
 
-        Integers among the parameters have None for a gradient, and the others have `param_shardings`: those of the parameters,
-        or with ZeRO-1 of each replica's own part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
-        differentiates `recipe.scaled(loss)` undoes that in `recipe.finalize`; one that does neither is right too.
+        Integers among the parameters have None for a gradient, and the others have
+        `param_shardings`: those of the parameters, or with ZeRO-1 of each replica's own
+        part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
+        differentiates `recipe.scaled(loss)` undoes that in `recipe.finalize`; one that
+        does neither is right too.
         """
 
     def eval_sums(
@@ -64,7 +74,9 @@ class SummableLoss(Protocol):
 def check_results(
     results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
 ) -> tuple[Any, Any, Any, Any]:
-    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse one that breaks its contract."""
+    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse
+    one that breaks its contract.
+    """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
     for path, leaf in jax.tree.leaves_with_path(aux):
@@ -83,7 +95,10 @@ def check_results(
             found = " and ".join(
                 f"a tuple of {n}" if n else "no tuple of parts" for n in lengths
             )
-            problem = f"returned {found} as loss_sum and weight_sum: a loss of several parts has a sum and a weight for each"
+            problem = (
+                f"returned {found} as loss_sum and weight_sum: a loss of several parts"
+                " has a sum and a weight for each"
+            )
             raise _contract_error(problem, carries)
         loss, weight = tuple(loss), tuple(weight)
     check_aux(
@@ -104,7 +119,8 @@ def check_results(
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
             raise _contract_error(
-                f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar",
+                f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind}"
+                " scalar",
                 carries,
             )
     if carries and keeps_mutable:
@@ -125,7 +141,9 @@ def check_results(
 
 
 def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
-    """Refuse a loss function that does not take this number of arguments: 3, or 4 with `mutable`."""
+    """Refuse a loss function that does not take this number of arguments: 3, or 4 with
+    `mutable`.
+    """
     if problem := signature_problem(loss_fn, number):
         raise _contract_error(
             f"cannot be called with {number} arguments: {problem}", number > 3
@@ -134,7 +152,9 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
 
 @contextlib.contextmanager
 def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
-    """Raise JAX's errors in a loss function of this number of arguments in words of its contract, if they are known."""
+    """Raise JAX's errors in a loss function of this number of arguments in words of its
+    contract, if they are known.
+    """
     try:
         yield
     except (TypeError, ValueError, NameError) as error:
@@ -146,10 +166,19 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
         if "a single key" in str(
             error
         ):  # the words of JAX, whatever function of jax.random it was
-            problem = "used `keys`, one random key per row, as one key: take jax.vmap over rows and keys, or keys[0]"
+            problem = (
+                "used `keys`, one random key per row, as one key: take jax.vmap over"
+                " rows and keys, or keys[0]"
+            )
         elif unbound and unbound[1] not in axes:
-            found = f"names the axis {unbound[1]!r}, but those of the mesh are {', '.join(map(str, axes))}"
-            problem = f"{found}: leave out the collectives of a pmap, as the step itself adds up over the replicas"
+            found = (
+                f"names the axis {unbound[1]!r}, but those of the mesh are"
+                f" {', '.join(map(str, axes))}"
+            )
+            problem = (
+                f"{found}: leave out the collectives of a pmap, as the step itself adds"
+                " up over the replicas"
+            )
         else:
             raise
         raise _contract_error(problem, number > 3) from error
@@ -167,7 +196,9 @@ def signature_problem(function: Callable[..., Any], number: int) -> str | None:
 
 
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
-    """Refuse `aux` with a value for each of the `rows`: a dimension of their length that is twice as long for twice as many."""
+    """Refuse `aux` with a value for each of the `rows`: a dimension of their length
+    that is twice as long for twice as many.
+    """
     sizes = [size for leaf in jax.tree.leaves(aux) for size in np.shape(leaf) if size]
     R = jax.tree.leaves(rows)[0].shape[0] if sizes else 1
     if all(size % R for size in sizes):
@@ -181,14 +212,25 @@ def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
         return
     for path, leaf in jax.tree.leaves_with_path(aux):
         if path in other and other[path].shape != np.shape(leaf):
-            shapes = f"its shape is {list(np.shape(leaf))} for {R} rows and {list(other[path].shape)} for {2 * R}"
-            problem = f"aux{jax.tree_util.keystr(path)} of the loss function has values for single rows: {shapes}"
-            fix = "A step adds aux up over the microbatches, so return sums over the rows, such as jnp.sum(x, axis=0)"
+            shapes = (
+                f"its shape is {list(np.shape(leaf))} for {R} rows and"
+                f" {list(other[path].shape)} for {2 * R}"
+            )
+            problem = (
+                f"aux{jax.tree_util.keystr(path)} of the loss function has values for"
+                f" single rows: {shapes}"
+            )
+            fix = (
+                "A step adds aux up over the microbatches, so return sums over the"
+                " rows, such as jnp.sum(x, axis=0)"
+            )
             raise ConfigError(f"{problem}. {fix}", key="loss_fn")
 
 
 def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
-    """Return the three results of a loss function, or four if it carries `mutable`, or refuse what is not that."""
+    """Return the three results of a loss function, or four if it carries `mutable`, or
+    refuse what is not that.
+    """
     if not isinstance(results, (tuple, list)):
         is_array = np.isscalar(results) or hasattr(results, "shape")
         kind = (
@@ -209,9 +251,11 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
         (", mutable", ", because the state has `mutable`") if carries else ("", "")
     )
     return ConfigError(
-        f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
-        ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "
-        "is averaged over, such as tokens, and aux a pytree of further sums, such as {}. A loss that adds up several means "
-        "returns a tuple of sums and one of weights. rampup.check_loss(loss_fn, state, rows) tells more",
+        f"the loss function {problem}. It takes (params, batch, keys{more}) and returns"
+        f" (loss_sum, weight_sum, aux{more}){why}: sums over the rows of `batch`."
+        " loss_sum is a floating-point scalar, weight_sum a scalar that counts what"
+        " the loss is averaged over, such as tokens, and aux a pytree of further sums,"
+        " such as {}. A loss that adds up several means returns a tuple of sums and"
+        " one of weights. rampup.check_loss(loss_fn, state, rows) tells more",
         key="loss_fn",
     )

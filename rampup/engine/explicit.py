@@ -1,7 +1,8 @@
-"""Explicit meshes: arrays live on the mesh that the user gave, a program sees its axes as automatic, and a loss as it needs.
+"""Explicit meshes: arrays live on the mesh that the user gave, a program sees its axes
+as automatic, and a loss as it needs.
 
-A loss that says `out_sharding=P("data", ...)` is traced with all axes Explicit, on the rows of all replicas, and reduced per
-microbatch, as in `jax.jit`.
+A loss that says `out_sharding=P("data", ...)` is traced with all axes Explicit, on the
+rows of all replicas, and reduced per microbatch, as in `jax.jit`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rampup.errors import ConfigError, RampupError
 
 
 def on_mesh(shardings: Any, mesh: Any) -> Any:
-    """Return shardings on another view of their mesh: the same devices and names, other types of axes."""
+    """Return shardings on another view of their mesh: the same devices and names, other
+    types of axes.
+    """
 
     def move(sharding: Any) -> Any:
         is_named = (
@@ -49,7 +52,9 @@ def move(tree: Any, mesh: Mesh) -> Any:
 
 
 def as_auto(tree: Any) -> Any:
-    """Return arrays, or their shapes, as a program with automatic axes takes them: those on Explicit axes as shapes."""
+    """Return arrays, or their shapes, as a program with automatic axes takes them:
+    those on Explicit axes as shapes.
+    """
 
     def shape_of(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
@@ -63,7 +68,9 @@ def as_auto(tree: Any) -> Any:
 
 
 def may_need_explicit(error: Exception, mesh: Mesh) -> bool:
-    """Return whether a trace with Auto axes failed because the loss was written for the Explicit axes of the mesh."""
+    """Return whether a trace with Auto axes failed because the loss was written for the
+    Explicit axes of the mesh.
+    """
     is_about_axes = re.search(
         "shard|PartitionSpec|AxisType|mesh", str(error), re.IGNORECASE
     )
@@ -73,12 +80,23 @@ def may_need_explicit(error: Exception, mesh: Mesh) -> bool:
 
 
 def neither(auto: Exception, explicit: Exception, mesh: Mesh) -> Exception:
-    """Return the error for a loss that runs with neither type of axes, from what JAX says of each."""
+    """Return the error for a loss that runs with neither type of axes, from what JAX
+    says of each.
+    """
     if isinstance(explicit, RampupError):
         return explicit
-    problem = f"the loss function runs neither with Explicit axes ({explicit}) nor with Auto axes ({auto})"
-    fix = "give the operations that the first names an `out_sharding`, or make the mesh with Auto axes"
-    names = f"{mesh.axis_names}, axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+    problem = (
+        f"the loss function runs neither with Explicit axes ({explicit}) nor with Auto"
+        f" axes ({auto})"
+    )
+    fix = (
+        "give the operations that the first names an `out_sharding`, or make the mesh"
+        " with Auto axes"
+    )
+    names = (
+        f"{mesh.axis_names}, axis_types=(jax.sharding.AxisType.Auto,) *"
+        f" {len(mesh.axis_names)}"
+    )
     return ConfigError(
         f"{problem}; {fix}: jax.make_mesh({tuple(mesh.shape.values())}, {names})",
         key="mesh",
@@ -86,7 +104,9 @@ def neither(auto: Exception, explicit: Exception, mesh: Mesh) -> Exception:
 
 
 def with_either_axes(run: Callable[[bool], Any], mesh: Mesh) -> Any:
-    """Return `run(has_explicit)` with False, or with True for a loss that was written for the Explicit axes of the mesh."""
+    """Return `run(has_explicit)` with False, or with True for a loss that was written
+    for the Explicit axes of the mesh.
+    """
     try:
         return run(False)
     except Exception as error:
@@ -102,7 +122,9 @@ def with_either_axes(run: Callable[[bool], Any], mesh: Mesh) -> Any:
 def call_with_auto_axes(
     run: Callable[..., Any], mesh: Mesh, args: Any, results: Any
 ) -> Any:
-    """Return `run(has_explicit, *args)`, which sees Auto axes, with `results` as shardings if the caller has Explicit ones."""
+    """Return `run(has_explicit, *args)`, which sees Auto axes, with `results` as
+    shardings if the caller has Explicit ones.
+    """
     has_types = any(
         is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(args)
     )
@@ -126,12 +148,17 @@ def call_with_auto_axes(
 def with_explicit_axes(
     loss: Any, mesh: Mesh, params: Any, carried: Any = None, frozen: Any = None
 ) -> Any:
-    """Return a loss whose function sees all axes as Explicit, and the rows of all replicas. The last three are shardings."""
+    """Return a loss whose function sees all axes as Explicit, and the rows of all
+    replicas. The last three are shardings.
+    """
     if (
         getattr(loss, "loss_fn", None) is None
         or getattr(loss, "param_shardings", None) is not None
     ):
-        rule = "a loss with `out_sharding`, or other uses of Explicit axes, must be a function of whole parameters"
+        rule = (
+            "a loss with `out_sharding`, or other uses of Explicit axes, must be a"
+            " function of whole parameters"
+        )
         raise ConfigError(
             f"{rule}, and not a {type(loss).__name__}; make the mesh with Auto axes",
             key="mesh",

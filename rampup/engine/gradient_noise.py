@@ -1,11 +1,15 @@
-"""Measures the gradient noise scale inside a training step; see `rampup.batch_size.noise_scale` for the estimator.
+"""Measures the gradient noise scale inside a training step; see
+`rampup.batch_size.noise_scale` for the estimator.
 
-A block is one microbatch on one replica. Its gradient is there anyway, so all that a step needs in addition is the sum of its
-squares. Those of the replicas travel with the loss, in the reduction at the end of the step. Along axes that shard the
-parameters (fsdp, tensor), each shard keeps a partial sum of its own, and these are added once, together with those of |g|^2.
+A block is one microbatch on one replica. Its gradient is there anyway, so all that a
+step needs in addition is the sum of its squares. Those of the replicas travel with the
+loss, in the reduction at the end of the step. Along axes that shard the parameters
+(fsdp, tensor), each shard keeps a partial sum of its own, and these are added once,
+together with those of |g|^2.
 
-A geometry is a way to square a gradient x: x^2 (Euclidean), or x^2 / sqrt(v) with Adam's second moment v. G_j is the gradient
-sum of block j and W_j its weight. S is the trace of the gradient's covariance, and G2 the square of the true gradient.
+A geometry is a way to square a gradient x: x^2 (Euclidean), or x^2 / sqrt(v) with
+Adam's second moment v. G_j is the gradient sum of block j and W_j its weight. S is the
+trace of the gradient's covariance, and G2 the square of the true gradient.
 """
 
 from __future__ import annotations
@@ -30,23 +34,29 @@ from rampup.engine.mesh import (
     constrain,
 )
 
-# Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no geometry; they are left out.
+# Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no
+# geometry; they are left out.
 _EPS = 1e-8
 
 
 class NoiseSums(NamedTuple):
     """Sums over the blocks of a step."""
 
-    # Of |G_j|^2 / W_j and of |G_j|^2, in the Euclidean geometry and in Adam's if it is measured: (2, geometries, *shards). In a
-    # pipeline's stage, those of every microbatch, (geometries, *shards, K), not divided yet.
+    # Of |G_j|^2 / W_j and of |G_j|^2, in the Euclidean geometry and in Adam's if it is
+    # measured: (2, geometries, *shards). In a pipeline's stage, those of every
+    # microbatch, (geometries, *shards, K), not divided yet.
     squares: jax.Array
-    blocks: jax.Array  # number of those with a weight; in a pipeline's stage, the weight of every microbatch, (K,)
+    # number of those with a weight; in a pipeline's stage, the weight of every
+    # microbatch, (K,)
+    blocks: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseMeter:
-    """Measures squares of gradients. A pytree of the arrays `moments`, Adam's second moments for a second geometry, or None."""
+    """Measures squares of gradients. A pytree of the arrays `moments`, Adam's second
+    moments for a second geometry, or None.
+    """
 
     shardings: tuple[Any, ...] = field(metadata={"static": True})
     axes: tuple[str, ...] = field(metadata={"static": True})
@@ -61,7 +71,9 @@ class NoiseMeter:
         batch_axes: BatchAxes | None = None,
         moments: Any = None,
     ) -> NoiseMeter:
-        """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
+        """Return the meter of gradients with these shardings; of none, the compiler
+        adds up each sum of squares by itself.
+        """
         used = axes_of(shardings)
         outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
         axes = tuple(
@@ -89,7 +101,9 @@ class NoiseMeter:
         *,
         varying: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the sum of squares of a gradient, or of a part of it, in every geometry, (geometries, *shards)."""
+        """Return the sum of squares of a gradient, or of a part of it, in every
+        geometry, (geometries, *shards).
+        """
         shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
         squares = jax.tree.map(
             lambda x: (
@@ -100,11 +114,13 @@ class NoiseMeter:
         found = [self._add_up(squares, shardings)]
         if moments is not None:
             if varying is not None:
-                # The compiler would move what depends on the moments alone out of the loop, into buffers as large as the
-                # parameters. So they depend on the microbatch, but not on its gradient, which would then be read twice.
+                # The compiler would move what depends on the moments alone out of the
+                # loop, into buffers as large as the parameters. So they depend on the
+                # microbatch, but not on its gradient, which would then be read twice.
                 moments = jax.lax.optimization_barrier((moments, varying))[0]
                 moments = jax.tree.map(self._keep_layout, moments)
-            # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v) long before the gradient is there.
+            # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v)
+            # long before the gradient is there.
             scaled = jax.tree.map(
                 lambda x, v: jnp.where(
                     v > 0, x / jnp.sqrt(v.astype(x.dtype) + _EPS**2), 0
@@ -118,14 +134,18 @@ class NoiseMeter:
     def block(
         self, grads: Any, weight: jax.Array, *, varying: jax.Array | None = None
     ) -> NoiseSums:
-        """Return the sums over one block from its gradient sum and its weight; see `squares` for `varying`."""
+        """Return the sums over one block from its gradient sum and its weight; see
+        `squares` for `varying`.
+        """
         squares = self.squares(grads, self.moments, varying=varying)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(
         self, noise: NoiseSums, grads: Any, weight: jax.Array
     ) -> dict[str, Any]:
-        """Return `grad_norm` and `gradient_noise` of a step from its sums; S and G2 of fewer than two blocks are NaN."""
+        """Return `grad_norm` and `gradient_noise` of a step from its sums; S and G2 of
+        fewer than two blocks are NaN.
+        """
         moments = self.moments
         used = axes_of(self.shardings)
         axes = tuple(
@@ -133,8 +153,10 @@ class NoiseMeter:
             for name, size in self.mesh.shape.items()
             if size > 1 and name in used
         )
-        # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
-        # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
+        # Sums over the same shards at the same time are one collective, together with
+        # those of a clipping of the gradient. If the replicas have parts of the
+        # gradient (ZeRO-1), the compiler adds up the squares as it does for the
+        # clipping.
         is_scattered = not {*axes} <= {*self.axes, STAGE}
         meter = replace(self, axes=() if is_scattered else axes)
         divided, squares = jnp.split(
@@ -142,8 +164,10 @@ class NoiseMeter:
         )
         norms = meter._total(meter.squares(grads, moments))
         if moments is not None:
-            # The unit of Adam's geometry becomes that of the Euclidean one. Otherwise the first steps, whose second moments are
-            # too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
+            # The unit of Adam's geometry becomes that of the Euclidean one. Otherwise
+            # the first steps, whose second moments are too small by a factor, would
+            # count too much in an average. The noise scale is a ratio and keeps its
+            # value.
             exact = jax.tree.map(
                 lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments
             )
@@ -172,11 +196,14 @@ class NoiseMeter:
         )
 
     def _keep_layout(self, v: jax.Array) -> jax.Array:
-        """Keep second moments on a TPU as they are: transposed one by one in the loop, and not copied before it."""
+        """Keep second moments on a TPU as they are: transposed one by one in the loop,
+        and not copied before it.
+        """
         if self.axes or v.ndim < 2 or self.mesh.devices.flat[0].platform != "tpu":
             return v
         rows, columns = v.shape[-2:]
-        # The last dimension is the inner one in memory if that takes no padding to tiles of 8 x 128.
+        # The last dimension is the inner one in memory if that takes no padding to
+        # tiles of 8 x 128.
         is_row_major = columns % 128 == 0 and (rows % 8 == 0 or 8 % rows == 0)
         return (
             with_layout_constraint(v, Layout(tuple(range(v.ndim))))
@@ -193,7 +220,8 @@ class NoiseMeter:
         #     tensor 1     c        d                     [c, d]]       total[n] = (a + c) + (b + d)
         #
         if len(self.axes) > 1 and STAGE in self.axes:
-            # Over the stages last, as the compiler does for the norm of a clipping: [a + c, b + d] has one number per stage.
+            # Over the stages last, as the compiler does for the norm of a clipping: [a
+            # + c, b + d] has one number per stage.
             parts = jnp.sum(parts, axis=tuple(range(1, parts.ndim - 1)))
             parts = constrain(
                 parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE))
@@ -201,7 +229,9 @@ class NoiseMeter:
         return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))
 
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """Return the sum of an array as one partial sum per shard, an array (*shards)."""
+        """Return the sum of an array as one partial sum per shard, an array
+        (*shards).
+        """
         shape, names, rest = list[int](), list[str](), list[int]()
         for size, entry in zip(
             x.shape,
@@ -223,7 +253,9 @@ class NoiseMeter:
 
 
 def divide_by_weights(squares: jax.Array, weights: jax.Array) -> NoiseSums:
-    """Return the sums over blocks, the last axis of both arguments. Blocks without weight have no gradient and do not count."""
+    """Return the sums over blocks, the last axis of both arguments. Blocks without
+    weight have no gradient and do not count.
+    """
     counts = weights != 0
     scale = jnp.where(counts, 1 / jnp.where(counts, weights, 1), 0)
     sums = jnp.sum(squares * scale, axis=-1), jnp.sum(squares * counts, axis=-1)
@@ -231,7 +263,9 @@ def divide_by_weights(squares: jax.Array, weights: jax.Array) -> NoiseSums:
 
 
 def second_moments(opt_state: Any, params: Any) -> Any:
-    """Return Adam's second moments in an optimizer's state, shaped like the parameters, or None. See `NoiseMeter.moments`."""
+    """Return Adam's second moments in an optimizer's state, shaped like the parameters,
+    or None. See `NoiseMeter.moments`.
+    """
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "nu"))
     found = [state.nu for state in states if hasattr(state, "nu")]
     return (

@@ -1,4 +1,6 @@
-"""The device mesh with the axes data, fsdp, tensor and stage, or one of the user's own, and the shardings on it."""
+"""The device mesh with the axes data, fsdp, tensor and stage, or one of the user's own,
+and the shardings on it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +30,14 @@ AXIS_NAMES = (DATA, FSDP, TENSOR, STAGE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAxes:
-    """Which axes of a mesh take the rows of a batch. Needed only for a mesh with other names than data and fsdp.
+    """Which axes of a mesh take the rows of a batch. Needed only for a mesh with other
+    names than data and fsdp.
 
     Attributes:
-        replica: axes along which the parameters are replicated, and over which a training step reduces gradients once.
-        rows: all axes that the rows are sharded over, starting with `replica`. Along the others, such as fsdp, the parameters
-            may be sharded too.
+        replica: axes along which the parameters are replicated, and over which a
+            training step reduces gradients once.
+        rows: all axes that the rows are sharded over, starting with `replica`. Along
+            the others, such as fsdp, the parameters may be sharded too.
 
     Example:
         >>> BatchAxes(replica=("batch",), rows=("batch",)).num_replicas(jax.make_mesh((1, 1), ("batch", "model")))
@@ -45,14 +49,22 @@ class BatchAxes:
 
     @classmethod
     def of(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
-        """Return `axes`, or for None data and fsdp as far as the mesh has them; refuse axes that it does not have."""
+        """Return `axes`, or for None data and fsdp as far as the mesh has them; refuse
+        axes that it does not have.
+        """
         names = tuple(str(name) for name in mesh.axis_names)
         example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
         if axes is None:
             rows = tuple(name for name in (DATA, FSDP) if name in names)
             if not rows:
-                problem = f"the mesh has the axes {', '.join(names)} and neither data nor fsdp"
-                fix = f"say which of them take the rows of a batch, such as batch_axes=rampup.{example}"
+                problem = (
+                    f"the mesh has the axes {', '.join(names)} and neither data nor"
+                    " fsdp"
+                )
+                fix = (
+                    "say which of them take the rows of a batch, such as"
+                    f" batch_axes=rampup.{example}"
+                )
                 raise ConfigError(f"{problem}; {fix}", key="batch_axes")
             return cls(replica=tuple(name for name in rows if name == DATA), rows=rows)
         if not (
@@ -60,25 +72,37 @@ class BatchAxes:
             and isinstance(axes.replica, tuple)
             and isinstance(axes.rows, tuple)
         ):
-            rule = f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as rampup.{example}"
+            rule = (
+                f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as"
+                f" rampup.{example}"
+            )
             raise ConfigError(rule, key="batch_axes")
         missing = [name for name in (*axes.replica, *axes.rows) if name not in names]
         if missing:
-            problem = f"batch_axes names {missing[0]!r}, but the mesh has the axes {', '.join(names)}"
+            problem = (
+                f"batch_axes names {missing[0]!r}, but the mesh has the axes"
+                f" {', '.join(names)}"
+            )
             raise ConfigError(problem, key="batch_axes")
         if axes.rows[: len(axes.replica)] != axes.replica:
             raise ConfigError(
-                f"rows={axes.rows} of batch_axes must start with replica={axes.replica}",
+                f"rows={axes.rows} of batch_axes must start with"
+                f" replica={axes.replica}",
                 key="batch_axes",
             )
         return axes
 
     @classmethod
     def whole(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
-        """Return the axes of a loss that sees whole batches: those of the rows, without replicas."""
+        """Return the axes of a loss that sees whole batches: those of the rows, without
+        replicas.
+        """
         found = cls.of(mesh, axes)
         if axes is not None and found.replica:
-            rule = "whole_batch=True is for a loss that sees the rows of all devices together, but each replica of"
+            rule = (
+                "whole_batch=True is for a loss that sees the rows of all devices"
+                " together, but each replica of"
+            )
             fix = f"give BatchAxes(replica=(), rows={found.rows})"
             raise ConfigError(
                 f"{rule} batch_axes with replica={found.replica} sees its own; {fix}",
@@ -91,14 +115,17 @@ class BatchAxes:
         return math.prod(mesh.shape[name] for name in self.replica)
 
     def num_shards(self, mesh: Mesh) -> int:
-        """Return the number of shards of the rows, the `data_parallel_size` of a plan."""
+        """Return the number of shards of the rows, the `data_parallel_size` of a
+        plan.
+        """
         return math.prod(mesh.shape[name] for name in self.rows)
 
     def manual(self, mesh: Mesh) -> set[str]:
-        """Return the axes that are manual in what a replica runs by itself: those of the replicas, and all of size 1.
+        """Return the axes that are manual in what a replica runs by itself: those of
+        the replicas, and all of size 1.
 
-        The compiler has nothing to partition along an axis of size 1. But callbacks and Pallas kernels run only if every axis
-        is manual.
+        The compiler has nothing to partition along an axis of size 1. But callbacks and
+        Pallas kernels run only if every axis is manual.
         """
         return {
             *self.replica,
@@ -111,15 +138,17 @@ def make_mesh(
 ) -> Mesh:
     """Return the mesh (data, fsdp, tensor, stage) over all devices.
 
-    On a TPU, neighbors on an axis are neighbors in the torus as far as possible. Several slices lie along the axes that
-    `axes.slices` names, and if it names none along the data axis, so that only the gradient reduction of a step crosses them.
+    On a TPU, neighbors on an axis are neighbors in the torus as far as possible.
+    Several slices lie along the axes that `axes.slices` names, and if it names none
+    along the data axis, so that only the gradient reduction of a step crosses them.
 
     Args:
         axes: number of devices along each axis; None puts all devices on the data axis.
         devices: the devices; None = all devices of JAX.
 
     Raises:
-        ConfigError: the axes do not fit the devices or their slices, or use context or expert parallelism.
+        ConfigError: the axes do not fit the devices or their slices, or use context or
+            expert parallelism.
 
     Example:
         >>> make_mesh().axis_names
@@ -135,9 +164,13 @@ def make_mesh(
             )
             raise ConfigError(problem, key=f"ici_{name}_parallelism", nearest=(1,))
     if axes.num_devices != len(devices):
-        problem = f"the axes of the mesh need {axes.num_devices} devices, but JAX sees {len(devices)} here"
+        problem = (
+            f"the axes of the mesh need {axes.num_devices} devices, but JAX sees"
+            f" {len(devices)} here"
+        )
         raise ConfigError(problem, key="num_devices", nearest=(-1,))
-    # Auto: the compiler partitions along fsdp and tensor. The training step makes data and stage manual where it needs that.
+    # Auto: the compiler partitions along fsdp and tensor. The training step makes data
+    # and stage manual where it needs that.
     return Mesh(
         _arrange(axes, devices),
         AXIS_NAMES,
@@ -163,7 +196,10 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         # CPUs and GPUs do not say which slice they are in: as many devices in a row.
         groups = np.array_split(np.asarray(devices, object), num_slices)
     if (found := len(groups)) != num_slices:
-        fix = f"set num_slices={found}, and dcn_data_parallelism={found} if the gradient reduction should cross them"
+        fix = (
+            f"set num_slices={found}, and dcn_data_parallelism={found} if the gradient"
+            " reduction should cross them"
+        )
         problem = (
             f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
         )
@@ -171,7 +207,8 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
     within = [
         getattr(axes, name) // size for name, size in zip(names, between, strict=True)
     ]
-    # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
+    # Without a split, JAX refuses most meshes whose axes are not products of whole
+    # sides of the torus.
     split = devices[0].platform == "tpu"
     arranged = [
         mesh_utils.create_device_mesh(
@@ -188,7 +225,9 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
 
 @functools.cache
 def auto_view(mesh: Mesh) -> Mesh:
-    """Return the mesh with all its axes automatic: what a training step runs on, also if the user's mesh has Explicit axes."""
+    """Return the mesh with all its axes automatic: what a training step runs on, also
+    if the user's mesh has Explicit axes.
+    """
     return Mesh(
         mesh.devices,
         mesh.axis_names,
@@ -197,7 +236,9 @@ def auto_view(mesh: Mesh) -> Mesh:
 
 
 def auto_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which programs on the automatic view of a mesh can be traced, also in the user's `jax.set_mesh`."""
+    """Return a context in which programs on the automatic view of a mesh can be traced,
+    also in the user's `jax.set_mesh`.
+    """
     needs_one = is_explicit(mesh) or is_explicit(jax.sharding.get_abstract_mesh())
     return jax.set_mesh(auto_view(mesh)) if needs_one else contextlib.nullcontext()
 
@@ -216,14 +257,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(
     mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = None
 ) -> NamedSharding:
-    """Return the sharding of rows over the batch axes, after `leading` dimensions that are not sharded."""
+    """Return the sharding of rows over the batch axes, after `leading` dimensions that
+    are not sharded.
+    """
     return NamedSharding(
         mesh, PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows)
     )
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
-    """Return the shardings of leaves on `mesh`, replicated for one device; what its axes cannot express is refused."""
+    """Return the shardings of leaves on `mesh`, replicated for one device; what its
+    axes cannot express is refused.
+    """
     mesh = auto_view(mesh)
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -240,7 +285,10 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             found = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
             if found.is_equivalent_to(sharding, leaf.ndim):
                 return found
-        problem = f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it on this mesh with jax.device_put"
+        problem = (
+            f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it"
+            " on this mesh with jax.device_put"
+        )
         raise ConfigError(
             f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}"
         )
@@ -249,7 +297,9 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
 
 
 def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -> None:
-    """Refuse a plan for other numbers of row shards or stages than the mesh has, and a mesh without axes for the rows."""
+    """Refuse a plan for other numbers of row shards or stages than the mesh has, and a
+    mesh without axes for the rows.
+    """
     axes = BatchAxes.of(mesh, axes)
     sizes = {
         "data_parallel_size": (
@@ -262,16 +312,22 @@ def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -
     for key, (planned, has, names) in sizes.items():
         if planned != has:
             problem = f"the plan has {key}={planned}, but the mesh has {names} = {has}"
-            fix = f"make the plan with {key}={has}, or give batch_axes=rampup.BatchAxes(...) if other axes take the rows"
+            fix = (
+                f"make the plan with {key}={has}, or give"
+                " batch_axes=rampup.BatchAxes(...) if other axes take the rows"
+            )
             raise ConfigError(f"{problem}; {fix}", key=key, nearest=(has,))
 
 
 def constrain(x: jax.Array, sharding: Any) -> jax.Array:
-    """Constrain the sharding of an array, also inside a function that is manual over some axes, which are left out."""
+    """Constrain the sharding of an array, also inside a function that is manual over
+    some axes, which are left out.
+    """
     kept = without_manual_axes(sharding)
     if kept is None:
         return x
-    # There, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
+    # There, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a
+    # NamedSharding.
     try:
         return _with_sharding_constraint(x, getattr(kept, "spec", kept))
     except RuntimeError:
@@ -279,7 +335,9 @@ def constrain(x: jax.Array, sharding: Any) -> jax.Array:
 
 
 def constrain_leaves(tree: Any, shardings: Any) -> Any:
-    """Constrain accumulators to the shardings of the parameters, so that fsdp saves their memory too."""
+    """Constrain accumulators to the shardings of the parameters, so that fsdp saves
+    their memory too.
+    """
     if shardings is None:
         return tree
     return jax.tree.map(
@@ -292,13 +350,17 @@ def constrain_leaves(tree: Any, shardings: Any) -> Any:
 
 
 def manual_size(name: str) -> int:
-    """Return the number of devices along an axis that is manual in the function that is traced here, else 1."""
+    """Return the number of devices along an axis that is manual in the function that is
+    traced here, else 1.
+    """
     context = jax.sharding.get_abstract_mesh()
     return context.shape[name] if name in context.manual_axes else 1
 
 
 def without_manual_axes(sharding: Any) -> Any:
-    """Return a NamedSharding or PartitionSpec without the axes that are manual or mapped here; None if nothing is left."""
+    """Return a NamedSharding or PartitionSpec without the axes that are manual or
+    mapped here; None if nothing is left.
+    """
     context = jax.sharding.get_abstract_mesh()
     manual = frozenset((*context.manual_axes, *(getattr(_patch, "mapped", None) or ())))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -322,7 +384,9 @@ def without_manual_axes(sharding: Any) -> Any:
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes in one entry of a PartitionSpec: a name, a tuple of names, or None."""
+    """Return the mesh axes in one entry of a PartitionSpec: a name, a tuple of names,
+    or None.
+    """
     return (
         entry
         if isinstance(entry, tuple)
@@ -333,7 +397,9 @@ def axis_names(entry: Any) -> tuple[str, ...]:
 
 
 def axes_of(shardings: Any) -> set[str]:
-    """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
+    """Return the mesh axes that shardings name. That of an array on one device, outside
+    of a mesh, names none.
+    """
     return {
         name
         for leaf in jax.tree.leaves(shardings)
@@ -361,10 +427,12 @@ _num_patched = 0
 
 @contextlib.contextmanager
 def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
-    """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes, and those that are `mapped`.
+    """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the
+    manual axes, and those that are `mapped`.
 
-    Models constrain activations over the data axis, which JAX refuses where it is manual, and there is no hook. So JAX's
-    function is replaced until the last context ends; in other threads, it does what it did.
+    Models constrain activations over the data axis, which JAX refuses where it is
+    manual, and there is no hook. So JAX's function is replaced until the last context
+    ends; in other threads, it does what it did.
     """
     global _num_patched
     with _patch_lock:
@@ -392,10 +460,11 @@ def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
     def constrain_part(sharding: Any, part: Any) -> Any:
         return jax.tree.map(lambda leaf: constrain(leaf, sharding), part)
 
-    # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are leaves.
-    is_leaf: Callable[[Any], bool] = lambda leaf: (  # noqa: E731
-        leaf is None or isinstance(leaf, PartitionSpec)
-    )
+    # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are
+    # leaves.
+    def is_leaf(leaf: Any) -> bool:
+        return leaf is None or isinstance(leaf, PartitionSpec)
+
     return jax.tree.map(constrain_part, shardings, x, is_leaf=is_leaf)
 
 
@@ -403,8 +472,11 @@ def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
 def rows_of_processes(
     mesh: Mesh, num_rows: int, axes: BatchAxes | None = None
 ) -> dict[int, np.ndarray]:
-    """Return the rows of a microbatch of `num_rows` that each process must have, in ascending order: those of its devices."""
-    # A set: devices, and processes, that differ only in tensor or stage need the same rows. A missing stop is the end.
+    """Return the rows of a microbatch of `num_rows` that each process must have, in
+    ascending order: those of its devices.
+    """
+    # A set: devices, and processes, that differ only in tensor or stage need the same
+    # rows. A missing stop is the end.
     found: dict[int, set[tuple[int, int]]] = {}
     for device, index in (
         batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items()

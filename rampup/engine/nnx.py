@@ -1,4 +1,5 @@
-"""Flax NNX models in a pure training step: split the model once, train arrays, merge them back at the end.
+"""Flax NNX models in a pure training step: split the model once, train arrays, merge
+them back at the end.
 
 This avoids `nnx.jit`, which traverses the model at every call.
 """
@@ -29,18 +30,25 @@ def split_model(
     shard_optimizer_over_data: bool = False,
     batch_axes: BatchAxes | None = None,
 ) -> tuple[TrainState, LossFn]:
-    """Return a training state with a model's parameters, and its loss as a pure function for `train_step`.
+    """Return a training state with a model's parameters, and its loss as a pure
+    function for `train_step`.
 
     Args:
-        model: the model. Variables that are not parameters, such as batch statistics, are carried in `TrainState.mutable`, on
-            each replica its own. At the end of a step, floating-point variables become their mean over the replicas and
-            integers their maximum: return counts of rows in `aux`. Take sown intermediates in the loss, with `nnx.pop`.
-        loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
-            row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
-            with the key of its first row; masks from `keys` do not depend on how the batch is split. The mode of the model
-            (`model.train()`, `model.eval()`) is that of this call, so split it again for an `EvalStep`.
-        tx: the optimizer; with the engine `multi_steps`, `rampup.multi_steps(tx, plan)`.
-        wrt: the variables to train, such as `nnx.LoRAParam`. The other `nnx.Param` are in `TrainState.frozen`.
+        model: the model. Variables that are not parameters, such as batch statistics,
+            are carried in `TrainState.mutable`, on each replica its own. At the end of
+            a step, floating-point variables become their mean over the replicas and
+            integers their maximum: return counts of rows in `aux`. Take sown
+            intermediates in the loss, with `nnx.pop`.
+        loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over
+            rows. `keys` is one random key per row, an array and not an `nnx.Rngs`. The
+            model's own random streams (`nnx.Dropout`) are seeded in every microbatch
+            with the key of its first row; masks from `keys` do not depend on how the
+            batch is split. The mode of the model (`model.train()`, `model.eval()`) is
+            that of this call, so split it again for an `EvalStep`.
+        tx: the optimizer; with the engine `multi_steps`, `rampup.multi_steps(tx,
+            plan)`.
+        wrt: the variables to train, such as `nnx.LoRAParam`. The other `nnx.Param` are
+            in `TrainState.frozen`.
         mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
 
     Example:
@@ -65,7 +73,8 @@ def split_model(
     if not isinstance(model, nnx.Module) or not callable(loss_fn):
         found = f"model is {a_type(model)}, loss_fn is {a_type(loss_fn)}"
         raise ConfigError(
-            f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the arguments",
+            f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the"
+            " arguments",
             key="model",
         )
     check_signature(loss_fn)
@@ -73,7 +82,8 @@ def split_model(
     graphdef, params, frozen, streams, sown, rest = nnx.split(model, *filters)
     has_frozen = bool(jax.tree.leaves(frozen))
     has_rest = bool(jax.tree.leaves(rest))
-    # Frozen arrays come from the state, as arguments of the program. In a closure they would be constants of it.
+    # Frozen arrays come from the state, as arguments of the program. In a closure they
+    # would be constants of it.
     none_frozen = None if has_frozen else frozen
 
     def pure(
@@ -83,7 +93,8 @@ def split_model(
         *mutable: Any,
         frozen: Any = none_frozen,
     ) -> tuple[Any, ...]:
-        # Copy the tree: an NNX variable may only be written in the trace in which it was created.
+        # Copy the tree: an NNX variable may only be written in the trace in which it
+        # was created.
         carried, kept = jax.tree.map(
             lambda leaf: leaf, (mutable[0] if has_rest else rest, frozen)
         )
@@ -111,7 +122,9 @@ def split_model(
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:
-    """Write copies of the parameters of a training state, and of its `mutable`, into the model."""
+    """Write copies of the parameters of a training state, and of its `mutable`, into
+    the model.
+    """
     nnx.update(
         model,
         *jax.tree.map(
@@ -122,7 +135,9 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
 
 
 def _reseed(streams: Any, keys: jax.Array) -> Any:
-    """Return random streams with new keys, derived from the key of the first row, and counters of zero."""
+    """Return random streams with new keys, derived from the key of the first row, and
+    counters of zero.
+    """
     leaves, structure = jax.tree.flatten(streams)
 
     def new(index: int, leaf: jax.Array) -> jax.Array:

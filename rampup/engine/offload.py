@@ -1,4 +1,6 @@
-"""Memory: what a compiled program needs, what the devices have, and keeping state in host memory."""
+"""Memory: what a compiled program needs, what the devices have, and keeping state in
+host memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from rampup.engine.mesh import replicated
 from rampup.errors import ConfigError
 
 HOST = "pinned_host"
-# The share of this machine's free memory that programs on simulated devices may use: everything else runs in it too.
+# The share of this machine's free memory that programs on simulated devices may use:
+# everything else runs in it too.
 SHARE_OF_HOST = 0.5
 
 
@@ -33,7 +36,9 @@ class ProgramMemory:
     code: int
     host: int = 0  # arguments and results in host memory, which the others leave out
     peak: int | None = (
-        None  # on a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts fragmentation twice
+        # on a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts
+        # fragmentation twice
+        None
     )
 
     @property
@@ -42,7 +47,8 @@ class ProgramMemory:
         total = (
             self.arguments + self.outputs - self.aliased + self.temporary + self.code
         )
-        # The peak includes what is in host memory, so it is an upper bound only if nothing is there.
+        # The peak includes what is in host memory, so it is an upper bound only if
+        # nothing is there.
         return (
             total
             if self.peak is None or self.host
@@ -51,11 +57,14 @@ class ProgramMemory:
 
 
 def program_memory(compiled: Any) -> ProgramMemory:
-    """Return the memory per device that a `jax.stages.Compiled` needs, as the compiler planned it."""
+    """Return the memory per device that a `jax.stages.Compiled` needs, as the compiler
+    planned it.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         raise ConfigError(
-            f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs"
+            f"the backend {jax.default_backend()!r} does not report how much memory a"
+            " compiled program needs"
         )
     devices = [
         device
@@ -72,26 +81,32 @@ def program_memory(compiled: Any) -> ProgramMemory:
         host=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes
         - stats.host_alias_size_in_bytes,
-        peak=getattr(stats, "peak_memory_in_bytes", None)
-        if platform == "tpu"
-        else None,
+        peak=(
+            getattr(stats, "peak_memory_in_bytes", None) if platform == "tpu" else None
+        ),
     )
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error of the compiler, a device or the host means that memory ran out."""
+    """Return whether an error of the compiler, a device or the host means that memory
+    ran out.
+    """
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     )
 
 
 def device_limit(device: jax.Device) -> int | None:
-    """Return the bytes of memory that a device has for programs, or None if it has no memory of its own."""
+    """Return the bytes of memory that a device has for programs, or None if it has no
+    memory of its own.
+    """
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Return the largest peak memory of the devices so far in bytes, or None if they do not report it."""
+    """Return the largest peak memory of the devices so far in bytes, or None if they do
+    not report it.
+    """
     peaks = [
         (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
     ]
@@ -99,7 +114,9 @@ def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
 
 
 def room_to_run(devices: Sequence[jax.Device]) -> int:
-    """Return the bytes that a program may use on each device: the smallest limit, or a share of this machine's free memory."""
+    """Return the bytes that a program may use on each device: the smallest limit, or a
+    share of this machine's free memory.
+    """
     limits = [device_limit(device) for device in devices]
     known = [limit for limit in limits if limit is not None]
     if len(known) == len(limits):
@@ -120,7 +137,8 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
             # Not Linux: assume that half of the memory is free.
             free.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
     with contextlib.suppress(OSError, ValueError):
-        # Control groups of version 2, as containers have them. Without a limit, memory.max contains "max".
+        # Control groups of version 2, as containers have them. Without a limit,
+        # memory.max contains "max".
         folder = Path("/sys/fs/cgroup")
         limit, used = (
             (folder / name).read_text(encoding="ascii")
@@ -140,9 +158,12 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def host_memory_problem(mesh: Mesh) -> str | None:
-    """Return why this backend cannot keep a training state in host memory, or None. Compiles a small program to find out."""
+    """Return why this backend cannot keep a training state in host memory, or None.
+    Compiles a small program to find out.
+    """
     backend = mesh.devices.flat[0].platform
-    # Another process's device does not list its memories, nor does one of a topology that is only compiled for.
+    # Another process's device does not list its memories, nor does one of a topology
+    # that is only compiled for.
     local = next(iter(mesh.local_devices), None)
     if local is not None and HOST not in [
         memory.kind for memory in local.addressable_memories()
@@ -151,12 +172,17 @@ def host_memory_problem(mesh: Mesh) -> str | None:
     try:
         _host_program(mesh)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return f"the backend {backend!r} cannot use {HOST} memory in a program: {str(error)[:100]}"
+        return (
+            f"the backend {backend!r} cannot use {HOST} memory in a program:"
+            f" {str(error)[:100]}"
+        )
     return None
 
 
 def reports_host_memory(mesh: Mesh) -> bool:
-    """Return whether this backend counts a program's host memory apart from device memory. On CPU they are the same."""
+    """Return whether this backend counts a program's host memory apart from device
+    memory. On CPU they are the same.
+    """
     return (
         host_memory_problem(mesh) is None
         and program_memory(_host_program(mesh)).host > 0
@@ -165,7 +191,9 @@ def reports_host_memory(mesh: Mesh) -> bool:
 
 @functools.cache
 def _host_program(mesh: Mesh) -> Any:
-    """Return a program that copies an array from host memory to the devices and back."""
+    """Return a program that copies an array from host memory to the devices and
+    back.
+    """
     device = replicated(mesh)
     host = device.with_memory_kind(HOST)
     shape: Any = jax.eval_shape(lambda: jax.numpy.zeros(8)).update(sharding=host)
@@ -177,12 +205,15 @@ def _host_program(mesh: Mesh) -> Any:
 
 
 def device_shardings(shardings: Any) -> Any:
-    """Return shardings with those of host memory replaced by the default memory of the same devices."""
+    """Return shardings with those of host memory replaced by the default memory of the
+    same devices.
+    """
 
     def on_device(sharding: Any) -> Any:
         if sharding.memory_kind != HOST:
             return sharding
-        # Only a device of this process says what its default memory is called. On all accelerators it is "device".
+        # Only a device of this process says what its default memory is called. On all
+        # accelerators it is "device".
         local = next(iter(sharding.addressable_devices), None)
         return sharding.with_memory_kind(
             "device" if local is None else local.default_memory().kind
@@ -192,7 +223,9 @@ def device_shardings(shardings: Any) -> Any:
 
 
 def host_shardings(tree: Any) -> Any:
-    """Return the shardings of a tree's leaves with arrays in host memory; scalars stay on the devices."""
+    """Return the shardings of a tree's leaves with arrays in host memory; scalars stay
+    on the devices.
+    """
     return jax.tree.map(
         lambda leaf: (
             leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding
@@ -202,7 +235,9 @@ def host_shardings(tree: Any) -> Any:
 
 
 def fetch_offloaded(state: Any, shardings: Any) -> Any:
-    """Return a state with arrays in host memory copied to the devices, in a program whose `out_shardings` bring it back."""
+    """Return a state with arrays in host memory copied to the devices, in a program
+    whose `out_shardings` bring it back.
+    """
     on_devices = device_shardings(shardings)
     is_on_devices = jax.tree.leaves(on_devices) == jax.tree.leaves(shardings)
     return state if is_on_devices else jax.device_put(state, on_devices)

@@ -22,13 +22,14 @@ from rampup.plan.plan import RampPlan
 
 KINDS = ("adamw", "sgd", "muon")
 DecayStyle = Literal["linear", "cosine"]
-# Muon's updates have this root mean square, about that of AdamW's, so that one learning rate and one weight decay serve both
-# (Liu et al. 2025, arXiv 2502.16982, equation 4).
+# Muon's updates have this root mean square, about that of AdamW's, so that one learning
+# rate and one weight decay serve both (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
 
 
-# What a program knows of a `ClockSegment`: of a planned ramp, a constant table in which every step looks up its own; of one
-# that is decided during the run, an argument (`FollowingOptimizer`). Sample counts do not fit into int32, but progress does.
+# What a program knows of a `ClockSegment`: of a planned ramp, a constant table in which
+# every step looks up its own; of one that is decided during the run, an argument
+# (`FollowingOptimizer`). Sample counts do not fit into int32, but progress does.
 SegmentNumbers = Mapping[str, Any]
 _SEGMENT_TYPES = {
     "start_step": np.int32,
@@ -45,18 +46,21 @@ def segment_numbers(segment: ClockSegment) -> dict[str, np.number]:
 # `jax.jit` needs a weak reference to a function.
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class LearningRate:
-    """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
+    """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up,
+    then cosine, WSD or constant.
 
     Attributes:
         plan: the plan, whose `clock`, batch scaling and Seesaw it follows.
         peak: learning rate after the warm-up, for the batch of the last phase.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
-        warmup_fraction: fraction of the schedule in which the rate rises linearly from 0.
+        warmup_fraction: fraction of the schedule in which the rate rises linearly from
+            0.
         final_fraction: rate at the end of the schedule divided by `peak`.
         decay_fraction: fraction of the schedule in which `wsd` decays.
         decay_style: shape of the decay of `wsd`.
 
-    After the end of the schedule the rate is 0, except for `constant` (as in MaxText's `create_learning_rate_schedule`).
+    After the end of the schedule the rate is 0, except for `constant` (as in MaxText's
+    `create_learning_rate_schedule`).
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -88,7 +92,9 @@ class LearningRate:
         decay_fraction: float = 0.1,
         decay_style: DecayStyle = "linear",
     ) -> Self:
-        """Return the schedule that the keys of base.yml and rl.yml describe, and attributes that rl.yml has no key for."""
+        """Return the schedule that the keys of base.yml and rl.yml describe, and
+        attributes that rl.yml has no key for.
+        """
         keys = {
             "kind": config.lr_schedule_type,
             "final_fraction": config.learning_rate_final_fraction,
@@ -100,7 +106,9 @@ class LearningRate:
         return cls(plan=plan, peak=peak, decay_style=decay_style, **keys)
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
-        """Return the learning rate of optimizer step `count`, a traced int32, in a segment, which None looks up in the plan."""
+        """Return the learning rate of optimizer step `count`, a traced int32, in a
+        segment, which None looks up in the plan.
+        """
         level = None
         if segment is None:
             segments = [
@@ -141,7 +149,9 @@ class LearningRate:
         return float(self._rate(step, progress, segment.level)) * segment.scale
 
     def _rate(self, step: Any, progress: Any, level: Any, xp: Any = None) -> Any:
-        """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of an array."""
+        """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of
+        an array.
+        """
         peak = self.peak
         final = self.peak * self.final_fraction
         warmup = self.warmup_fraction
@@ -170,7 +180,8 @@ class LearningRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSchedule:
-    """AdamW's constants as a function of the optimizer step: those of every segment of a plan's clock.
+    """AdamW's constants as a function of the optimizer step: those of every segment of
+    a plan's clock.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -190,9 +201,11 @@ class AdamSchedule:
     def from_scaling(
         cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling
     ) -> Self:
-        """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches.
+        """Return the schedule of a plan, from the constants for its `reference_size`
+        and the rules for other batches.
 
-        If the ramp is decided during the run, the steps of `at` are those of a plan with a step of every size.
+        If the ramp is decided during the run, the steps of `at` are those of a plan
+        with a step of every size.
         """
         plan = plan.of_all_sizes
         return cls(plan=plan, constants=adam_constants(plan, base, scaling))
@@ -204,7 +217,9 @@ class AdamSchedule:
     def __call__(
         self, count: Any, segment: SegmentNumbers | None = None
     ) -> dict[str, Any]:
-        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`."""
+        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1
+        and 1 - b2 as `c1` and `c2`.
+        """
         table = [
             {
                 "b1": c.b1,
@@ -233,7 +248,9 @@ class AdamSchedule:
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer for batches that are decided during the run: its `update` takes the numbers of a `segment`."""
+    """An optimizer for batches that are decided during the run: its `update` takes the
+    numbers of a `segment`.
+    """
 
     __slots__ = ()
 
@@ -241,7 +258,9 @@ class FollowingOptimizer(optax.GradientTransformationExtraArgs):
     def of(
         cls, make: Callable[[SegmentNumbers | None], optax.GradientTransformation]
     ) -> Self:
-        """Return the optimizer whose update is that of the one that `make` returns for the numbers of a step."""
+        """Return the optimizer whose update is that of the one that `make` returns for
+        the numbers of a step.
+        """
 
         def update(
             grads: Any,
@@ -257,7 +276,9 @@ class FollowingOptimizer(optax.GradientTransformationExtraArgs):
 
 
 class MomentMasses(NamedTuple):
-    """The divisors that make moments unbiased: 1 minus the product of all decay rates, 1 - b**count if b is constant."""
+    """The divisors that make moments unbiased: 1 minus the product of all decay rates,
+    1 - b**count if b is constant.
+    """
 
     b1: jax.Array
     b2: jax.Array
@@ -266,21 +287,25 @@ class MomentMasses(NamedTuple):
 def scheduled_adamw(
     learning_rate: optax.ScalarOrSchedule, adam: Callable[[Any], dict[str, Any]]
 ) -> optax.GradientTransformation:
-    """Return AdamW with constants that change from phase to phase, in one program, and the divisors `MomentMasses`."""
+    """Return AdamW with constants that change from phase to phase, in one program, and
+    the divisors `MomentMasses`.
+    """
     rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
 
     def init(params: Any) -> Any:
-        # The states of `optax.adamw`: moments, weight decay (empty) and the count of the schedule.
+        # The states of `optax.adamw`: moments, weight decay (empty) and the count of
+        # the schedule.
         moments, _, clock = optax.adamw(rate).init(params)
         return moments, MomentMasses(jnp.zeros(()), jnp.zeros(())), clock
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moments, masses, clock = state
-        # The count of the schedule and not that of Adam, which stands still in skipped steps.
+        # The count of the schedule and not that of Adam, which stands still in skipped
+        # steps.
         now, step_size = adam(clock.count), -1 * rate(clock.count)
 
-        # A constant has the type of the array. c = 1 - b is rounded once: in float32, the difference of 1 and a rounded b of
-        # 0.999 has lost four digits.
+        # A constant has the type of the array. c = 1 - b is rounded once: in float32,
+        # the difference of 1 and a rounded b of 0.999 has lost four digits.
         def average(b: Any, c: Any, x: Any, old: Any) -> Any:
             return c.astype(x.dtype) * x + b.astype(old.dtype) * old
 
@@ -338,14 +363,19 @@ def make_optimizer(
 
     Args:
         learning_rate: a number, or a schedule such as `LearningRate`.
-        kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101), `sgd`, or `muon` (Jordan et al. 2024; `optax.contrib.muon`),
-            with AdamW for what is no matrix.
-        b1, b2, eps, weight_decay: AdamW's constants. Muon has the same eps and weight decay, and a momentum of 0.95.
+        kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101), `sgd`, or `muon`
+            (Jordan et al. 2024; `optax.contrib.muon`), with AdamW for what is no
+            matrix.
+        b1, b2, eps, weight_decay: AdamW's constants. Muon has the same eps and weight
+            decay, and a momentum of 0.95.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
-        mu_dtype, nu_dtype: types in which AdamW stores its moments, updated in float32; None = those of the parameters.
-        adam: AdamW's constants by phase, such as an `AdamSchedule`, instead of those above.
-        matrices: for `muon`, returns the `optax.contrib.MuonDimensionNumbers` of each parameter, or None for AdamW; None = all
-            arrays of two dimensions are matrices.
+        mu_dtype, nu_dtype: types in which AdamW stores its moments, updated in float32;
+            None = those of the parameters.
+        adam: AdamW's constants by phase, such as an `AdamSchedule`, instead of those
+            above.
+        matrices: for `muon`, returns the `optax.contrib.MuonDimensionNumbers` of each
+            parameter, or None for AdamW; None = all arrays of two dimensions are
+            matrices.
 
     Raises:
         ConfigError: an unknown `kind`, or what Muon does not support.
@@ -362,11 +392,15 @@ def make_optimizer(
         if adam is not None or nu_dtype is not None:
             name = "batch_scaling" if adam is not None else "nu_dtype"
             raise ConfigError(
-                f"{name} changes how AdamW works, which opt_type=muon runs for a part of the model",
+                f"{name} changes how AdamW works, which opt_type=muon runs for a part"
+                " of the model",
                 key=name,
             )
         if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
-            problem = f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}: pip install -U optax"
+            problem = (
+                f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}:"
+                " pip install -U optax"
+            )
             raise MissingDependencyError(problem, key="opt_type")
         constants = {
             "adam_b1": b1,
@@ -399,7 +433,9 @@ def make_optimizer(
 def optimizer_from_config(
     config: Any, rate: LearningRate, *, adam: AdamSchedule | None = None, **others: Any
 ) -> optax.GradientTransformation:
-    """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are arguments without such a key."""
+    """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are
+    arguments without such a key.
+    """
     others |= {
         name: getattr(config, f"adam_{name}")
         for name in ("b1", "b2", "eps", "weight_decay")
@@ -419,18 +455,24 @@ def optimizer_from_config(
 def _store_moments(
     tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any
 ) -> optax.GradientTransformation:
-    """Return AdamW with its moments stored in other types than those of the parameters."""
+    """Return AdamW with its moments stored in other types than those of the
+    parameters.
+    """
     if mu_dtype is None and nu_dtype is None:
         return tx
 
     def init(params: Any) -> Any:
         moments, *others = tx.init(params)
-        return moments._replace(
-            mu=optax.tree.cast(moments.mu, mu_dtype),
-            nu=optax.tree.cast(moments.nu, nu_dtype),
-        ), *others
+        return (
+            moments._replace(
+                mu=optax.tree.cast(moments.mu, mu_dtype),
+                nu=optax.tree.cast(moments.nu, nu_dtype),
+            ),
+            *others,
+        )
 
-    # Only what is kept between steps is rounded; the update itself reads float32 moments.
+    # Only what is kept between steps is rounded; the update itself reads float32
+    # moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moments, *others = state
         mu, nu, grads = jax.tree.map(as_summed, (moments.mu, moments.nu, grads))

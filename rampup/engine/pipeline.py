@@ -1,12 +1,17 @@
-"""Pipelined training over the mesh axis `stage`: lock-step 1F1B, in one executable for any number of microbatches.
+"""Pipelined training over the mesh axis `stage`: lock-step 1F1B, in one executable for
+any number of microbatches.
 
-Each of p stages has consecutive layers, or v chunks of consecutive layers. In one tick, every stage runs at most one forward
-and then at most one backward. At the end of the tick, activations move to the next stage and gradients to the previous one.
-`pipeline_sums` runs this in one `shard_map`, and the ticks are a loop whose length follows from the number m of microbatches in
-a pass, which may be traced. If a plan fixes m, a step may need several passes; each fills and drains the pipeline.
+Each of p stages has consecutive layers, or v chunks of consecutive layers. In one tick,
+every stage runs at most one forward and then at most one backward. At the end of the
+tick, activations move to the next stage and gradients to the previous one.
+`pipeline_sums` runs this in one `shard_map`, and the ticks are a loop whose length
+follows from the number m of microbatches in a pass, which may be traced. If a plan
+fixes m, a step may need several passes; each fills and drains the pipeline.
 
-Shape suffixes: K microbatches in the buffer, R rows of one microbatch, n parts of a sum of squares, D replicas.
-Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, microbatch k, tick t, unit u.
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch, n parts of a sum
+of squares, D replicas.
+Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, microbatch k,
+    tick t, unit u.
 """
 
 # The schedule of m = 4 microbatches in p = 3 stages; Fk and Bk are the forward and the backward of microbatch k:
@@ -96,24 +101,33 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinedLoss:
-    """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
+    """A loss in three parts, so that its layers can be spread over pipeline stages. It
+    takes the place of a loss function.
 
-    The parameters are a dict: `layers`, stacked along the first axis, and the parameters of the first and the last part, which
-    every stage has. With repeats, `permute_layers` brings them into the order of `rampup.plan.pipeline.stage_layer_order`.
+    The parameters are a dict: `layers`, stacked along the first axis, and the
+    parameters of the first and the last part, which every stage has. With repeats,
+    `permute_layers` brings them into the order of
+    `rampup.plan.pipeline.stage_layer_order`.
 
     Attributes:
-        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `batch` has the rows of one
-            microbatch on one replica, and `keys` one random key per row. x is a pytree of floating-point arrays.
-        stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types.
-            `first_layer` is the index in the model of the first of `layers`.
-        last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers: sums over the rows.
+        first: `first(params, batch, keys) -> x`, before the layers; `params` without
+            `layers`; `batch` has the rows of one microbatch on one replica, and `keys`
+            one random key per row. x is a pytree of floating-point arrays.
+        stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive
+            layers; x keeps its shapes and types. `first_layer` is the index in the
+            model of the first of `layers`.
+        last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the
+            layers: sums over the rows.
         num_repeats: chunks of layers per stage, v.
-        remat_policy: None: keep only the input of a chunk's forward, and compute the chunk again in its backward. A policy of
-            `jax.checkpoint`, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: keep what it says as well, for
-            up to 2*v*p - 1 chunks per stage.
-        skip_idle: True: a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run the
-            first and the last part. This can deadlock if the compiler puts a collective over another axis, such as fsdp or
-            tensor, inside the branch. False: every stage computes everything in every tick. None: True without such axes.
+        remat_policy: None: keep only the input of a chunk's forward, and compute the
+            chunk again in its backward. A policy of `jax.checkpoint`, such as
+            `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: keep what it
+            says as well, for up to 2*v*p - 1 chunks per stage.
+        skip_idle: True: a stage without a microbatch skips its tick (`lax.cond`), and
+            only the first and the last stage run the first and the last part. This can
+            deadlock if the compiler puts a collective over another axis, such as fsdp
+            or tensor, inside the branch. False: every stage computes everything in
+            every tick. None: True without such axes.
         batch_axes, reduction_dtype, accumulator_dtype: see `rampup.AccumulatedLoss`.
     """
 
@@ -130,7 +144,10 @@ class PipelinedLoss:
     def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - `pipeline_sums` checks the mesh
         """Refuse the engine `multi_steps`; see `SummableLoss`."""
         if engine == "multi_steps":
-            problem = "gradient_accumulation=multi_steps does not support a pipeline; use fused"
+            problem = (
+                "gradient_accumulation=multi_steps does not support a pipeline; use"
+                " fused"
+            )
             raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
 
     def sums_and_grads(
@@ -180,10 +197,13 @@ def pipeline_sums(
     mesh: Mesh,
     param_shardings: Any = None,
 ) -> Sums:
-    """Sum loss and gradients over microbatches through the pipeline, or without `param_shardings` the loss alone."""
+    """Sum loss and gradients over microbatches through the pipeline, or without
+    `param_shardings` the loss alone.
+    """
     if recipe.mutable is not None:
         raise ConfigError(
-            "the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters"
+            "the state has `mutable`, which a PipelinedLoss cannot use; put it into the"
+            " parameters"
         )
     # As in the program below, a `jax.shard_map` of the loss finds the mesh.
     with jax.sharding.use_abstract_mesh(auto_view(mesh).abstract_mesh):
@@ -220,9 +240,11 @@ def pipeline_sums(
 
 
 def permute_layers(tree: Any, order: Sequence[int]) -> Any:
-    """Return a tree with all stacked layers (every leaf under a key `layers`) in another order. Other leaves are unchanged.
+    """Return a tree with all stacked layers (every leaf under a key `layers`) in
+    another order. Other leaves are unchanged.
 
-    `order` has for every position the layer that goes there: `stage_layer_order`, or its inverse `np.argsort(order)`.
+    `order` has for every position the layer that goes there: `stage_layer_order`, or
+    its inverse `np.argsort(order)`.
     """
     index = np.asarray(order)
     if (index == np.arange(len(index))).all():
@@ -245,10 +267,12 @@ def run_on_stages(
     counts: tuple[Any, Any] = (None, None),
     recipe: Recipe = Recipe(),  # noqa: B008 - it is immutable
 ) -> Sums:
-    """Run `stage_sums(layers, shared, rows, *counts, recipe)` on every stage and replica, and add up the results.
+    """Run `stage_sums(layers, shared, rows, *counts, recipe)` on every stage and
+    replica, and add up the results.
 
-    `layers` are those of the stage, and `shared` all other parameters. The data axis is manual so that each replica adds up the
-    gradients of its own rows; the compiler would reduce them in every tick, and so would JAX with check_vma=True.
+    `layers` are those of the stage, and `shared` all other parameters. The data axis is
+    manual so that each replica adds up the gradients of its own rows; the compiler
+    would reduce them in every tick, and so would JAX with check_vma=True.
     """
     axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
@@ -263,7 +287,8 @@ def run_on_stages(
     def reduced_sums(*arguments: Any) -> Sums:
         sums = stage_sums(*arguments)
         with jax.named_scope("reduce"):
-            # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
+            # Only the last stage has added to loss, weight and aux; the sum over stages
+            # is a broadcast.
             reduced = _reduce_all_but_gradients(
                 sums, recipe, replicas, axes.num_replicas(mesh)
             )
@@ -322,10 +347,12 @@ def run_on_stages(
 def _reduce_all_but_gradients(
     sums: Sums, recipe: Recipe, replicas: tuple[str, ...], num_replicas: int
 ) -> Sums:
-    """Add up everything but the gradients over replicas and stages, in one round of collectives.
+    """Add up everything but the gradients over replicas and stages, in one round of
+    collectives.
 
-    The squares of a microbatch are spread over the stages, and its weight is known on the last one. So every replica puts its
-    microbatches into rows of its own, and all devices divide the reduced rows.
+    The squares of a microbatch are spread over the stages, and its weight is known on
+    the last one. So every replica puts its microbatches into rows of its own, and all
+    devices divide the reduced rows.
     """
     sums = sums._replace(grads=None)
     if sums.noise is None:
@@ -347,7 +374,9 @@ def _reduce_all_but_gradients(
 
 
 class Stage:
-    """What one stage computes with its `layers` and the other parameters; see the schedule at the top of the file."""
+    """What one stage computes with its `layers` and the other parameters; see the
+    schedule at the top of the file.
+    """
 
     def __init__(
         self,
@@ -365,10 +394,12 @@ class Stage:
         self.batch_KR, self.keys_KR = rows
         self.p, self.v = mesh.shape[STAGE], loss.num_repeats
         self.s = jax.lax.axis_index(STAGE)
-        # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the model.
+        # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the
+        # model.
         self.chunks = jax.tree.map(self._as_chunks, layers)
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
-        # Ticks from the first forward of a pass to its first backward, and slots for the inputs of forwards.
+        # Ticks from the first forward of a pass to its first backward, and slots for
+        # the inputs of forwards.
         self.lag = self.v * self.p - 1
         self.ring_size = 2 * self.v * self.p - 1
         replica = BatchAxes.of(mesh, loss.batch_axes).replica
@@ -406,10 +437,13 @@ class Stage:
         return Sums(grads, loss, weight, aux, noise=noise)
 
     def run_pass(self, start: Any, m: Any, sums: Sums) -> Sums:
-        """Run microbatches start to start + m - 1 of the buffer through the pipeline and add them to the sums."""
+        """Run microbatches start to start + m - 1 of the buffer through the pipeline
+        and add them to the sums.
+        """
         forward_ticks = pass_ticks(self.p, m, self.v)
 
-        # Placeholders are ones: their results are dropped, but a NaN in them would stop a run with jax_debug_nans.
+        # Placeholders are ones: their results are dropped, but a NaN in them would stop
+        # a run with jax_debug_nans.
         def ones(shapes: Any) -> Any:
             return jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
 
@@ -427,7 +461,9 @@ class Stage:
             )
 
         def unit_of(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
+            """Return whether a unit has a microbatch, its index in the buffer and its
+            turn: valid indices in any case.
+            """
             group = unit // (self.v * self.p)
             rest = unit % (self.v * self.p)
             k, turn = group * self.p + rest % self.p, rest // self.p
@@ -439,7 +475,9 @@ class Stage:
             )
 
         def forward(t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
-            """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
+            """Run the forward of unit t - s; return the activation to send, and the
+            ring with what the backward will need.
+            """
             with jax.named_scope("forward_tick"):
                 unit = t - self.s
                 is_real, k, r = unit_of(unit)
@@ -447,8 +485,9 @@ class Stage:
                     is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived
                 )
                 is_last = (self.s == self.p - 1) & (r == self.v - 1)
-                # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very
-                # tick, so its forward is left to it, and y is the chunk's input.
+                # Without a remat policy, the backward computes the chunk again. For the
+                # last chunk it does so in this very tick, so its forward is left to it,
+                # and y is the chunk's input.
                 runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
                 y, kept = self._if(
                     runs,
@@ -467,19 +506,24 @@ class Stage:
         def backward(
             t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums
         ) -> tuple[Sums, Any]:
-            """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums and the gradient to send."""
+            """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums and
+            the gradient to send.
+            """
             with jax.named_scope("backward_tick"):
                 unit = t - self.lag - (self.p - 1 - self.s)
                 is_real, k, turn = unit_of(unit)
                 r = self.v - 1 - turn
                 stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
-                compute = lambda: self._backward_chunk(  # noqa: E731
-                    sums, stash, pullback, y, arrived, k, r
-                )
+
+                def compute() -> Any:
+                    return self._backward_chunk(sums, stash, pullback, y, arrived, k, r)
+
                 return self._if(is_real, compute, (sums, arrived))
 
         def tick(t: jax.Array, carry: Any) -> Any:
-            """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
+            """Run tick t; the carry is the sums, the ring buffer, and the activation
+            and the gradient that arrived.
+            """
             sums, ring, x, gradient = carry
             if not self.with_grads:
                 with jax.named_scope("evaluation_tick"):
@@ -503,7 +547,8 @@ class Stage:
                 lambda: backward(t, y, ring, gradient, sums),
                 otherwise=(sums, gradient),
             )
-            # The only communication of a tick: two permutes around the ring of stages, by all of them.
+            # The only communication of a tick: two permutes around the ring of stages,
+            # by all of them.
             return sums, ring, self._send(y, 1), self._send(gradient, -1)
 
         num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
@@ -512,7 +557,9 @@ class Stage:
     def _forward_chunk(
         self, x: Any, k: Any, r: Any, pullback: Pullback | None
     ) -> tuple[Any, Any]:
-        """Return a chunk's output, and the values that its backward needs in addition to its input."""
+        """Return a chunk's output, and the values that its backward needs in addition
+        to its input.
+        """
         inputs = self._inputs(x, k, r)
         if pullback is None:
             return self.loss.stage(*inputs), ()
@@ -554,7 +601,9 @@ class Stage:
         k: jax.Array,
         r: jax.Array,
     ) -> tuple[Sums, Any]:
-        """Add the gradients of one unit to the sums; return the gradient of its input."""
+        """Add the gradients of one unit to the sums; return the gradient of its
+        input.
+        """
         x, kept = stash
         inputs = self._inputs(x, k, r)
         if pullback is None:
@@ -588,7 +637,9 @@ class Stage:
         k: jax.Array,
         r: jax.Array | None = None,
     ) -> NoiseSums | None:
-        """Add the squares of a part of the gradient of microbatch k: of chunk r of the layers, or of the shared parameters."""
+        """Add the squares of a part of the gradient of microbatch k: of chunk r of the
+        layers, or of the shared parameters.
+        """
         meter = self.recipe.noise
         if meter is None or sums is None:
             return sums
@@ -608,7 +659,9 @@ class Stage:
         return x.reshape(self.v, -1, *x.shape[1:])
 
     def _loss_gradient(self, sums: Sums, y: Any, k: jax.Array) -> tuple[Sums, Any]:
-        """Add the loss of a microbatch and the gradients of the last part to the sums; return the gradient of y."""
+        """Add the loss of a microbatch and the gradients of the last part to the sums;
+        return the gradient of y.
+        """
 
         def last(shared: Any, y: Any) -> tuple[Any, Any]:
             loss, weight, aux = self.loss.last(shared, y, *self._microbatch(k))
@@ -619,9 +672,10 @@ class Stage:
         )(self.shared, y)
         sums = _add_loss(sums, results, k)
         grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
-        return sums._replace(
-            grads=grads, noise=self._add_squares(sums.noise, shared, k)
-        ), gradient
+        return (
+            sums._replace(grads=grads, noise=self._add_squares(sums.noise, shared, k)),
+            gradient,
+        )
 
     def _first_gradient(
         self, total: Any, noise: NoiseSums | None, gradient: Any, k: jax.Array
@@ -643,7 +697,9 @@ class Stage:
         return take((self.batch_KR, self.keys_KR), k)
 
     def _send(self, x: Any, step: int) -> Any:
-        """Send a value `step` stages further around the ring; return the value that arrives."""
+        """Send a value `step` stages further around the ring; return the value that
+        arrives.
+        """
         return jax.lax.ppermute(
             x, STAGE, [(s, (s + step) % self.p) for s in range(self.p)]
         )
@@ -651,7 +707,9 @@ class Stage:
     def _if(
         self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any
     ) -> Any:
-        """Return what this stage computes if the condition holds here, else `otherwise`; see `PipelinedLoss.skip_idle`."""
+        """Return what this stage computes if the condition holds here, else
+        `otherwise`; see `PipelinedLoss.skip_idle`.
+        """
         if self.skips_idle:
             return jax.lax.cond(condition, compute, lambda: otherwise)
         return jax.tree.map(
@@ -661,7 +719,9 @@ class Stage:
     def _if_any_stage(
         self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any
     ) -> Any:
-        """Return what the stages compute if any has work: all take the same branch, so collectives inside are safe."""
+        """Return what the stages compute if any has work: all take the same branch, so
+        collectives inside are safe.
+        """
         return (
             compute()
             if self.skips_idle
@@ -671,10 +731,12 @@ class Stage:
 
 @jax.tree_util.register_static
 class Pullback:
-    """How the pullback of a chunk is made of the inputs of the chunk and of what its forward keeps, with a remat policy.
+    """How the pullback of a chunk is made of the inputs of the chunk and of what its
+    forward keeps, with a remat policy.
 
-    The leaves of a pullback of `jax.vjp` are the values that it needs. Those that are inputs of the chunk, the same objects,
-    are known in the backward, so the ring buffer keeps only the others. All traces of a chunk have this structure.
+    The leaves of a pullback of `jax.vjp` are the values that it needs. Those that are
+    inputs of the chunk, the same objects, are known in the backward, so the ring buffer
+    keeps only the others. All traces of a chunk have this structure.
     """
 
     def __init__(self, pullback: Any, inputs: Any) -> None:
@@ -739,11 +801,14 @@ def check_shapes(
     *,
     measures_noise: bool = False,
 ) -> None:
-    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
+    """Refuse sizes that do not divide, and a stage that changes its input's shape,
+    before anything is compiled.
+    """
     if STAGE not in mesh.axis_names:
         axes = ", ".join(mesh.axis_names)
         raise PipelineShapeError(
-            f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh"
+            f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with"
+            " make_mesh"
         )
     p, v = mesh.shape[STAGE], loss.num_repeats
     if v < 1:
@@ -763,15 +828,18 @@ def check_shapes(
             f" of {', '.join(map(str, params))}" if isinstance(params, Mapping) else ""
         )
         raise PipelineShapeError(
-            f"the parameters of a PipelinedLoss are a dict with arrays under {LAYERS!r} whose first axis is the layers; here "
-            f"is {a_type(params)}{names}"
+            f"the parameters of a PipelinedLoss are a dict with arrays under {LAYERS!r}"
+            f" whose first axis is the layers; here is {a_type(params)}{names}"
             + (f", with layers of the sizes {sorted(sizes)}" if sizes else "")
         )
     num_layers = sizes.pop()[0]
     if num_layers % (p * v):
         nearest = nearest_multiples(num_layers, p * v)
         key = "base_num_decoder_layers"
-        rule = f"{key}={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = {p * v}"
+        rule = (
+            f"{key}={num_layers} must be a multiple of num_stages *"
+            f" num_pipeline_repeats = {p} * {v} = {p * v}"
+        )
         raise PipelineShapeError(
             f"{rule}; nearest: {', '.join(map(str, nearest))}", key=key, nearest=nearest
         )
@@ -779,7 +847,10 @@ def check_shapes(
     batch_axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = batch_axes.num_replicas(mesh)
     if num_rows % replicas:
-        rule = f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(batch_axes.replica)} axis = {replicas}"
+        rule = (
+            f"a microbatch of {num_rows} rows must be a multiple of the"
+            f" {' * '.join(batch_axes.replica)} axis = {replicas}"
+        )
         raise PipelineShapeError(
             rule, key="microbatch_size", nearest=nearest_multiples(num_rows, replicas)
         )
@@ -808,7 +879,10 @@ def check_shapes(
         for tree in (x, y)
     )
     if before != after:
-        problem = f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}"
+        problem = (
+            "a pipeline stage must keep the shape and type of its input, but it turns"
+            f" {before} into {after}"
+        )
         fix = "move the change into the first or the last part"
         raise PipelineShapeError(f"{problem}; {fix}")
     if isinstance(jax.eval_shape(loss.last, shared, y, batch_R, keys_R)[1], tuple):
@@ -821,7 +895,10 @@ def check_shapes(
         if not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if discrete:
-        problem = f"what a pipeline stage passes on must be floating-point, as its gradient travels back, and not {discrete[0]}"
+        problem = (
+            "what a pipeline stage passes on must be floating-point, as its gradient"
+            f" travels back, and not {discrete[0]}"
+        )
         fix = "put such values into the batch, which every stage sees"
         raise PipelineShapeError(f"{problem}; {fix}")
 
@@ -831,7 +908,8 @@ def check_shapes(
     check_aux(jax.eval_shape(aux_of, rows), aux_of, rows)
     if not measures_noise:
         return
-    # The two parts of the gradient of a parameter that both parts use are on different stages.
+    # The two parts of the gradient of a parameter that both parts use are on different
+    # stages.
     leaves, used = jax.tree.leaves_with_path(shared), []
     for function, args in (
         (loss.first, (shared, *rows)),
@@ -850,8 +928,14 @@ def check_shapes(
     if both:
         problem = f"the first and the last part of the pipeline share {', '.join(both)}"
         key = "measure_gradient_noise"
-        why = "the square of a gradient whose two parts are on different stages would need one of them to be sent in every tick"
-        fix = "use separate parameters (`rampup train`: logits_via_embedding=false), or no pipeline"
+        why = (
+            "the square of a gradient whose two parts are on different stages would"
+            " need one of them to be sent in every tick"
+        )
+        fix = (
+            "use separate parameters (`rampup train`: logits_via_embedding=false), or"
+            " no pipeline"
+        )
         raise PipelineShapeError(
             f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,)
         )

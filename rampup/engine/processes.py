@@ -1,4 +1,6 @@
-"""What processes of one run say to each other: through the key-value store of jax.distributed, without device collectives."""
+"""What processes of one run say to each other: through the key-value store of
+jax.distributed, without device collectives.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jax.sharding import Mesh
 from rampup.errors import ConfigError
 
 FOLDER = "rampup"
-# Seconds after which a process says for whom it waits, at the start and at a meeting, and then says so again.
+# Seconds after which a process says for whom it waits, at the start and at a meeting,
+# and then says so again.
 _QUIET_SECONDS = 10.0
 _QUIET_SECONDS_OF_MEETING = 30.0
 _AGAIN_SECONDS = 60.0
@@ -28,7 +31,9 @@ _problem_numbers = itertools.count()
 
 
 def is_primary() -> bool:
-    """Return whether this is process 0, which writes the files that a run has only once."""
+    """Return whether this is process 0, which writes the files that a run has only
+    once.
+    """
     return jax.process_index() == 0
 
 
@@ -52,7 +57,9 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
 
 
 def gather_from_all(value: str) -> list[str]:
-    """Return the values of all processes, in every process. They call this equally often, and may come hours apart."""
+    """Return the values of all processes, in every process. They call this equally
+    often, and may come hours apart.
+    """
     return (
         [value]
         if jax.process_count() == 1
@@ -63,7 +70,9 @@ def gather_from_all(value: str) -> list[str]:
 def first_problem(
     problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS
 ) -> str:
-    """Return the first problem of a process, in every process, or "". With a name, for another thread, it waits quietly."""
+    """Return the first problem of a process, in every process, or "". With a name, for
+    another thread, it waits quietly.
+    """
     if jax.process_count() == 1:
         return problem
     folder = name or f"problem{next(_problem_numbers)}"
@@ -72,15 +81,25 @@ def first_problem(
 
 
 def check_joined() -> None:
-    """Refuse to run in a process that sees the devices of others without having joined them. This starts JAX's backend."""
+    """Refuse to run in a process that sees the devices of others without having joined
+    them. This starts JAX's backend.
+    """
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
-        problem = f"JAX sees the devices of {jax.process_count()} processes, but this one has not joined them"
-        fix = "set coordinator_address, num_processes and process_id, or call jax.distributed.initialize() first"
+        problem = (
+            f"JAX sees the devices of {jax.process_count()} processes, but this one has"
+            " not joined them"
+        )
+        fix = (
+            "set coordinator_address, num_processes and process_id, or call"
+            " jax.distributed.initialize() first"
+        )
         raise ConfigError(f"{problem}: {fix}", key="coordinator_address")
 
 
 def wait_for_all(mesh: Mesh) -> None:
-    """Wait until all processes are here, if the mesh has devices of all: JAX's collectives between CPUs fail after 30 s."""
+    """Wait until all processes are here, if the mesh has devices of all: JAX's
+    collectives between CPUs fail after 30 s.
+    """
     count = jax.process_count()
     if (
         count > 1
@@ -96,7 +115,9 @@ def _gather(
     seconds: float = _MEETING_SECONDS,
     quiet_seconds: float | None = None,
 ) -> list[str]:
-    """Return the values of all processes. Process 0 collects them: as many messages as processes, and not their square."""
+    """Return the values of all processes. Process 0 collects them: as many messages as
+    processes, and not their square.
+    """
     count = jax.process_count()
     own = jax.process_index()
     store = kv_store()
@@ -125,7 +146,9 @@ def _gather(
 def announced(
     words: str, quiet_seconds: float | None = None
 ) -> Iterator[SimpleNamespace]:
-    """Say on standard error what this process waits for, in words that can be changed, if the context takes long."""
+    """Say on standard error what this process waits for, in words that can be changed,
+    if the context takes long.
+    """
     waiting, done = SimpleNamespace(words=words), threading.Event()
 
     def announce() -> None:

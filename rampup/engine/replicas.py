@@ -1,8 +1,11 @@
-"""How the replicas of a mesh run a sum over microbatches, and how their sums become one: decided here.
+"""How the replicas of a mesh run a sum over microbatches, and how their sums become
+one: decided here.
 
-A replica is a group of devices that together have the parameters once. With fsdp, it has several of a plan's replicas, the
-shards of the rows. It adds up its own rows and reduces once, after the loop. Over fsdp and the other axes the compiler gathers
-and reduces, once per microbatch. `Recipe.aggregate` reduces all other sums, and without ZeRO-1 the gradients with them.
+A replica is a group of devices that together have the parameters once. With fsdp, it
+has several of a plan's replicas, the shards of the rows. It adds up its own rows and
+reduces once, after the loop. Over fsdp and the other axes the compiler gathers and
+reduces, once per microbatch. `Recipe.aggregate` reduces all other sums, and without
+ZeRO-1 the gradients with them.
 
 ========  =======================================================  ========================================================
 way       when                                                     the sum over microbatches runs
@@ -50,8 +53,9 @@ from rampup.engine.whole import contains, replay, traceable, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import RampupError
 
-# Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes wrongly when it
-# partitions it, and a `jax.shard_map` over some of the other axes has operands that do not fit it.
+# Mapped, the gradient of a convolution's kernel is a convolution with a group per
+# replica, which XLA computes wrongly when it partitions it, and a `jax.shard_map` over
+# some of the other axes has operands that do not fit it.
 NOT_MAPPED = frozenset({"conv_general_dilated", "shard_map"})
 
 
@@ -64,7 +68,9 @@ class Replicas:
     shardings: Any = (
         None  # of the gradients; None = left to the compiler, or no gradients
     )
-    shards: Any = None  # the shardings of the parameters if the loss takes the part of one device; None = it takes them whole
+    # the shardings of the parameters if the loss takes the part of one device; None =
+    # it takes them whole
+    shards: Any = None
     reduction_dtype: Any = None
 
     @property
@@ -80,17 +86,20 @@ class Replicas:
         return "mapped" if self.shards is None and len(others) > 1 else "manual"
 
     def run(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums up the rows of all replicas.
+        """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums
+        up the rows of all replicas.
 
-        `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
-        `reduce(sums, recipe)`. Before, `psum` adds up numbers over the replicas.
+        `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device
+        if the loss takes shards, and ends with `reduce(sums, recipe)`. Before, `psum`
+        adds up numbers over the replicas.
         """
         plain = functools.partial(
             own_constraints()(sum_replica), self.reduce, self.psum
         )
         manual = self._manually(plain)
         if self.way in ("plain", "compiled"):
-            # Manual over axes of one device, such as that of the one replica, if the loss names them in collectives.
+            # Manual over axes of one device, such as that of the one replica, if the
+            # loss names them in collectives.
             run = traceable(plain, manual)
             return (
                 run if self.way == "plain" else traceable(run, self._with_names(plain))
@@ -107,7 +116,9 @@ class Replicas:
         )
 
     def _with_names(self, run: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `run` for a loss that names the axes of the rows in collectives: over one part, which has all rows."""
+        """Return `run` for a loss that names the axes of the rows in collectives: over
+        one part, which has all rows.
+        """
         names = [
             str(name)
             for name, size in self.mesh.shape.items()
@@ -119,9 +130,11 @@ class Replicas:
             for name in names:
                 alone = jax.vmap(alone, None, axis_size=1, axis_name=name)
             if contains(jax.make_jaxpr(alone)(*args), frozenset({"shard_map"})):
-                # Its axes would be the parts of the same names: the sums of its gradients would lack the other devices'.
+                # Its axes would be the parts of the same names: the sums of its
+                # gradients would lack the other devices'.
                 raise ValueError(
-                    "a loss with a shard_map cannot name the axes of its rows outside of it"
+                    "a loss with a shard_map cannot name the axes of its rows outside"
+                    " of it"
                 )
             return jax.tree.map(
                 lambda x: x.reshape(x.shape[len(names) :]), alone(*args)
@@ -130,11 +143,19 @@ class Replicas:
         return named
 
     def _compiled(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `sum_replica` for a loss that no replica can run by itself: as it is, with a warning."""
+        """Return `sum_replica` for a loss that no replica can run by itself: as it is,
+        with a warning.
+        """
         run = replace(self, axes=replace(self.axes, replica=())).run(sum_replica)
         axes = " and ".join(self.axes.replica)
-        problem = f"the loss cannot run on each replica by itself, such as one with a shard_map over {axes}"
-        cost = f"the compiler partitions its rows over {axes} too, and reduces gradients once per microbatch, not per step"
+        problem = (
+            "the loss cannot run on each replica by itself, such as one with a"
+            f" shard_map over {axes}"
+        )
+        cost = (
+            f"the compiler partitions its rows over {axes} too, and reduces gradients"
+            " once per microbatch, not per step"
+        )
 
         def compiled(*args: Any) -> Sums:
             sums = run(*args)
@@ -145,21 +166,28 @@ class Replicas:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The mesh axes over which the sums of the loss function still have to be added up."""
+        """The mesh axes over which the sums of the loss function still have to be added
+        up.
+        """
         names = self.axes.replica if self.shards is None else self.axes.rows
         return tuple(name for name in names if self.mesh.shape[name] > 1)
 
     def psum(self, numbers: Any) -> Any:
-        """Return the sums of numbers over all replicas, in the midst of a function that `run` runs."""
+        """Return the sums of numbers over all replicas, in the midst of a function that
+        `run` runs.
+        """
         return jax.lax.psum(numbers, self._names) if self._names else numbers
 
     def reduce(self, sums: Sums, recipe: Recipe) -> Sums:
-        """Return the sums over all replicas. With several, call it in a function that is manual over their axes."""
+        """Return the sums over all replicas. With several, call it in a function that
+        is manual over their axes.
+        """
         names = self._names
         if not names:
             return sums._replace(grads=jax.tree.map(as_summed, sums.grads))
         with jax.named_scope("reduce"):
-            # Only here do gradients cross the data axis: after the loop, once per optimizer step.
+            # Only here do gradients cross the data axis: after the loop, once per
+            # optimizer step.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
             if is_scattered(self.shardings, self.axes):
                 grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
@@ -167,7 +195,8 @@ class Replicas:
             else:
                 leaves, structure = jax.tree.flatten(grads)
                 left = axes_left(self.shardings, names) or [names] * len(leaves)
-                # One psum for each set of axes. The other sums travel with the gradients that are summed over all of them.
+                # One psum for each set of axes. The other sums travel with the
+                # gradients that are summed over all of them.
                 for over in dict.fromkeys((names, *filter(None, left))):
                     members = [index for index, own in enumerate(left) if own == over]
                     parts = [leaves[index] for index in members]
@@ -179,7 +208,8 @@ class Replicas:
                     for index, part in zip(members, parts, strict=True):
                         leaves[index] = part
                 grads = jax.tree.unflatten(structure, leaves)
-            # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
+            # Not back into a narrow type of the accumulators: the sum over the replicas
+            # has more digits.
             grads = jax.tree.map(
                 lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads
             )
@@ -188,7 +218,9 @@ class Replicas:
     def _manually(
         self, run: Callable[..., Sums], in_specs: Any = None
     ) -> Callable[..., Sums]:
-        """Return `run` in a `jax.shard_map` over the replicas, and with shards over all axes of the rows."""
+        """Return `run` in a `jax.shard_map` over the replicas, and with shards over all
+        axes of the rows.
+        """
         mesh = self.mesh
         axes = self.axes
         takes_shards = self.shards is not None
@@ -206,8 +238,9 @@ class Replicas:
             )
         is_split = takes_shards or is_scattered(self.shardings, axes)
         grad_specs = manual_specs(self.shardings, mesh, manual) if is_split else whole
-        # With check_vma=True, the gradient with respect to the parameters, which do not vary over the data axis, would be
-        # reduced where it is computed: inside the loop.
+        # With check_vma=True, the gradient with respect to the parameters, which do not
+        # vary over the data axis, would be reduced where it is computed: inside the
+        # loop.
         return jax.shard_map(
             run,
             mesh=auto_view(mesh),
@@ -220,7 +253,9 @@ class Replicas:
     def _mapped(
         self, sum_replica: Callable[..., Sums], otherwise: Callable[..., Sums]
     ) -> Callable[..., Sums]:
-        """Return `sum_replica` mapped over the replicas, with sums (*replicas, ...), or `otherwise` if it cannot be."""
+        """Return `sum_replica` mapped over the replicas, with sums (*replicas, ...), or
+        `otherwise` if it cannot be.
+        """
         mesh, replica = self.mesh, self.axes.replica
         sums_of: Callable[..., Sums] = functools.partial(
             own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum
@@ -280,6 +315,8 @@ class Replicas:
 
 
 def axes_left(shardings: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return, for each gradient, the axes over which the loss has not summed it: those that its sharding does not name."""
+    """Return, for each gradient, the axes over which the loss has not summed it: those
+    that its sharding does not name.
+    """
     all_used = map(axes_of, jax.tree.leaves(shardings))
     return [tuple(name for name in names if name not in used) for used in all_used]

@@ -1,4 +1,6 @@
-"""The training state: what a step changes, how it gets onto a mesh in arrays that may be donated, and on what no step runs."""
+"""The training state: what a step changes, how it gets onto a mesh in arrays that may
+be donated, and on what no step runs.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
 
-# The fields for what a loss function carries from microbatch to microbatch; a state uses one. Flax's examples have the second.
+# The fields for what a loss function carries from microbatch to microbatch; a state
+# uses one. Flax's examples have the second.
 CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
 _NAMED = 4
-# Optimizers of Optax that need more than the gradient of a step: their functions, what to call them, and the reason.
+# Optimizers of Optax that need more than the gradient of a step: their functions, what
+# to call them, and the reason.
 _SEARCHES = (
     "it evaluates the loss at several points of a step, whose microbatches are not kept"
 )
@@ -53,18 +57,24 @@ _UNSUPPORTED = {
 
 
 class TrainState(struct.PyTreeNode):
-    """The values that training changes. Flax's own `TrainState` works as well, and so does any dataclass with these fields.
+    """The values that training changes. Flax's own `TrainState` works as well, and so
+    does any dataclass with these fields.
 
-    A state with a method `apply_gradients` is updated by it, as in Flax, so a subclass can update fields of its own there, such
-    as a moving average. A field `tx` must be the `tx` of the `TrainStep`. A field `batch_stats` is carried like `mutable`, and
-    a Flax `DynamicScale` in `dynamic_scale` scales the loss. All other fields keep their values.
+    A state with a method `apply_gradients` is updated by it, as in Flax, so a subclass
+    can update fields of its own there, such as a moving average. A field `tx` must be
+    the `tx` of the `TrainStep`. A field `batch_stats` is carried like `mutable`, and a
+    Flax `DynamicScale` in `dynamic_scale` scales the loss. All other fields keep their
+    values.
 
     Attributes:
         step: optimizer steps done, int32.
-        params, opt_state: the parameters, of which integer arrays are not trained, and the optimizer's state.
-        mutable: what the loss function carries from microbatch to microbatch, such as batch statistics, or None.
-        frozen: arrays that the loss function reads as its keyword argument `frozen`, such as the base model of a LoRA
-            fine-tune, or None. They have no gradients and are not donated: they may be the parameters of another state.
+        params, opt_state: the parameters, of which integer arrays are not trained, and
+            the optimizer's state.
+        mutable: what the loss function carries from microbatch to microbatch, such as
+            batch statistics, or None.
+        frozen: arrays that the loss function reads as its keyword argument `frozen`,
+            such as the base model of a LoRA fine-tune, or None. They have no gradients
+            and are not donated: they may be the parameters of another state.
     """
 
     step: Any
@@ -81,7 +91,9 @@ class TrainState(struct.PyTreeNode):
 
 
 def describe_fields(state: Any) -> str:
-    """Return the repr of a dataclass of trees, with shapes and counts in place of arrays."""
+    """Return the repr of a dataclass of trees, with shapes and counts in place of
+    arrays.
+    """
     fields = (
         f"{field.name}={describe_tree(getattr(state, field.name))}"
         for field in dataclasses.fields(state)
@@ -90,7 +102,9 @@ def describe_fields(state: Any) -> str:
 
 
 def describe_tree(tree: Any) -> str:
-    """Return how many arrays and numbers a tree has, and the shapes of the first arrays; of a number, its value."""
+    """Return how many arrays and numbers a tree has, and the shapes of the first
+    arrays; of a number, its value.
+    """
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
         return "None" if tree is None else "<no arrays>"
@@ -115,7 +129,10 @@ def describe_tree(tree: Any) -> str:
     ]
     more = [f"{len(leaves) - _NAMED:,} more"] if len(leaves) > _NAMED else []
     total = sum(math.prod(np.shape(leaf)) for _, leaf in leaves)
-    return f"<{len(leaves):,} array{'' if len(leaves) == 1 else 's'}, {total:,} numbers: {', '.join(named + more)}>"
+    return (
+        f"<{len(leaves):,} array{'' if len(leaves) == 1 else 's'}, {total:,} numbers:"
+        f" {', '.join(named + more)}>"
+    )
 
 
 def _describe_array(leaf: Any) -> str:
@@ -132,11 +149,14 @@ def create_state(
     shard_optimizer_over_data: bool = False,
     batch_axes: BatchAxes | None = None,
 ) -> TrainState:
-    """Return the training state at step 0, with every leaf placed on the mesh. The caller's arrays are copied.
+    """Return the training state at step 0, with every leaf placed on the mesh. The
+    caller's arrays are copied.
 
     Args:
-        params: the parameters. Those on the mesh keep their sharding, others are replicated.
-        tx: the optimizer; for the engine `multi_steps`, the attribute `tx` of the `TrainStep`.
+        params: the parameters. Those on the mesh keep their sharding, others are
+            replicated.
+        tx: the optimizer; for the engine `multi_steps`, the attribute `tx` of the
+            `TrainStep`.
         mutable, frozen: see `TrainState`.
         mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
     """
@@ -152,7 +172,8 @@ def create_state(
             opt_state = tx.init(
                 jax.device_put(params, scattered_shardings(params, mesh, axes))
             )
-            # New arrays such as counters are on one device. They come onto the mesh before they can be scattered.
+            # New arrays such as counters are on one device. They come onto the mesh
+            # before they can be scattered.
             opt_state = _put(opt_state, shardings_like(opt_state, mesh))
             opt_state = _put(opt_state, scattered_shardings(opt_state, mesh, axes))
         else:
@@ -175,10 +196,11 @@ def prepare_state(
     shard_optimizer_over_data: bool = False,
     batch_axes: BatchAxes | None = None,
 ) -> Any:
-    """Return a copy of a training state, such as a stock Flax `TrainState`, with all leaves on the mesh and `step` as int32.
+    """Return a copy of a training state, such as a stock Flax `TrainState`, with all
+    leaves on the mesh and `step` as int32.
 
-    Leaves on the mesh keep their sharding, others are replicated. For what a state may be see `TrainState`, and for the options
-    `train_step`.
+    Leaves on the mesh keep their sharding, others are replicated. For what a state may
+    be see `TrainState`, and for the options `train_step`.
     """
     check_arguments("prepare_state(state, mesh)", mesh=mesh)
     check_state(state)
@@ -199,14 +221,18 @@ def prepare_state(
 
 
 def replace_fields(state: Any, **changes: Any) -> Any:
-    """Return a copy with some fields changed of a dataclass, a named tuple, or a class with a method `replace`."""
+    """Return a copy with some fields changed of a dataclass, a named tuple, or a class
+    with a method `replace`.
+    """
     if dataclasses.is_dataclass(state):
         return dataclasses.replace(state, **changes)  # type: ignore[type-var]
     return (state.replace if hasattr(state, "replace") else state._replace)(**changes)
 
 
 def carried(state: Any) -> Any:
-    """Return the value that the loss function carries from microbatch to microbatch, or None."""
+    """Return the value that the loss function carries from microbatch to microbatch, or
+    None.
+    """
     return next(
         (
             value
@@ -218,7 +244,9 @@ def carried(state: Any) -> Any:
 
 
 def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
-    """Return a state with a new value in the field that the loss function carries, if it has one, and with other changes."""
+    """Return a state with a new value in the field that the loss function carries, if
+    it has one, and with other changes.
+    """
     own = {
         name: value for name in CARRIED_FIELDS if getattr(state, name, None) is not None
     }
@@ -241,12 +269,15 @@ def join_frozen(state: Any, frozen: Any) -> Any:
 
 
 def shardings_of(state: Any) -> Any:
-    """Return the shardings of a state's leaves, or refuse leaves that are no JAX arrays."""
+    """Return the shardings of a state's leaves, or refuse leaves that are no JAX
+    arrays.
+    """
     for path, leaf in jax.tree.leaves_with_path(state):
         if not hasattr(leaf, "sharding"):
             name = jax.tree_util.keystr(path)
             raise ConfigError(
-                f"state{name} is {a_type(leaf)}; place the state with rampup.prepare_state(state, mesh)"
+                f"state{name} is {a_type(leaf)}; place the state with"
+                " rampup.prepare_state(state, mesh)"
             )
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
@@ -263,10 +294,16 @@ def check_state(state: Any) -> None:
             if missing
             else "register it with jax.tree_util.register_dataclass"
         )
-        example = "a state is a pytree with `step`, `params` and `opt_state`, such as flax.training.train_state.TrainState"
+        example = (
+            "a state is a pytree with `step`, `params` and `opt_state`, such as"
+            " flax.training.train_state.TrainState"
+        )
         raise ConfigError(f"{a_type(state)} cannot be trained: {problem}; {example}")
     if all(getattr(state, name, None) is not None for name in CARRIED_FIELDS):
-        problem = f"the state has both {' and '.join(CARRIED_FIELDS)}, but a loss function carries one value"
+        problem = (
+            f"the state has both {' and '.join(CARRIED_FIELDS)}, but a loss function"
+            " carries one value"
+        )
         raise ConfigError(f"{problem}; put both into one field", key="state")
 
 
@@ -307,22 +344,32 @@ def check_arguments(call: str, **arguments: Any) -> None:
     for start, (optimizer, reason) in _UNSUPPORTED.items():
         if any(name.startswith(start) for name in names):
             raise ConfigError(
-                f"tx is or contains {optimizer}, which a training step cannot run: {reason}",
+                f"tx is or contains {optimizer}, which a training step cannot run:"
+                f" {reason}",
                 key="tx",
             )
 
 
 def _check_arrays(name: str, tree: Any) -> None:
-    """Refuse a tree that a step cannot train or carry: an NNX module, or leaves that are no arrays of numbers."""
+    """Refuse a tree that a step cannot train or carry: an NNX module, or leaves that
+    are no arrays of numbers.
+    """
     nnx = sys.modules.get("flax.nnx")  # Whoever has a module has imported it.
-    is_module: Callable[[Any], bool] = lambda leaf: (  # noqa: E731
-        nnx is not None and isinstance(leaf, nnx.Module)
-    )
+
+    def is_module(leaf: Any) -> bool:
+        return nnx is not None and isinstance(leaf, nnx.Module)
+
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_module):
         place = f"{name}{jax.tree_util.keystr(path)}"
         if is_module(leaf):
-            problem = f"{place} is an NNX module ({type(leaf).__name__}), whose statistics and random states are no parameters"
-            fix = "give it to rampup.split_model(model, loss_fn, tx, mesh), which returns the state and the loss function"
+            problem = (
+                f"{place} is an NNX module ({type(leaf).__name__}), whose statistics"
+                " and random states are no parameters"
+            )
+            fix = (
+                "give it to rampup.split_model(model, loss_fn, tx, mesh), which returns"
+                " the state and the loss function"
+            )
             raise ConfigError(f"{problem}; {fix}", key="params")
         # Random keys and bfloat16 have types that are not NumPy's.
         dtype = getattr(leaf, "dtype", None)
@@ -333,13 +380,21 @@ def _check_arrays(name: str, tree: Any) -> None:
             dtype is None and not isinstance(leaf, (bool, int, float, complex))
         ):
             problem = f"{place} is {a_type(leaf)} and not an array of numbers"
-            fix = "keep only arrays in it, and the rest in the loss function; an Equinox model is parted by params, static = "
-            fix += "eqx.partition(model, eqx.is_inexact_array), and joined in the loss function by eqx.combine(params, static)"
+            fix = (
+                "keep only arrays in it, and the rest in the loss function; an Equinox"
+                " model is parted by params, static = "
+            )
+            fix += (
+                "eqx.partition(model, eqx.is_inexact_array), and joined in the loss"
+                " function by eqx.combine(params, static)"
+            )
             raise ConfigError(f"{problem}; {fix}", key="params")
 
 
 def _functions_of(tx: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that an optimizer is made of. Optax nests them in closures."""
+    """Yield the functions that an optimizer is made of. Optax nests them in
+    closures.
+    """
     found, seen = [tx], set[int]()
     while found:
         part = found.pop()
@@ -365,14 +420,17 @@ def _functions_of(tx: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _put(tree: Any, shardings: Any, **options: Any) -> Any:
-    """Put a tree on devices like `jax.device_put`, which alone refuses random keys on the devices of several processes."""
+    """Put a tree on devices like `jax.device_put`, which alone refuses random keys on
+    the devices of several processes.
+    """
 
     def is_key(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and bool(
             jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         )
 
-    # A key travels as its numbers, whose further dimension is the last, so its sharding fits them.
+    # A key travels as its numbers, whose further dimension is the last, so its sharding
+    # fits them.
     put = jax.device_put(
         jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree),
         shardings,
@@ -390,14 +448,18 @@ def _put(tree: Any, shardings: Any, **options: Any) -> Any:
 
 
 def _on_given_mesh(state: Any, mesh: Mesh) -> Any:
-    """Return a state on the mesh that the caller gave, after an optimizer that saw Auto axes."""
+    """Return a state on the mesh that the caller gave, after an optimizer that saw Auto
+    axes.
+    """
     return (
         _put(state, on_mesh(shardings_of(state), mesh)) if is_explicit(mesh) else state
     )
 
 
 def _without_aliases(state: Any, given: Any) -> Any:
-    """Return a state in which every leaf has buffers of its own, as donation requires: none of `given`, or of another leaf."""
+    """Return a state in which every leaf has buffers of its own, as donation requires:
+    none of `given`, or of another leaf.
+    """
 
     def buffers(leaf: jax.Array) -> set[int]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -416,7 +478,8 @@ def _without_aliases(state: Any, given: Any) -> Any:
     used = set[int]().union(*map(buffers, arrays))
 
     def copy_if_shared(leaf: jax.Array) -> jax.Array:
-        # Several processes must decide alike, and none sees the buffers of the others: they always copy.
+        # Several processes must decide alike, and none sees the buffers of the others:
+        # they always copy.
         if not leaf.is_fully_addressable:
             return jnp.copy(leaf)
         if not leaf.size or not used.isdisjoint(buffers(leaf)):
@@ -429,19 +492,25 @@ def _without_aliases(state: Any, given: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewState:
-    """A state that a training step did not return, and what decides whether the step can run on it."""
+    """A state that a training step did not return, and what decides whether the step
+    can run on it.
+    """
 
     state: Any
     tx: Any
     mesh: Mesh
     axes: BatchAxes  # those of the rows; `replica` are those of several devices
-    is_first: bool  # the step has no programs yet; later states must have the types and shapes that it compiled for
+    # the step has no programs yet; later states must have the types and shapes that it
+    # compiled for
+    is_first: bool
     is_fused: bool  # the engine
     donate: bool
     scatters: bool  # the replicas split the optimizer's state (ZeRO-1)
 
     def check(self) -> int:
-        """Refuse a state that the step cannot run on, or return its step number. That waits for the devices, once."""
+        """Refuse a state that the step cannot run on, or return its step number. That
+        waits for the devices, once.
+        """
         check_state(self.state)
         for problem, key, message in _STATE_PROBLEMS:
             if found := problem(self):
@@ -454,7 +523,9 @@ class NewState:
         return int(self.state.step)
 
     def other_optimizer(self) -> str | None:
-        """Return how `opt_state` differs from that of the step's optimizer, which may run on it without an error, or None."""
+        """Return how `opt_state` differs from that of the step's optimizer, which may
+        run on it without an error, or None.
+        """
         if not self.is_first:
             return None
         try:
@@ -477,7 +548,10 @@ class NewState:
         return (
             None
             if same
-            else "its parts are others, such as those of a chain with more or fewer transformations"
+            else (
+                "its parts are others, such as those of a chain with more or fewer"
+                " transformations"
+            )
         )
 
     def on_one_device(self) -> str | None:
@@ -495,7 +569,9 @@ class NewState:
         return next(map(jax.tree_util.keystr, outside), None)
 
     def same_arrays(self) -> str | None:
-        """Return the names of two leaves that are one array, which a step cannot donate to what each becomes."""
+        """Return the names of two leaves that are one array, which a step cannot donate
+        to what each becomes.
+        """
         names: dict[int, str] = {}
         for path, leaf in jax.tree.leaves_with_path(self.state) if self.donate else ():
             name = f"state{jax.tree_util.keystr(path)}"
@@ -522,7 +598,10 @@ class NewState:
 
 
 _OWN_TX = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"
-_AT = "the state is at step {state.step}, but its optimizer at microbatch {state.opt_state.mini_step} of step "
+_AT = (
+    "the state is at step {state.step}, but its optimizer at microbatch"
+    " {state.opt_state.mini_step} of step "
+)
 _AT += "{state.opt_state.gradient_step}"
 # What a step cannot run on, in an order in which each may rely on those before it: the problem, which is what was found or
 # false; the key; and the message, with {} for what was found.

@@ -1,9 +1,10 @@
 """The training step: one call per optimizer step, one executable per microbatch shape.
 
-`TrainStep.__call__` checks that state and batch belong together, and pads the chunks of the batch to the number that its
-program takes. A program is compiled once for each microbatch shape of the plan, if possible in the background before its phase
-begins. The *number* of microbatches is an argument, so a growing batch needs no compilation. What it computes is in
-`rampup.engine.update`. The call returns while the devices still work.
+`TrainStep.__call__` checks that state and batch belong together, and pads the chunks of
+the batch to the number that its program takes. A program is compiled once for each
+microbatch shape of the plan, if possible in the background before its phase begins. The
+*number* of microbatches is an argument, so a growing batch needs no compilation. What
+it computes is in `rampup.engine.update`. The call returns while the devices still work.
 """
 
 from __future__ import annotations
@@ -89,25 +90,35 @@ def train_step(
     whole_batch: bool = False,
     check_loss: bool = True,
 ) -> TrainStep:
-    """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
+    """Return a training step that follows a plan: one executable for all phases with
+    the same microbatch shape.
 
-    The engine `fused` sums gradients and losses over all microbatches, reduces them over the data axis once, and divides them
-    by the sum of the weights, so that every token counts the same wherever it is. Sums are at least in float32, unless an
-    `AccumulatedLoss` says otherwise for gradients. Integers are summed in float32 too: token counts are exact up to 2**24.
+    The engine `fused` sums gradients and losses over all microbatches, reduces them
+    over the data axis once, and divides them by the sum of the weights, so that every
+    token counts the same wherever it is. Sums are at least in float32, unless an
+    `AccumulatedLoss` says otherwise for gradients. Integers are summed in float32 too:
+    token counts are exact up to 2**24.
 
     Args:
-        loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows, which are the first axis of
-            `batch`. `keys` is one random key per row, from seed, step and the row's place. Gradients do not flow through the
-            weight. A backward rule that clips or rounds sees a cotangent of 1 for loss_sum, however the batch is split. If the
-            state has `mutable` or `batch_stats`, it is a fourth argument and its new value a fourth result. A loss that adds up
-            several means, such as one per token and one per row, returns a tuple of sums and one of weights: each sum is
-            divided by its own weight over the whole step. That takes a pass over the weights before the first gradient, and the
-            engine `fused`; the cotangents are then the largest weight divided by each. With pipeline stages, a `PipelinedLoss`.
-        tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
+        loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums
+            over the rows, which are the first axis of `batch`. `keys` is one random key
+            per row, from seed, step and the row's place. Gradients do not flow through
+            the weight. A backward rule that clips or rounds sees a cotangent of 1 for
+            loss_sum, however the batch is split. If the state has `mutable` or
+            `batch_stats`, it is a fourth argument and its new value a fourth result. A
+            loss that adds up several means, such as one per token and one per row,
+            returns a tuple of sums and one of weights: each sum is divided by its own
+            weight over the whole step. That takes a pass over the weights before the
+            first gradient, and the engine `fused`; the cotangents are then the largest
+            weight divided by each. With pipeline stages, a `PipelinedLoss`.
+        tx: the optimizer, run once per optimizer step. Optimizers with extra arguments
+            get `value`, the loss.
         plan, mesh: which batch every step has, and on which devices.
-        engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for how it differs).
-        skip_nonfinite: do not run the optimizer in a step whose loss or gradient is not finite, or whose weight is 0. Step
-            number, rows and learning-rate schedule move on in every step; the rest is:
+        engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for
+            how it differs).
+        skip_nonfinite: do not run the optimizer in a step whose loss or gradient is not
+            finite, or whose weight is 0. Step number, rows and learning-rate schedule
+            move on in every step; the rest is:
 
             ==================  ===============  =====================================  ===========  =========
             step                skip_nonfinite   parameters and optimizer state         `mutable`    `skipped`
@@ -118,21 +129,28 @@ def train_step(
             not finite          False            change, to what is not finite          moves on     no key
             ==================  ===============  =====================================  ===========  =========
 
-            A `dynamic_scale` in the state has the effect of True. With `multi_steps`, `mutable` keeps the changes that the
-            finite microbatches of a skipped step made.
-        donate: reuse the memory of the state that is given to a step, which cannot be used again.
+            A `dynamic_scale` in the state has the effect of True. With `multi_steps`,
+            `mutable` keeps the changes that the finite microbatches of a skipped step
+            made.
+        donate: reuse the memory of the state that is given to a step, which cannot be
+            used again.
         batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
-        shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1). Give it to
-            `create_state` too.
-        wait_for_compilation: start every phase in its planned microbatch shape. False: run in the shape of an earlier phase
-            until the program is compiled, so two runs are not equal bit for bit. None: True if there are several processes.
-        measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, for
-            `rampup.NoiseScale`. Needs the engine `fused` and in every step at least two microbatches or replicas.
-        whole_batch: the loss sees all rows of a step, for one in which rows interact: a contrastive loss, normalization over
-            the batch, a quotient of sums. Take the batches from the step: they are one microbatch each. Each batch size has a
-            program of its own, and needs the memory of its whole batch. Also True if the plan has whole batches.
-        check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a sum over rows, as `rampup.check_loss`
-            finds it, for models with at most 20 million parameters, in a single process, and not with `whole_batch`.
+        shard_optimizer_over_data: each replica keeps and updates its own part of the
+            optimizer's state (ZeRO-1). Give it to `create_state` too.
+        wait_for_compilation: start every phase in its planned microbatch shape. False:
+            run in the shape of an earlier phase until the program is compiled, so two
+            runs are not equal bit for bit. None: True if there are several processes.
+        measure_gradient_noise: also return the estimates S (`trace`) and G2
+            (`squared_norm`) of every step, for `rampup.NoiseScale`. Needs the engine
+            `fused` and in every step at least two microbatches or replicas.
+        whole_batch: the loss sees all rows of a step, for one in which rows interact: a
+            contrastive loss, normalization over the batch, a quotient of sums. Take the
+            batches from the step: they are one microbatch each. Each batch size has a
+            program of its own, and needs the memory of its whole batch. Also True if
+            the plan has whole batches.
+        check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a
+            sum over rows, as `rampup.check_loss` finds it, for models with at most 20
+            million parameters, in a single process, and not with `whole_batch`.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -156,20 +174,32 @@ def train_step(
         mesh=mesh,
     )
     if engine not in ENGINES:
-        problem = f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}"
+        problem = (
+            f"gradient_accumulation={engine!r} (engine) must be one of"
+            f" {', '.join(ENGINES)}"
+        )
         raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
     if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
-        problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
-        fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
+        problem = (
+            "tx is an optax.MultiSteps, which would average the gradients of several"
+            " optimizer steps of the plan"
+        )
+        fix = (
+            "give the optimizer inside it; the step accumulates by itself"
+            " (engine='multi_steps' to use optax.MultiSteps)"
+        )
         raise ConfigError(f"{problem}; {fix}", key="tx")
     whole_batch |= plan.splitter.whole_batch
     equally = "with multi_steps, all microbatches count equally whatever they weigh"
     reasons = {
-        "shard_optimizer_over_data": shard_optimizer_over_data
-        and "multi_steps runs the optimizer at every microbatch",
+        "shard_optimizer_over_data": (
+            shard_optimizer_over_data
+            and "multi_steps runs the optimizer at every microbatch"
+        ),
         "measure_gradient_noise": measure_gradient_noise and equally,
-        "whole_batch": whole_batch
-        and "a batch of one microbatch has nothing to accumulate",
+        "whole_batch": (
+            whole_batch and "a batch of one microbatch has nothing to accumulate"
+        ),
     }
     for key, reason in reasons.items():
         if reason and engine == "multi_steps":
@@ -186,16 +216,25 @@ def train_step(
     loss.check(mesh, engine)
     if whole_batch:
         if wait_for_compilation is False:
-            problem = "whole_batch=True waits for the program of each batch size: another shape would be a part of the batch"
+            problem = (
+                "whole_batch=True waits for the program of each batch size: another"
+                " shape would be a part of the batch"
+            )
             raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
         if measure_gradient_noise:
-            problem = "measure_gradient_noise=true compares microbatches, but with whole_batch=True a step has only one"
+            problem = (
+                "measure_gradient_noise=true compares microbatches, but with"
+                " whole_batch=True a step has only one"
+            )
             raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
         plan, wait_for_compilation = plan.with_whole_batches(), True
         batch_axes = BatchAxes.whole(mesh, batch_axes)
     planned = plan.splitter.num_repeats
     if planned != (repeats := getattr(loss, "num_repeats", planned)):
-        problem = f"the plan has num_repeats={planned}, but the loss has num_repeats={repeats}; give both the same"
+        problem = (
+            f"the plan has num_repeats={planned}, but the loss has"
+            f" num_repeats={repeats}; give both the same"
+        )
         raise ConfigError(problem, key="num_pipeline_repeats", nearest=(repeats,))
     if measure_gradient_noise:
         raise_together(noise_problems(plan, axes.num_replicas(mesh)))
@@ -227,7 +266,8 @@ class TrainStep:
     State and rows have the same structure, types, shapes and shardings in all steps.
 
     Attributes:
-        tx: the optimizer as it runs; with the engine `multi_steps` wrapped in `optax.MultiSteps`.
+        tx: the optimizer as it runs; with the engine `multi_steps` wrapped in
+            `optax.MultiSteps`.
         measures_noise: whether the metrics have `gradient_noise`.
     """
 
@@ -243,7 +283,10 @@ class TrainStep:
     ) -> None:
         several = jax.process_count() > 1
         if several and wait_for_compilation is False:
-            problem = "wait_for_compilation=false is for a single process: several would change shapes at different steps"
+            problem = (
+                "wait_for_compilation=false is for a single process: several would"
+                " change shapes at different steps"
+            )
             raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
         self.tx = update.tx
         self.measures_noise = update.measures_noise
@@ -260,7 +303,8 @@ class TrainStep:
             several if wait_for_compilation is None else wait_for_compilation
         )
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
-        # The `step` of the state that the last call returned, and its number, known without waiting for the devices.
+        # The `step` of the state that the last call returned, and its number, known
+        # without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
         self._shape_changes: dict[
             int, int
@@ -270,7 +314,8 @@ class TrainStep:
         )
         self._padding: dict[BufferLayout, Any] = {}
 
-        # A number of microbatches or passes, or the numbers of a segment, on the devices: each would be copied in every step.
+        # A number of microbatches or passes, or the numbers of a segment, on the
+        # devices: each would be copied in every step.
         def put(number: np.number) -> jax.Array:
             return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
 
@@ -291,7 +336,9 @@ class TrainStep:
         return self._compiler.waited_seconds
 
     def close(self) -> None:
-        """Cancel the compilations that have not started. The step can still be called, and requests them again."""
+        """Cancel the compilations that have not started. The step can still be called,
+        and requests them again.
+        """
         self._compiler.close()
         self._requested_in = None
 
@@ -299,15 +346,18 @@ class TrainStep:
         """Run one optimizer step.
 
         Args:
-            state: the training state, placed by `create_state` or `prepare_state`. Unless `donate=False`, its memory is reused,
-                except for `frozen`: only the returned state can be used afterwards.
-            batch: from `batches`, `stream` or `batch`, or from `step_batches` of the same plan; with the engine `multi_steps`
-                made with `chunk_size=1`.
+            state: the training state, placed by `create_state` or `prepare_state`.
+                Unless `donate=False`, its memory is reused, except for `frozen`: only
+                the returned state can be used afterwards.
+            batch: from `batches`, `stream` or `batch`, or from `step_batches` of the
+                same plan; with the engine `multi_steps` made with `chunk_size=1`.
 
         Returns:
-            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums); of a loss
-            of several parts `loss_parts`, the mean of each; with the engine `fused` `grad_norm`; with `skip_nonfinite` or a
-            `dynamic_scale` in the state `skipped`; with `measure_gradient_noise` `gradient_noise`.
+            The new state and the step's metrics, on the devices: `loss` (the weighted
+            mean), `weight`, `aux` (sums); of a loss of several parts `loss_parts`, the
+            mean of each; with the engine `fused` `grad_norm`; with `skip_nonfinite` or
+            a `dynamic_scale` in the state `skipped`; with `measure_gradient_noise`
+            `gradient_noise`.
 
         Raises:
             ConfigError: the state does not fit the step.
@@ -375,7 +425,9 @@ class TrainStep:
         num_threads: int = 2,
         read_ahead: int = 4,
     ) -> Iterator[Batch]:
-        """Yield the batch of every step from `start`, such as `state.step`, in the shapes of this step; see `step_batches`."""
+        """Yield the batch of every step from `start`, such as `state.step`, in the
+        shapes of this step; see `step_batches`.
+        """
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import step_batches
 
@@ -402,7 +454,9 @@ class TrainStep:
         *,
         batched: bool | None = None,
     ) -> Iterator[Batch]:
-        """Yield the batch of every step from rows that come one after another, from those of `start`; see `stream_batches`."""
+        """Yield the batch of every step from rows that come one after another, from
+        those of `start`; see `stream_batches`.
+        """
         from rampup.data.batches import stream_batches
 
         return stream_batches(
@@ -416,7 +470,8 @@ class TrainStep:
         )
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
-        """Return the batch of a step, by default that after the last call, from arrays (rows, ...) of this process's rows.
+        """Return the batch of a step, by default that after the last call, from arrays
+        (rows, ...) of this process's rows.
 
         Raises:
             DataError: not as many rows as the plan has at this step.
@@ -428,7 +483,8 @@ class TrainStep:
         needed = split.num_microbatches * len(
             process_rows(self._mesh, _num_rows(split), self._batch_axes)
         )
-        # Copied: the caller may fill the same arrays with the next rows while the devices still read these.
+        # Copied: the caller may fill the same arrays with the next rows while the
+        # devices still read these.
         rows = jax.tree.map(np.array, rows)
         found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
         if found != {(needed,)}:
@@ -437,7 +493,8 @@ class TrainStep:
                 or "no"
             )
             raise DataError(
-                f"step {step} takes arrays of {needed} rows, but the given ones have {lengths} rows"
+                f"step {step} takes arrays of {needed} rows, but the given ones have"
+                f" {lengths} rows"
             )
         batch_nR = in_microbatches(rows, split.num_microbatches)
         if split != position.split:
@@ -453,24 +510,33 @@ class TrainStep:
 
     @property
     def shape_changes(self) -> dict[int, int]:
-        """The first step of every microbatch size that `split_for` has decided on, which may be before that step."""
+        """The first step of every microbatch size that `split_for` has decided on,
+        which may be before that step.
+        """
         return dict(self._shape_changes)
 
     def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did; see `shape_changes`."""
+        """Change shapes at the steps at which an earlier part of the run did; see
+        `shape_changes`.
+        """
         self._shape_changes |= changes
 
     def split_for(self, position: PlanPosition) -> BatchSplit:
-        """Return how to split the batch of a position now. Use it as `step_batches(..., split_for=step.split_for)`.
+        """Return how to split the batch of a position now. Use it as `step_batches(...,
+        split_for=step.split_for)`.
 
-        That is the planned split, or while its program is being compiled, a split of the same batch into the microbatches of an
-        earlier phase. With `wait_for_compilation`, the engine `multi_steps`, or one microbatch shape, it is the planned split.
+        That is the planned split, or while its program is being compiled, a split of
+        the same batch into the microbatches of an earlier phase. With
+        `wait_for_compilation`, the engine `multi_steps`, or one microbatch shape, it is
+        the planned split.
 
-        The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
-        Several processes would decide at different steps. Therefore they wait.
+        The step of a change depends on how long a compilation takes. It is decided
+        once, and `shape_changes` records it. Several processes would decide at
+        different steps. Therefore they wait.
 
-        At a step, a microbatch size is `new`, `used`, or, in a run that is replayed, `later` if a later step changes to it. A
-        fallback is a size in use: another one would have to be compiled as well.
+        At a step, a microbatch size is `new`, `used`, or, in a run that is replayed,
+        `later` if a later step changes to it. A fallback is a size in use: another one
+        would have to be compiled as well.
 
         ============  ==========  =============  =============================================
         planned size  a fallback  program ready  split
@@ -516,7 +582,9 @@ class TrainStep:
 
     @property
     def _has_planned_shapes(self) -> bool:
-        """Whether every batch is split as planned, also while programs are being compiled."""
+        """Whether every batch is split as planned, also while programs are being
+        compiled.
+        """
         return (
             self._wait_for_compilation
             or not self._is_fused
@@ -524,7 +592,9 @@ class TrainStep:
         )
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
-        """Return the program of the engine `fused` for a split of the plan, from a state and a row, or from their shapes."""
+        """Return the program of the engine `fused` for a split of the plan, from a
+        state and a row, or from their shapes.
+        """
         layout = layout_of(self._plan, split, row_size(row))
         array = functools.partial(
             jax.ShapeDtypeStruct,
@@ -548,7 +618,9 @@ class TrainStep:
         )
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
-        """Return what the optimizer computes, and for two rows the loss function, if it can be traced, as jaxprs."""
+        """Return what the optimizer computes, and for two rows the loss function, if it
+        can be traced, as jaxprs.
+        """
 
         def loss(state: Any, rows: Any, keys: Any) -> Any:
             bound: Any = self._update.bound_loss(state)
@@ -577,13 +649,16 @@ class TrainStep:
                 "loss": (loss, (shapes, rows, keys)),
             }
             for name, (function, args) in traces.items():
-                # Whatever a function of the user's raises, the step itself has another place to say it.
+                # Whatever a function of the user's raises, the step itself has another
+                # place to say it.
                 with contextlib.suppress(Exception):
                     found[name] = jax.make_jaxpr(function)(*args)
         return found
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
-        """Return the numbers of a segment if the optimizer takes them: other optimizers know the plan."""
+        """Return the numbers of a segment if the optimizer takes them: other optimizers
+        know the plan.
+        """
         return (
             segment_numbers(segment)
             if segment is not None and isinstance(self.tx, FollowingOptimizer)
@@ -591,7 +666,9 @@ class TrainStep:
         )
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
-        """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""
+        """Return the iterations of the `fused` program's loops: microbatches, or passes
+        and the ticks of a pipeline pass.
+        """
         splitter = self._plan.splitter
         if splitter.num_stages == 1:
             return (split.num_microbatches,)
@@ -612,10 +689,14 @@ class TrainStep:
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""
         if not isinstance(batch, Batch):
-            fix = "get batches from step.batches(source), or make one of arrays with step.batch(arrays)"
+            fix = (
+                "get batches from step.batches(source), or make one of arrays with"
+                " step.batch(arrays)"
+            )
             raise DataError(f"a step takes a Batch and not {a_type(batch)}; {fix}")
         known, done = self._returned
-        # A state with the `step` that the last call returned needs no check. Before the first call, `known` is None.
+        # A state with the `step` that the last call returned needs no check. Before the
+        # first call, `known` is None.
         if known is None or getattr(state, "step", None) is not known:
             axes = self._update.scatter_axes or BatchAxes.of(
                 self._mesh, self._batch_axes
@@ -641,19 +722,28 @@ class TrainStep:
                 **facts,
             ).check()
         if batch.position.step != done:
-            fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
+            fix = (
+                "start with the state: step.batches(source, start=state.step), or"
+                " step.batch(arrays, step=state.step)"
+            )
             raise DataError(
-                f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}"
+                f"the state is at step {done}, but the batch is that of step"
+                f" {batch.position.step}; {fix}"
             )
         phase = batch.position.phase
-        # A plan with reserved sizes grows during the run: its batches may be of a longer one.
+        # A plan with reserved sizes grows during the run: its batches may be of a
+        # longer one.
         if (
             not self._plan.reserved_sizes
             and phase not in self._plan.ramp.phases[phase.index : phase.index + 1]
         ):
-            problem = f"the batch is of another plan: {phase}, with {phase.global_batch_size} samples per step"
+            problem = (
+                f"the batch is of another plan: {phase}, with {phase.global_batch_size}"
+                " samples per step"
+            )
             raise DataError(
-                f"{problem}, is not in the plan of this step; make both with the same plan"
+                f"{problem}, is not in the plan of this step; make both with the same"
+                " plan"
             )
         if batch.layout not in self._layouts:
             size = row_size(batch.row)
@@ -666,10 +756,14 @@ class TrainStep:
                 return
             if self._plan.splitter.whole_batch:
                 raise DataError(
-                    "with whole_batch=True, a step takes its own batches: step.batches(...), stream or batch"
+                    "with whole_batch=True, a step takes its own batches:"
+                    " step.batches(...), stream or batch"
                 )
             if not self._is_fused and batch.layout.chunk_size != 1:
-                problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
+                problem = (
+                    "multi_steps runs one microbatch at a time, but the batch has"
+                    f" chunks of {batch.layout.chunk_size}"
+                )
                 raise ConfigError(
                     f"{problem}; give chunk_size=1 to step_batches",
                     key="gradient_accumulation",
@@ -678,13 +772,16 @@ class TrainStep:
             planned = ", ".join(map(str, layouts))
             fix = "make it with the same plan, and without chunk_size"
             raise DataError(
-                f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}"
+                f"the batch has the layout {batch.layout}, but the plan of this step"
+                f" has {planned}; {fix}"
             )
 
     def _run(
         self, program: Any, update: Callable[..., Any], state: Any, *args: Any
     ) -> Any:
-        """Run the program of an update, or for None the update itself, without compilation."""
+        """Run the program of an update, or for None the update itself, without
+        compilation.
+        """
         trained, frozen = split_frozen(state)
         if program is None:
             with auto_context(self._mesh):
@@ -699,9 +796,12 @@ class TrainStep:
         return join_frozen(new, frozen), metrics
 
     def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """Lower a program that maps a state, its `frozen` and further arguments to the next state and the metrics."""
-        # The next state has the shardings of the given one, so that the program accepts its own result. Only the state is
-        # donated: no result has the shape of the batch, and the padding is used again.
+        """Lower a program that maps a state, its `frozen` and further arguments to the
+        next state and the metrics.
+        """
+        # The next state has the shardings of the given one, so that the program accepts
+        # its own result. Only the state is donated: no result has the shape of the
+        # batch, and the padding is used again.
         shardings = shardings_of(state)
         donated = 0 if self._donate else ()
         results = (split_frozen(shardings)[0], replicated(self._mesh))
@@ -728,7 +828,9 @@ class TrainStep:
             raise neither(first, error, self._mesh) from error
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
-        """Request the programs of the next phases that this run reaches, once per phase."""
+        """Request the programs of the next phases that this run reaches, once per
+        phase.
+        """
         index = batch.position.phase.index
         if index == self._requested_in or jax.config.jax_disable_jit:
             return
@@ -750,14 +852,17 @@ class TrainStep:
             )
 
     def _padded(self, batch: Batch) -> tuple[Any, ...]:
-        """Return as many chunks as the program takes: those of the batch, then one chunk of zeros that stays on the devices."""
+        """Return as many chunks as the program takes: those of the batch, then one
+        chunk of zeros that stays on the devices.
+        """
 
         def zeros_like(x: jax.Array) -> jax.Array:
             shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
             return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
         if batch.layout not in self._padding:
-            # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
+            # Made on the host: `jnp.zeros` would be one more compilation, at a phase
+            # change and with the run waiting.
             self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
         return batch.chunks + (self._padding[batch.layout],) * (
             batch.layout.num_chunks - len(batch.chunks)
@@ -765,14 +870,18 @@ class TrainStep:
 
 
 def _num_rows(split: BatchSplit) -> int:
-    """Return R, the number of rows of a microbatch. In a plan, there is one program for each."""
+    """Return R, the number of rows of a microbatch. In a plan, there is one program for
+    each.
+    """
     return split.data_parallel_size * split.microbatch_size
 
 
 class EvalStep:
-    """A compiled evaluation step: sums loss and weight over a batch. It takes the same loss function as `train_step`.
+    """A compiled evaluation step: sums loss and weight over a batch. It takes the same
+    loss function as `train_step`.
 
-    With `whole_batch`, the loss sees all rows of a batch, which is then one microbatch, as in a plan of a constant batch.
+    With `whole_batch`, the loss sees all rows of a batch, which is then one microbatch,
+    as in a plan of a constant batch.
 
     Example:
         >>> from rampup import create_state, make_mesh
@@ -799,16 +908,23 @@ class EvalStep:
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of one size share a program."""
+        """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of
+        one size share a program.
+        """
         if not isinstance(batch, Batch):
             raise DataError(
-                f"an EvalStep takes a Batch, such as `step_batches` yields, and not {a_type(batch)}"
+                "an EvalStep takes a Batch, such as `step_batches` yields, and not"
+                f" {a_type(batch)}"
             )
         if self._whole_batch and batch.num_microbatches > 1:
-            problem = f"whole_batch=True evaluates a batch of one microbatch, but this one has {batch.num_microbatches}"
+            problem = (
+                "whole_batch=True evaluates a batch of one microbatch, but this one"
+                f" has {batch.num_microbatches}"
+            )
             raise DataError(f"{problem}; make it with plan.with_whole_batches()")
         args = state, batch.chunks, np.int32(batch.num_microbatches)
-        # The rows that are left over are on every device, as if the mesh had no axes for rows; see `batches`.
+        # The rows that are left over are on every device, as if the mesh had no axes
+        # for rows; see `batches`.
         is_shared = (
             BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
         )
@@ -845,10 +961,12 @@ class EvalStep:
     def batches(
         self, source: Any, batch_size: int, *, batched: bool | None = None
     ) -> Iterator[Batch]:
-        """Yield all rows of a source once, in order: batches of `batch_size` rows, then what is left over.
+        """Yield all rows of a source once, in order: batches of `batch_size` rows, then
+        what is left over.
 
-        That is at most two batches with programs of their own: as many rows as all replicas can share, and the rest, which
-        every device computes. `batch_size` is a multiple of the devices that share the rows. For the rest see `step_batches`.
+        That is at most two batches with programs of their own: as many rows as all
+        replicas can share, and the rest, which every device computes. `batch_size` is a
+        multiple of the devices that share the rows. For the rest see `step_batches`.
         """
         from rampup.data.batches import eval_batches
 
@@ -865,7 +983,10 @@ def _call(program: Callable[..., Any], *args: Any) -> Any:
     try:
         return program(*args)
     except (TypeError, ValueError) as error:
-        problem = "structure, types, shapes or shardings of the state or the rows are not those that this step compiled for"
+        problem = (
+            "structure, types, shapes or shardings of the state or the rows are not"
+            " those that this step compiled for"
+        )
         raise ConfigError(
             f"{problem}; convert them, or make another step for them: {error}",
             key="state",

@@ -1,4 +1,6 @@
-"""What a training step adds up over its microbatches (`Sums`), and how (`Recipe`), and in which types it adds."""
+"""What a training step adds up over its microbatches (`Sums`), and how (`Recipe`), and
+in which types it adds.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from rampup.errors import ConfigError
 
 
 class Sums(NamedTuple):
-    """Sums over the rows of a microbatch, of a replica while its loop runs, and in the end of an optimizer step."""
+    """Sums over the rows of a microbatch, of a replica while its loop runs, and in the
+    end of an optimizer step.
+    """
 
-    # Gradient of `loss`, not of the mean, at least in float32, but in the loop in `accumulator_dtype` if there is one. Sharded
-    # like the parameters, or with ZeRO-1 like each replica's part of them; or None. If the loss has several parts, the gradient
-    # of `mean_loss` times the largest weight.
+    # Gradient of `loss`, not of the mean, at least in float32, but in the loop in
+    # `accumulator_dtype` if there is one. Sharded like the parameters, or with ZeRO-1
+    # like each replica's part of them; or None. If the loss has several parts, the
+    # gradient of `mean_loss` times the largest weight.
     grads: Any
     loss: jax.Array  # a tuple if the loss has several parts
-    weight: jax.Array  # such as the number of tokens: integers are in float32, so exact up to 2**24; a tuple with `loss`
+    # such as the number of tokens: integers are in float32, so exact up to 2**24; a
+    # tuple with `loss`
+    weight: jax.Array
     aux: Any
     mutable: Any = (
         None  # the state that the loss function carries from microbatch to microbatch
@@ -32,7 +39,9 @@ class Sums(NamedTuple):
 
     @property
     def mean_loss(self) -> jax.Array:
-        """Loss / weight, or 0 without weight; with several parts the sum of these means."""
+        """Loss / weight, or 0 without weight; with several parts the sum of these
+        means.
+        """
         return sum_of_means(self.loss, self.weight)
 
     @property
@@ -41,7 +50,9 @@ class Sums(NamedTuple):
         return jnp.any(jnp.array(jax.tree.leaves(self.weight)) != 0)
 
     def mean_grads(self, params: Any = None) -> Any:
-        """Return the gradient of `mean_loss`: in the types of `params`, or by default in those of the sums."""
+        """Return the gradient of `mean_loss`: in the types of `params`, or by default
+        in those of the sums.
+        """
         scale = safe_reciprocal(largest(self.weight))
         grads = jax.tree.map(lambda g: g * scale, self.grads)
         return grads if params is None else cast_like(grads, params)
@@ -50,20 +61,28 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a loss is given besides parameters and rows: what else to sum, and how. A pytree, as its arrays are arguments."""
+    """What a loss is given besides parameters and rows: what else to sum, and how. A
+    pytree, as its arrays are arguments.
+    """
 
     mutable: Any = (
         None  # what the loss function carries, as it is before the first microbatch
     )
     noise: NoiseMeter | None = None  # measures the squares of the gradients
-    scale: Any = None  # a factor of the loss in the gradients, which keeps small ones of float16 from vanishing
+    # a factor of the loss in the gradients, which keeps small ones of float16 from
+    # vanishing
+    scale: Any = None
 
     def scaled(self, loss: Any) -> Any:
-        """Return the loss of a microbatch as it is differentiated: at least in float32, where the scale does not overflow."""
+        """Return the loss of a microbatch as it is differentiated: at least in float32,
+        where the scale does not overflow.
+        """
         return loss if self.scale is None else as_summed(loss) * self.scale
 
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
-        """Return the sums over mesh axes. Call it in a function that is manual over them. `mutable` has its own collectives."""
+        """Return the sums over mesh axes. Call it in a function that is manual over
+        them. `mutable` has its own collectives.
+        """
         mutable = sums.mutable
         if mutable is not None:
             mutable = jax.tree.map(
@@ -72,7 +91,8 @@ class Recipe:
         sums = sums._replace(mutable=None)
         if sums.noise is None:
             return jax.lax.psum(sums, names)._replace(mutable=mutable)
-        # Loss, weight and blocks travel as one array, so there are no more reductions than without the noise.
+        # Loss, weight and blocks travel as one array, so there are no more reductions
+        # than without the noise.
         blocks = sums.noise.blocks
         scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), blocks.ravel()])
         scalars, rest = jax.lax.psum(
@@ -89,7 +109,9 @@ class Recipe:
         )
 
     def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:
-        """Return the sums, and the gradients of the scaled loss, as if the loss had not been scaled."""
+        """Return the sums, and the gradients of the scaled loss, as if the loss had not
+        been scaled.
+        """
         if self.scale is None:
             return sums, grads
         noise = sums.noise and sums.noise._replace(
@@ -101,27 +123,34 @@ class Recipe:
 def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
     """Merge the replicas' values of a carried variable that began as `start`."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        # The mean of the changes: those of a constant are exactly 0, while the mean of three equal numbers can be another
-        # number. An infinite start, such as that of a running maximum, would make the change NaN.
-        # In float32: on CPUs, XLA aborts if the replicas exchange bfloat16 and another axis of the mesh is automatic.
+        # The mean of the changes: those of a constant are exactly 0, while the mean of
+        # three equal numbers can be another number. An infinite start, such as that of
+        # a running maximum, would make the change NaN. In float32: on CPUs, XLA aborts
+        # if the replicas exchange bfloat16 and another axis of the mesh is automatic.
         start = as_summed(jnp.where(jnp.isfinite(start), start, 0))
         return (start + jax.lax.pmean(x - start, names)).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
-    # A counter or a flag. If the replicas kept different values, each would go on with its own, and a resumed run with another.
+    # A counter or a flag. If the replicas kept different values, each would go on with
+    # its own, and a resumed run with another.
     return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(
         x.dtype
     )
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
-    """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a zero loss and a zero gradient."""
-    # The inner `where` keeps the division by zero out of the branch that is not selected.
+    """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a
+    zero loss and a zero gradient.
+    """
+    # The inner `where` keeps the division by zero out of the branch that is not
+    # selected.
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
 
 
 def sum_of_means(losses: Any, weights: Any) -> jax.Array:
-    """Return the sum of loss / weight over the parts of a loss. A part without weight counts as 0."""
+    """Return the sum of loss / weight over the parts of a loss. A part without weight
+    counts as 0.
+    """
     means: Any = jax.tree.map(
         lambda loss, weight: loss * safe_reciprocal(weight), losses, weights
     )
@@ -129,7 +158,9 @@ def sum_of_means(losses: Any, weights: Any) -> jax.Array:
 
 
 def largest(weights: Any) -> Any:
-    """Return the largest magnitude of the weights of several parts, or the weight of a loss that has one."""
+    """Return the largest magnitude of the weights of several parts, or the weight of a
+    loss that has one.
+    """
     return functools.reduce(
         lambda one, other: jnp.maximum(jnp.abs(one), jnp.abs(other)),
         jax.tree.leaves(weights),
@@ -143,7 +174,9 @@ def as_summed(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
-    """Return the type in which values are summed: at least float32, integers too, or `wanted` for real floating-point ones."""
+    """Return the type in which values are summed: at least float32, integers too, or
+    `wanted` for real floating-point ones.
+    """
     is_real = jnp.issubdtype(dtype, jnp.floating)
     return (
         wanted
@@ -153,13 +186,16 @@ def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
 
 
 def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
-    """Return gradients in the type in which the replicas of a mesh exchange them; None = their own."""
+    """Return gradients in the type in which the replicas of a mesh exchange them; None
+    = their own.
+    """
     if dtype is not None:
         grads = jax.tree.map(
             lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g,
             grads,
         )
-    # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
+    # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and
+    # aborts if an axis of the mesh is automatic.
     return (
         jax.tree.map(as_summed, grads)
         if mesh.devices.flat[0].platform == "cpu"
@@ -173,7 +209,9 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Return whether JAX can differentiate with respect to an array, real or complex. Integers are not trained."""
+    """Return whether JAX can differentiate with respect to an array, real or complex.
+    Integers are not trained.
+    """
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -183,7 +221,9 @@ def has_integers(params: Any) -> bool:
 
 
 def floating(tree: Any, params: Any) -> Any:
-    """Return a tree like the parameters with None in the place of integers; None for None."""
+    """Return a tree like the parameters with None in the place of integers; None for
+    None.
+    """
     return (
         None
         if tree is None
@@ -192,10 +232,18 @@ def floating(tree: Any, params: Any) -> Any:
 
 
 def split_trained(params: Any) -> tuple[Any, Any]:
-    """Return the parameters that are trained, with None in the place of integers, and those integers, if there are any."""
+    """Return the parameters that are trained, with None in the place of integers, and
+    those integers, if there are any.
+    """
     if isinstance(params, Mapping) and (key := "_overwrite_with_gradient") in params:
-        problem = f"params[{key!r}], of Flax's float8 layers, takes its gradients as new values"
-        fix = "use rampup.microbatches and rampup.multi_steps with a step of your own, or train in bfloat16"
+        problem = (
+            f"params[{key!r}], of Flax's float8 layers, takes its gradients as new"
+            " values"
+        )
+        fix = (
+            "use rampup.microbatches and rampup.multi_steps with a step of your own, or"
+            " train in bfloat16"
+        )
         raise ConfigError(
             f"{problem}, and a step sums them over microbatches; {fix}", key="params"
         )
@@ -219,7 +267,9 @@ def fill(tree: Any, values: Any) -> Any:
 def differing_leaves(
     before: Any, after: Any, fact: Callable[[Any], Any], **names: Any
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name and facts of each leaf whose facts differ in two trees, None if it is absent; `names` are for `keystr`."""
+    """Yield name and facts of each leaf whose facts differ in two trees, None if it is
+    absent; `names` are for `keystr`.
+    """
     trees = [jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)]
     old, new = (
         {jax.tree_util.keystr(path, **names): fact(leaf) for path, leaf in leaves}

@@ -1,6 +1,8 @@
-"""The mathematics of a training step: what a compiled program computes from a state and rows.
+"""The mathematics of a training step: what a compiled program computes from a state and
+rows.
 
-Shape suffixes: K microbatches of the input, R rows of one microbatch (data_parallel_size * microbatch_size).
+Shape suffixes: K microbatches of the input, R rows of one microbatch
+(data_parallel_size * microbatch_size).
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What the programs of a training step compute. The shardings of the state are an argument: a trace does not know them."""
+    """What the programs of a training step compute. The shardings of the state are an
+    argument: a trace does not know them.
+    """
 
     loss: SummableLoss
     tx: Any  # for `multi_steps`, the `optax.MultiSteps` around the optimizer
@@ -72,11 +76,14 @@ class Update:
         counts: Counts,
         segment: Any = None,
     ) -> tuple[Any, Metrics]:
-        """Run one optimizer step on chunks that are (K, R, ...) when joined; `segment` is for a `FollowingOptimizer`."""
+        """Run one optimizer step on chunks that are (K, R, ...) when joined; `segment`
+        is for a `FollowingOptimizer`.
+        """
         state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
-        # The shardings of the gradients are those of the parameters, or with ZeRO-1 those of each replica's own part.
+        # The shardings of the gradients are those of the parameters, or with ZeRO-1
+        # those of each replica's own part.
         grad_shardings = device_shardings(state_shardings.params)
         if self.scatter_axes is not None:
             placed = jax.tree.map(
@@ -95,8 +102,14 @@ class Update:
             if recipe.noise is None:
                 measured = {"grad_norm": optax.tree.norm(grads)}
             elif sums.noise is None:
-                problem = f"`sums_and_grads` of {type(loss).__name__} does not use `recipe.noise`"
-                problem = f"measure_gradient_noise=true: {problem}; see rampup.engine.contract.SummableLoss"
+                problem = (
+                    f"`sums_and_grads` of {type(loss).__name__} does not use"
+                    " `recipe.noise`"
+                )
+                problem = (
+                    f"measure_gradient_noise=true: {problem}; see"
+                    " rampup.engine.contract.SummableLoss"
+                )
                 raise ConfigError(
                     problem, key="measure_gradient_noise", nearest=(False,)
                 )
@@ -118,18 +131,21 @@ class Update:
             )
         with jax.named_scope("update"):
             new = self.run_optimizer(state, grads, metrics["loss"], segment)
-        # The step number moves on in any case, and what the loss function carries also without a weight.
+        # The step number moves on in any case, and what the loss function carries also
+        # without a weight.
         changes = {"step": new.step}
         mutable = sums.mutable
         scale = getattr(state, "dynamic_scale", None)
         if self.skip_nonfinite or scale is not None:
-            # Decided on the device: compute the update anyway and select the old values, which reads the whole state once more.
+            # Decided on the device: compute the update anyway and select the old
+            # values, which reads the whole state once more.
             is_finite = _is_finite(sums, grads, state)
             metrics["skipped"] = ~is_finite
             new = select_step(is_finite & sums.has_weight, new, state)
             mutable = select_step(is_finite, mutable, carried(state))
             if scale is not None:
-                # Flax adapts it only when it differentiates: here a function whose gradient is finite if that of the step is.
+                # Flax adapts it only when it differentiates: here a function whose
+                # gradient is finite if that of the step is.
                 adapt = scale.value_and_grad(
                     lambda x: x * jnp.where(is_finite, 1.0, jnp.nan)
                 )
@@ -152,7 +168,9 @@ class Update:
         chunk: Any,
         first_row: jax.Array,
     ) -> tuple[Any, Metrics]:
-        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are metrics of the step's earlier ones."""
+        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are
+        metrics of the step's earlier ones.
+        """
         state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         loss = self.bound_loss(state, state_shardings)
@@ -168,24 +186,31 @@ class Update:
             )
             if isinstance(sums.loss, tuple):
                 problem = "a loss of several parts needs gradient_accumulation=fused"
-                reason = "multi_steps averages microbatches that do not know the weights of the step"
+                reason = (
+                    "multi_steps averages microbatches that do not know the weights of"
+                    " the step"
+                )
                 raise ConfigError(
                     f"{problem}: {reason}",
                     key="gradient_accumulation",
                     nearest=("fused",),
                 )
             grads = _with_integers(grads, state.params)
-        # The loss is the weighted mean over the microbatches so far. MultiSteps averages the gradients with equal weights.
+        # The loss is the weighted mean over the microbatches so far. MultiSteps
+        # averages the gradients with equal weights.
         weight = so_far["weight"] + sums.weight
         metrics = {
-            "loss": (so_far["loss"] * so_far["weight"] + sums.loss)
-            * safe_reciprocal(weight),
+            "loss": (
+                (so_far["loss"] * so_far["weight"] + sums.loss)
+                * safe_reciprocal(weight)
+            ),
             "weight": weight,
             "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
         }
         mutable = sums.mutable
         if self.skip_nonfinite:
-            # MultiSteps must see every microbatch, or its counter would leave the plan: zero the gradient, and drop the update.
+            # MultiSteps must see every microbatch, or its counter would leave the plan:
+            # zero the gradient, and drop the update.
             is_finite = _is_finite(sums, grads, state)
             grads = jax.tree.map(
                 lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), grads
@@ -196,7 +221,8 @@ class Update:
             new = self.run_optimizer(state, grads, metrics["loss"])
         opt_state = new.opt_state
         if self.skip_nonfinite or hasattr(state, "apply_gradients"):
-            # Before the last microbatch updates are zero, but a state may do more than apply them. The counters always advance.
+            # Before the last microbatch updates are zero, but a state may do more than
+            # apply them. The counters always advance.
             keep = self.tx.has_updated(opt_state)
             if self.skip_nonfinite:
                 keep &= ~metrics["skipped"] & (weight != 0)
@@ -209,12 +235,17 @@ class Update:
                 replace_fields(new, opt_state=opt_state),
                 replace_fields(state, opt_state=opt_state),
             )
-        return split_frozen(
-            replace_carried(new, mutable, step=opt_state.gradient_step)
-        )[0], metrics
+        return (
+            split_frozen(replace_carried(new, mutable, step=opt_state.gradient_step))[
+                0
+            ],
+            metrics,
+        )
 
     def zero_metrics(self, state: Any, chunk: Any) -> Metrics:
-        """Return the metrics before the first microbatch of `multi_steps`: zeros, as all its calls have the same arguments."""
+        """Return the metrics before the first microbatch of `multi_steps`: zeros, as
+        all its calls have the same arguments.
+        """
         keys_KR = jax.eval_shape(
             lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0))
         )
@@ -232,7 +263,9 @@ class Update:
     def _recipe(
         self, state: Any, state_shardings: Any = None, grad_shardings: Any = None
     ) -> Recipe:
-        """Return what a step adds up besides loss and gradients, or refuse what the loss does not support in the state."""
+        """Return what a step adds up besides loss and gradients, or refuse what the
+        loss does not support in the state.
+        """
         scale, meter = getattr(state, "dynamic_scale", None), None
         if has_integers(state.params):
             _check_support(self.loss, "loss_fn", "integer parameters")
@@ -243,8 +276,9 @@ class Update:
                 "`dynamic_scale`",
             )
         if self.measures_noise:
-            # Adam's second moments give the noise a second geometry. Those that are scattered over the replicas, or in host
-            # memory between steps, do not: every microbatch would need them whole.
+            # Adam's second moments give the noise a second geometry. Those that are
+            # scattered over the replicas, or in host memory between steps, do not:
+            # every microbatch would need them whole.
             is_at_hand = (
                 self.scatter_axes is None
                 and device_shardings(state_shardings.opt_state)
@@ -265,12 +299,16 @@ class Update:
         )
 
     def bound_loss(self, state: Any, state_shardings: Any = None) -> SummableLoss:
-        """Return the loss with the frozen arrays of a state, if it has any, as an argument, and with the axes that it needs."""
+        """Return the loss with the frozen arrays of a state, if it has any, as an
+        argument, and with the axes that it needs.
+        """
         has_axes = self.has_explicit and state_shardings is not None
         return _bind_frozen(
-            explicit_loss(self.loss, self.mesh, state_shardings)
-            if has_axes
-            else self.loss,
+            (
+                explicit_loss(self.loss, self.mesh, state_shardings)
+                if has_axes
+                else self.loss
+            ),
             state,
         )
 
@@ -281,7 +319,9 @@ class Update:
         loss: jax.Array,
         segment: SegmentNumbers | None = None,
     ) -> Any:
-        """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
+        """Return the state after the optimizer, run by the state's own
+        `apply_gradients` if it has one.
+        """
 
         def update_with_loss(*args: Any) -> Any:
             if isinstance(self.tx, FollowingOptimizer):
@@ -289,14 +329,16 @@ class Update:
             try:
                 return self.tx.update(*args, value=loss)
             except TypeError as error:
-                # `optax.contrib.sam` accepts others only. No signature tells: `optax.chain` passes on whatever it gets.
+                # `optax.contrib.sam` accepts others only. No signature tells:
+                # `optax.chain` passes on whatever it gets.
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
                 return self.tx.update(*args)
 
         tx = self.tx
         if isinstance(tx, (optax.GradientTransformationExtraArgs, optax.MultiSteps)):
-            # Flax's `apply_gradients` passes no further arguments to an optimizer, so the loss is bound to it.
+            # Flax's `apply_gradients` passes no further arguments to an optimizer, so
+            # the loss is bound to it.
             tx = optax.GradientTransformation(tx.init, update_with_loss)
         grads = cast_like(grads, state.params)
         if not hasattr(state, "apply_gradients"):
@@ -313,7 +355,8 @@ class Update:
             new = state.apply_gradients(grads=grads)
         if not has_integers(state.params):
             return new
-        # Decay and the like leave integers alone, and the state that an optimizer keeps for them keeps its type.
+        # Decay and the like leave integers alone, and the state that an optimizer keeps
+        # for them keeps its type.
         params = jax.tree.map(
             lambda new, old: new if is_floating(old) else old, new.params, state.params
         )
@@ -323,7 +366,9 @@ class Update:
 
 
 def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLoss:
-    """Return a loss whose function sees Explicit axes, for a state with these shardings."""
+    """Return a loss whose function sees Explicit axes, for a state with these
+    shardings.
+    """
     return with_explicit_axes(
         loss,
         mesh,
@@ -341,7 +386,9 @@ def eval_sums(
     chunks: tuple[Any, ...],
     num_microbatches: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of losses and weights over the first microbatches of a batch; a program of `EvalStep`."""
+    """Return the sums of losses and weights over the first microbatches of a batch; a
+    program of `EvalStep`.
+    """
     state = fetch_offloaded(state, state_shardings)
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
@@ -354,7 +401,9 @@ def eval_sums(
 
 
 def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
-    """Return a state after a step, or a part of it, if it is kept, else the one before, with schedules that have moved on."""
+    """Return a state after a step, or a part of it, if it is kept, else the one before,
+    with schedules that have moved on.
+    """
 
     def select(new: Any, old: Any) -> Any:
         if isinstance(new, optax.ScaleByScheduleState):
@@ -374,7 +423,9 @@ def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _is_injected(state: Any) -> bool:
-    """Return whether this is the state of `optax.inject_hyperparams`, of any of its types."""
+    """Return whether this is the state of `optax.inject_hyperparams`, of any of its
+    types.
+    """
     return (
         hasattr(state, "hyperparams")
         and hasattr(state, "inner_state")
@@ -383,7 +434,9 @@ def _is_injected(state: Any) -> bool:
 
 
 def _is_finite(sums: Sums, grads: Any, state: Any) -> jax.Array:
-    """Return whether the loss, the gradient and what the loss function has changed in `state` are finite."""
+    """Return whether the loss, the gradient and what the loss function has changed in
+    `state` are finite.
+    """
     # Only the changes: a running maximum may start at -infinity.
     changed = jax.tree.map(
         lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x),
@@ -405,7 +458,9 @@ def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:
 
 
 def _with_integers(grads: Any, params: Any) -> Any:
-    """Return the gradients with zeros for integer parameters, as an optimizer takes them."""
+    """Return the gradients with zeros for integer parameters, as an optimizer takes
+    them.
+    """
     return (
         fill(grads, jax.tree.map(jnp.zeros_like, params))
         if has_integers(params)
@@ -414,7 +469,9 @@ def _with_integers(grads: Any, params: Any) -> Any:
 
 
 def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
-    """Return the loss with the frozen arrays of a state, if it has any, as an argument."""
+    """Return the loss with the frozen arrays of a state, if it has any, as an
+    argument.
+    """
     frozen = getattr(state, "frozen", None)
     if frozen is None:
         return loss
@@ -425,12 +482,20 @@ def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
 
 
 def _check_support(loss: Any, attribute: str, feature: str) -> None:
-    """Refuse a state with a feature that needs a dataclass as loss with this attribute, if the loss has none."""
+    """Refuse a state with a feature that needs a dataclass as loss with this attribute,
+    if the loss has none.
+    """
     if not dataclasses.is_dataclass(loss) or not hasattr(loss, attribute):
-        fix = "keep such arrays in `params` as floating-point numbers that optax.transforms.freeze excludes from the optimizer"
+        fix = (
+            "keep such arrays in `params` as floating-point numbers that"
+            " optax.transforms.freeze excludes from the optimizer"
+        )
         fix += ", or train without a pipeline"
         if feature == "`dynamic_scale`":
-            fix = "scale the loss in its own functions, or train in bfloat16 or float32, which need no scale"
+            fix = (
+                "scale the loss in its own functions, or train in bfloat16 or float32,"
+                " which need no scale"
+            )
         raise ConfigError(
             f"the state has {feature}, which {a_type(loss)} does not support; {fix}",
             key="state",

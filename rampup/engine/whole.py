@@ -1,4 +1,6 @@
-"""Whole operands: a program evaluated again, with what XLA cannot partition beside a manual axis replicated before it runs."""
+"""Whole operands: a program evaluated again, with what XLA cannot partition beside a
+manual axis replicated before it runs.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ _CALLBACKS = ("debug_callback", "debug_print", "pure_callback")
 def with_whole_operands(
     run: Callable[..., Any], mesh: Mesh, manual: set[str]
 ) -> Callable[..., Any]:
-    """Return `run`, to be called in a `shard_map` that is manual over `manual`, in a form that XLA can partition.
+    """Return `run`, to be called in a `shard_map` that is manual over `manual`, in a
+    form that XLA can partition.
 
-    With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
-    grouped convolutions wrongly. So `run` is traced, backward pass included, and their operands are replicated over those axes.
-    With fewer, that is done only for a `shard_map` or a sum over axes of one device: traced as automatic, they are left out.
+    With two or more automatic axes of several devices, XLA aborts the process at most
+    gathers and scatters, and computes some grouped convolutions wrongly. So `run` is
+    traced, backward pass included, and their operands are replicated over those axes.
+    With fewer, that is done only for a `shard_map` or a sum over axes of one device:
+    traced as automatic, they are left out.
     """
     num_automatic = sum(
         size > 1 and name not in manual for name, size in mesh.shape.items()
@@ -58,7 +63,9 @@ def with_whole_operands(
 def traceable(
     run: Callable[..., Any], otherwise: Callable[..., Any], is_refused: Any = None
 ) -> Callable[..., Any]:
-    """Return a function that is `run`, or `otherwise` where JAX cannot trace `run` because of its axes: unbound, or manual."""
+    """Return a function that is `run`, or `otherwise` where JAX cannot trace `run`
+    because of its axes: unbound, or manual.
+    """
 
     # One function: whoever debugs a loss function sees each frame between.
     def either(*args: Any) -> Any:
@@ -68,7 +75,8 @@ def traceable(
             closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
             if refused := next(filter(is_refused, operations(closed)), None):
                 raise ValueError(
-                    f"a {refused.primitive.name} over axes of one device within a shard_map"
+                    f"a {refused.primitive.name} over axes of one device within a"
+                    " shard_map"
                 )
             return replay(closed, results, args)
         except RampupError:
@@ -83,14 +91,18 @@ def traceable(
 
 
 def replay(closed: ClosedJaxpr, results: Any, args: Any) -> Any:
-    """Run a jaxpr as the function that it was traced from: on a tree of arguments, for results of this structure."""
+    """Run a jaxpr as the function that it was traced from: on a tree of arguments, for
+    results of this structure.
+    """
     return jax.tree.unflatten(
         jax.tree.structure(results), jaxpr_as_fun(closed)(*jax.tree.leaves(args))
     )
 
 
 def operations(value: Any) -> Iterator[Any]:
-    """Yield the operations of a jaxpr, or of a parameter of an operation, and those of all jaxprs that it contains."""
+    """Yield the operations of a jaxpr, or of a parameter of an operation, and those of
+    all jaxprs that it contains.
+    """
     if isinstance(value, tuple):
         for part in value:
             yield from operations(part)
@@ -120,7 +132,9 @@ def contains(jaxpr: ClosedJaxpr, names: frozenset[str]) -> bool:
 def _evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh
 ) -> list[Any]:
-    """Evaluate a jaxpr, with whole operands in it and in all jaxprs that it contains."""
+    """Evaluate a jaxpr, with whole operands in it and in all jaxprs that it
+    contains.
+    """
     context = jax.sharding.get_abstract_mesh()
     values: dict[Any, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
@@ -139,7 +153,8 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inputs = [read(v) for v in eqn.invars]
-        # Named scopes, `compute_on` and metadata for XLA belong to the operation. Which axes are manual does not.
+        # Named scopes, `compute_on` and metadata for XLA belong to the operation. Which
+        # axes are manual does not.
         scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes),
@@ -176,7 +191,8 @@ def _evaluate(
                     }
                 )
                 bind_params = eqn.primitive.get_bind_params(params)
-                # Older versions of JAX return the functions of an operation beside its parameters.
+                # Older versions of JAX return the functions of an operation beside its
+                # parameters.
                 functions, bind_params = (
                     bind_params if isinstance(bind_params, tuple) else ((), bind_params)
                 )
@@ -184,7 +200,8 @@ def _evaluate(
                     *functions, *_whole(name, params, inputs, mesh), **bind_params
                 )
                 outputs = list(bound) if eqn.primitive.multiple_results else [bound]
-                # Their results have the dimensions of the first operand, so what makes that one whole fits them.
+                # Their results have the dimensions of the first operand, so what makes
+                # that one whole fits them.
                 if name.startswith("scatter") or name == "conv_general_dilated":
                     outputs = _whole(name, params, [*outputs, *inputs[1:]], mesh)[:1]
         values.update(zip(eqn.outvars, outputs, strict=True))
@@ -192,7 +209,9 @@ def _evaluate(
 
 
 def _is_over_single(eqn: Any, mesh: Mesh) -> bool:
-    """Return whether an operation reduces over axes of one device alone, which changes nothing."""
+    """Return whether an operation reduces over axes of one device alone, which changes
+    nothing.
+    """
     is_reduction = eqn.primitive.name in ("psum", "psum_invariant", "pmax", "pmin")
     return is_reduction and all(
         mesh.shape.get(name) == 1 for name in eqn.params["axes"]
@@ -202,7 +221,9 @@ def _is_over_single(eqn: Any, mesh: Mesh) -> bool:
 def _constrain_again(
     x: Any, mesh: Mesh, *, sharding: Any, unconstrained_dims: Any, **_: Any
 ) -> Any:
-    """Constrain an array along the axes that are automatic here, of those in the trace."""
+    """Constrain an array along the axes that are automatic here, of those in the
+    trace.
+    """
     free = dict.fromkeys(unconstrained_dims, PartitionSpec.UNCONSTRAINED)
     entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
     spec = PartitionSpec(*(free.get(k, entry) for k, entry in enumerate(entries)))
@@ -223,7 +244,9 @@ def _run_manually(
     out_specs: Sequence[Any],
     inputs: list[Any],
 ) -> list[Any]:
-    """Run a function of a list manually over all axes: XLA aborts if an automatic axis is before a manual one."""
+    """Run a function of a list manually over all axes: XLA aborts if an automatic axis
+    is before a manual one.
+    """
     automatic = _automatic_axes()
     if not automatic:
         return run(inputs)
@@ -242,7 +265,9 @@ def _run_manually(
 
 
 def _call_back(eqn: Any, automatic: set[str], inputs: Sequence[Any]) -> list[Any]:
-    """Run a callback where all axes are manual: one without results on a single device along those that were automatic."""
+    """Run a callback where all axes are manual: one without results on a single device
+    along those that were automatic.
+    """
     if eqn.outvars:
         return list(eqn.primitive.bind(*inputs, **eqn.params))
 
@@ -257,7 +282,9 @@ def _call_back(eqn: Any, automatic: set[str], inputs: Sequence[Any]) -> list[Any
 def _whole(
     name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh
 ) -> list[Any]:
-    """Return the inputs of an operation, with those whole that XLA cannot partition. Batch dimensions stay as they are."""
+    """Return the inputs of an operation, with those whole that XLA cannot partition.
+    Batch dimensions stay as they are.
+    """
     if (
         name == "conv_general_dilated"
         and max(params["feature_group_count"], params["batch_group_count"]) > 1
@@ -266,7 +293,8 @@ def _whole(
             constrain(x, NamedSharding(auto_view(mesh), PartitionSpec()))
             for x in inputs
         ]
-    # With a single index, it is a slice, as that of the loops over microbatches and layers.
+    # With a single index, it is a slice, as that of the loops over microbatches and
+    # layers.
     if (name == "gather" or name.startswith("scatter")) and inputs[1].ndim > 1:
         operand = inputs[0]
         batching = params["dimension_numbers"].operand_batching_dims
@@ -301,7 +329,9 @@ def _rewrite(value: Any, mesh: Mesh) -> Any:
 
 
 def _shape_of(aval: Any) -> Any:
-    """Return an abstract array without its sharding, which says which axes were manual where it was traced."""
+    """Return an abstract array without its sharding, which says which axes were manual
+    where it was traced.
+    """
     is_array = hasattr(aval, "weak_type")
     return (
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

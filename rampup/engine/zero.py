@@ -1,11 +1,13 @@
 """ZeRO-1: each replica keeps and updates its own part of the optimizer's state.
 
-A step reduce-scatters the gradients once, after the last microbatch. The compiler runs the optimizer on the parts, as on any
-sharded array, so every optimizer stays correct. Then all-gathers give all replicas the new parameters. The parts of arrays
-that are not sharded over other axes travel in one buffer per type, so there is one collective for it. All others, such as
-those that are sharded over fsdp, travel one by one.
+A step reduce-scatters the gradients once, after the last microbatch. The compiler runs
+the optimizer on the parts, as on any sharded array, so every optimizer stays correct.
+Then all-gathers give all replicas the new parameters. The parts of arrays that are not
+sharded over other axes travel in one buffer per type, so there is one collective for
+it. All others, such as those that are sharded over fsdp, travel one by one.
 
-The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn.
+The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So
+there is one along each axis in turn.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from rampup.engine.mesh import (
     spec_without,
 )
 
-# A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
-# reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
+# A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an
+# all-gather, and on small slices a reduce-scatter, into an all-reduce of all parts,
+# which sends up to twice as much.
 TILE = (128, 128)
 
 
 def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Return the shardings of a tree's leaves, sharded over the replicas too along a dimension that they divide, if any."""
+    """Return the shardings of a tree's leaves, sharded over the replicas too along a
+    dimension that they divide, if any.
+    """
     d = axes.num_replicas(mesh)
 
     def of(leaf: Any) -> NamedSharding:
@@ -46,7 +51,8 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
             _names(entry, mesh)
             for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
         ]
-        # Not the dimension of the stages: a stage takes whole layers, and an optimizer may treat each layer by itself.
+        # Not the dimension of the stages: a stage takes whole layers, and an optimizer
+        # may treat each layer by itself.
         found = [
             k
             for k, names in enumerate(entries)
@@ -57,7 +63,8 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
         if not found:
             return sharding
         best = min(found, key=lambda k: (len(entries[k]), k))
-        # The replicas first: inside a function that is manual over them, the other axes shard what each replica has.
+        # The replicas first: inside a function that is manual over them, the other axes
+        # shard what each replica has.
         entries[best] = (*axes.replica, *entries[best])
         spec = PartitionSpec(
             *(names[0] if len(names) == 1 else names or None for names in entries)
@@ -73,13 +80,17 @@ def is_scattered(shardings: Any, axes: BatchAxes) -> bool:
 
 
 def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
-    """Return the part of shardings that a function that is manual over some axes sees, as its `in_specs` or `out_specs`."""
+    """Return the part of shardings that a function that is manual over some axes sees,
+    as its `in_specs` or `out_specs`.
+    """
     others = frozenset(str(name) for name in mesh.axis_names if name not in manual)
     return jax.tree.map(lambda sharding: spec_without(sharding.spec, others), shardings)
 
 
 def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Sum this replica's gradients over the replicas, in a function that is manual over them; each gets its own part."""
+    """Sum this replica's gradients over the replicas, in a function that is manual over
+    them; each gets its own part.
+    """
     leaves, structure = jax.tree.flatten(grads)
     (whole, alone, buffers), d = (
         _routes(leaves, shardings, mesh, axes),
@@ -108,7 +119,9 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
 
 
 def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Return whole parameters on every replica from the parts that the replicas have by `scattered`."""
+    """Return whole parameters on every replica from the parts that the replicas have by
+    `scattered`.
+    """
     manual = axes.manual(mesh)
     in_specs = manual_specs(scattered, mesh, manual)
     out_specs = jax.tree.map(
@@ -136,7 +149,8 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
                 )
         return jax.tree.unflatten(structure, leaves)
 
-    # check_vma=False: JAX would not infer that a gathered array is the same on all replicas.
+    # check_vma=False: JAX would not infer that a gathered array is the same on all
+    # replicas.
     return jax.shard_map(
         gather,
         mesh=auto_view(mesh),
@@ -150,7 +164,9 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
 def _routes(
     leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes
 ) -> tuple[list[int], dict[int, int], list[dict[int, int]]]:
-    """Return which leaves stay whole, travel alone and fill each buffer; of the last two, index -> scattered dimension."""
+    """Return which leaves stay whole, travel alone and fill each buffer; of the last
+    two, index -> scattered dimension.
+    """
     whole = list[int]()
     alone = dict[int, int]()
     by_type = dict[Any, dict[int, int]]()
@@ -178,7 +194,9 @@ def _routes(
 
 
 def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
-    """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except for their leading dimensions."""
+    """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except
+    for their leading dimensions.
+    """
     flat = [x.reshape(*x.shape[:leading], -1) for x in arrays]
     size = sum(x.shape[-1] for x in flat)
     padding = jnp.zeros(
@@ -192,7 +210,9 @@ def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
 def _unpack(
     buffer: jax.Array, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[jax.Array]:
-    """Yield the arrays of these shapes that are in a buffer (*leading, N, 128), each with the leading dimensions."""
+    """Yield the arrays of these shapes that are in a buffer (*leading, N, 128), each
+    with the leading dimensions.
+    """
     flat, first = buffer.reshape(*buffer.shape[:-2], -1), 0
     for shape in shapes:
         end = first + math.prod(shape)
@@ -209,7 +229,9 @@ def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
 
 @functools.cache
 def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
-    """Return the devices along some axes by their place in a TPU torus if a reduce-scatter must run per side, else None."""
+    """Return the devices along some axes by their place in a TPU torus if a
+    reduce-scatter must run per side, else None.
+    """
     first = [[str(name) for name in mesh.axis_names].index(name) for name in names]
     size = math.prod(mesh.shape[name] for name in names)
     groups = np.moveaxis(mesh.devices, first, range(len(first))).reshape(size, -1).T
@@ -230,7 +252,9 @@ def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
 
 
 def place_of(device: Any) -> tuple[int, ...] | None:
-    """Return the number of a TPU's slice and the coordinates of its chip; None for other devices."""
+    """Return the number of a TPU's slice and the coordinates of its chip; None for
+    other devices.
+    """
     return (
         (getattr(device, "slice_index", 0), *device.coords)
         if device.platform == "tpu"
@@ -239,14 +263,18 @@ def place_of(device: Any) -> tuple[int, ...] | None:
 
 
 def _torus(coordinates: np.ndarray) -> np.ndarray | None:
-    """Return the places in a torus of the devices with these coordinates, shape (devices, dimensions), or None."""
+    """Return the places in a torus of the devices with these coordinates, shape
+    (devices, dimensions), or None.
+    """
     sides = [
         np.unique(x, return_inverse=True)[1] for x in coordinates.T if len({*x}) > 1
     ]
-    # The side that changes least from one device to the next comes first: the parts are mostly in order then.
+    # The side that changes least from one device to the next comes first: the parts are
+    # mostly in order then.
     sides.sort(key=lambda side: -np.argmax(side != side[0]))
     sizes = [int(np.max(side)) + 1 for side in sides]
-    # All chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu 0.0.50).
+    # All chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu
+    # 0.0.50).
     is_whole = (
         len(np.unique(coordinates, axis=0)) == math.prod(sizes) == len(coordinates)
     )
@@ -264,11 +292,14 @@ def _torus(coordinates: np.ndarray) -> np.ndarray | None:
 def scatter_sum(
     x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int
 ) -> jax.Array:
-    """Return this device's part, along dimension `dim`, of the sum of x over the devices along some axes, which are manual."""
+    """Return this device's part, along dimension `dim`, of the sum of x over the
+    devices along some axes, which are manual.
+    """
     torus = torus_of(mesh, names)
     if torus is None:
         return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    # After all sides, part i is on the i-th device of the torus; device k is to get part k.
+    # After all sides, part i is on the i-th device of the torus; device k is to get
+    # part k.
     order = torus.reshape(-1).tolist()
     if order != sorted(order):
         parts = jnp.split(x, len(order), axis=dim)
@@ -282,7 +313,9 @@ def scatter_sum(
 
 
 def gather(x: jax.Array, mesh: Any, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Gather an array from the parts of the devices along some axes. The gradient of the part is a `scatter_sum`."""
+    """Gather an array from the parts of the devices along some axes. The gradient of
+    the part is a `scatter_sum`.
+    """
     if not isinstance(mesh, Mesh) or torus_of(mesh, names) is None:
         return jax.lax.all_gather(x, names, axis=dim, tiled=True)
 

@@ -1,1 +1,3 @@
-"""Read from the text of a compiled program what it communicates, sums and keeps in memory."""
+"""Read from the text of a compiled program what it communicates, sums and keeps in
+memory.
+"""

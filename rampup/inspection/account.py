@@ -1,6 +1,8 @@
-"""The account of a compiled program, for one device: its collectives, FLOPs and memory traffic.
+"""The account of a compiled program, for one device: its collectives, FLOPs and memory
+traffic.
 
-Every loop counts as often as it runs. XLA's own `cost_analysis` counts the body of a loop once.
+Every loop counts as often as it runs. XLA's own `cost_analysis` counts the body of a
+loop once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ KINDS = {
 }
 KINDS |= {"collective-broadcast"}
 MeshShape = tuple[tuple[str, int], ...]  # name and devices of each axis of a mesh
-# Instructions that run nothing: other names of a value, or the second half of an asynchronous operation.
+# Instructions that run nothing: other names of a value, or the second half of an
+# asynchronous operation.
 _FREE = {
     "parameter",
     "constant",
@@ -64,7 +67,8 @@ _WORK = {
 MATMUL_CALL = re.compile(
     r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE
 )  # a library's matrix product
-# Products in bfloat16 that a TPU takes for one of float32, by its `jax.lax.Precision`: one by default.
+# Products in bfloat16 that a TPU takes for one of float32, by its `jax.lax.Precision`:
+# one by default.
 _BFLOAT16_PASSES = {"high": 3, "highest": 6}
 _WINDOW = {
     "stride": 1,
@@ -73,19 +77,26 @@ _WINDOW = {
     "rhs_dilate": 1,
 }  # of a convolution: what it may state, with its default
 _ASYNC_FUSION = "async_collective_fusion_config"
-# How a TPU program exchanges arrays with other slices: it sends them to a library on the host.
+# How a TPU program exchanges arrays with other slices: it sends them to a library on
+# the host.
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 class Collective(NamedTuple):
     """An exchange between devices."""
 
-    kind: str  # all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as the program runs it
-    num_bytes: int  # that a device exchanges in one execution: the result, or the operands of a reduce-scatter
-    runs: int  # how often a run of the program executes it; see `rampup.inspection.hlo.times`
+    # all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as the
+    # program runs it
+    kind: str
+    # that a device exchanges in one execution: the result, or the operands of a
+    # reduce-scatter
+    num_bytes: int
+    # how often a run of the program executes it; see `rampup.inspection.hlo.times`
+    runs: int
     open_loops: int
     loops: tuple[str, ...]  # names of the loops around it, from outside in
-    in_branch: bool  # whether it is in a branch, which may not be taken. It is counted as if it were.
+    # whether it is in a branch, which may not be taken. It is counted as if it were.
+    in_branch: bool
     axes: (
         tuple[str, ...] | None
     )  # the mesh axes along which the devices differ, or None if they are not known
@@ -116,7 +127,9 @@ class Collective(NamedTuple):
         return times(self.runs, self.open_loops, loop_trips)
 
     def sent_bytes(self) -> float:
-        """Return the bytes that a device sends in one execution of a ring algorithm (Thakur, Rabenseifner and Gropp, 2005)."""
+        """Return the bytes that a device sends in one execution of a ring algorithm
+        (Thakur, Rabenseifner and Gropp, 2005).
+        """
         share = (self.group_size - 1) / self.group_size if self.group_size else 0.0
         return self.num_bytes * {
             "all-reduce": 2 * share,
@@ -129,8 +142,9 @@ class Account:
     """The cost of one run of a program for each device."""
 
     collectives: tuple[Collective, ...]  # in the order of the program
-    # For each number of open loops (see `rampup.inspection.hlo.times`), the FLOPs of matrix products by type of the operands
-    # and precision, such as `bf16` or `f32 highest`, and the bytes read from and written to memory, but not on-chip memory.
+    # For each number of open loops (see `rampup.inspection.hlo.times`), the FLOPs of
+    # matrix products by type of the operands and precision, such as `bf16` or `f32
+    # highest`, and the bytes read from and written to memory, but not on-chip memory.
     flops: tuple[Mapping[str, int], ...]
     memory_bytes: tuple[int, ...]
     kernels: tuple[
@@ -157,7 +171,9 @@ class Account:
         )
 
     def collective_rows(self, loop_trips: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the collectives of a run for JSON, equal ones together; the largest total first."""
+        """Return the collectives of a run for JSON, equal ones together; the largest
+        total first.
+        """
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for c in self.collectives:
             flags = {
@@ -183,7 +199,9 @@ class Account:
         return sorted(rows.values(), key=lambda row: -row["bytes"])
 
     def roofline(self, topology: Topology, loop_trips: Sequence[int]) -> Roofline:
-        """Return an estimate of the time of a run on an absent chip, without exchanges between slices and `kernels`."""
+        """Return an estimate of the time of a run on an absent chip, without exchanges
+        between slices and `kernels`.
+        """
         figures = topology.to_dict()
         computes, moves, exposed, overlapped = (
             [0.0] * len(self.flops) for _ in range(4)
@@ -225,21 +243,26 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Estimated least times of a run at a chip's published peaks (Williams, Waterman and Patterson, "Roofline", CACM 2009).
+    """Estimated least times of a run at a chip's published peaks (Williams, Waterman
+    and Patterson, "Roofline", CACM 2009).
 
-    The microbatches of a loop and what follows the loop come one after the other. Within each part the longest of computing,
-    memory and overlapped collectives counts, and the other collectives are added.
+    The microbatches of a loop and what follows the loop come one after the other.
+    Within each part the longest of computing, memory and overlapped collectives counts,
+    and the other collectives are added.
     """
 
     seconds: float  # of the step
     compute_seconds: float  # of the matrix products
     memory_seconds: float  # of device memory
-    exposed_seconds: float  # of collectives during which the device computes nothing, over all links at once
+    # of collectives during which the device computes nothing, over all links at once
+    exposed_seconds: float
     overlapped_seconds: float  # of the other collectives
 
 
 def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
-    """Return the account of a program; `mesh` names its axes if the program does not."""
+    """Return the account of a program; `mesh` names its axes if the program does
+    not.
+    """
     mesh = mesh or program.mesh
     collectives = list[Collective]()
     seen = set[tuple[Any, ...]]()
@@ -259,7 +282,8 @@ def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
         if between_slices:
             kind = between_slices.group(1).lower().replace("_", "-")
         if between_slices or kind in KINDS:
-            # The pieces of a collective that is fused with computation are one exchange.
+            # The pieces of a collective that is fused with computation are one
+            # exchange.
             key = (
                 *visit.loops,
                 instruction.number("channel_id"),
@@ -306,7 +330,8 @@ def _collective(
         )
 
     if not is_async and computation.name in program.async_starts:
-        # It calls a computation with the collective alone. The operands may come later, with an update.
+        # It calls a computation with the collective alone. The operands may come later,
+        # with an update.
         is_async, (where, place) = True, program.async_starts[computation.name]
         place = following(place, "-update") or place
     done = following(place, "-done") if is_async else None
@@ -320,8 +345,8 @@ def _collective(
         else (done if done and place is instruction else instruction).arrays
     )
     if computation.name.startswith("all-reduce-scatter"):
-        kind = (
-            "reduce-scatter"  # how a TPU program writes one that it runs in its own way
+        kind = (  # how a TPU program writes one that it runs in its own way
+            "reduce-scatter"
         )
     elif kind == "reduce-scatter":
         arrays = tuple(
@@ -342,9 +367,11 @@ def _collective(
         shapes=tuple((array.dtype, array.dims) for array in arrays),
         op_name=instruction.op_name,
         between_slices=between_slices,
-        group=tuple(sorted(groups[0].tolist()))
-        if groups and not instruction.opcode.startswith("collective-permute")
-        else (),
+        group=(
+            tuple(sorted(groups[0].tolist()))
+            if groups and not instruction.opcode.startswith("collective-permute")
+            else ()
+        ),
     )
 
 
@@ -354,7 +381,9 @@ def _axes(
     own: MeshShape | None,
     mesh: MeshShape | None,
 ) -> tuple[str, ...] | None:
-    """Return the axes along which the devices of a group differ: those that the program names, or else those of the mesh."""
+    """Return the axes along which the devices of a group differ: those that the program
+    names, or else those of the mesh.
+    """
     # Axes that the compiler has made up are called axis_0, axis_1, ...
     known = own if mesh is None else tuple(axis for axis in own or () if axis in mesh)
     if named and set(named) <= {
@@ -378,10 +407,12 @@ def _axes(
 def _groups(
     instruction: Instruction, num_devices: int
 ) -> tuple[list[np.ndarray], tuple[str, ...], MeshShape | None]:
-    """Return the groups of devices of a collective, and the axes by name with their mesh if the program states them.
+    """Return the groups of devices of a collective, and the axes by name with their
+    mesh if the program states them.
 
-    XLA writes lists `{{0,1},{2,3}}`, also the pairs of a permutation, a reshaped range `[2,2]<=[2,2]T(1,0)`, axes of a mesh
-    `mesh['a'=2,'b'=2] {'a'}`, and `{}` for all devices.
+    XLA writes lists `{{0,1},{2,3}}`, also the pairs of a permutation, a reshaped range
+    `[2,2]<=[2,2]T(1,0)`, axes of a mesh `mesh['a'=2,'b'=2] {'a'}`, and `{}` for all
+    devices.
     """
 
     def ids_of(shape_text: str, count: int) -> np.ndarray | None:
@@ -441,7 +472,9 @@ def _groups(
 def _matmul_flops(
     instruction: Instruction, operands: Sequence[Instruction], kernels: dict[str, None]
 ) -> tuple[int, str]:
-    """Return the FLOPs of an instruction if it is a matrix product, with its type. Kernels of unknown cost are collected."""
+    """Return the FLOPs of an instruction if it is a matrix product, with its type.
+    Kernels of unknown cost are collected.
+    """
     text = instruction.attributes
     is_call = instruction.opcode == "custom-call"
     if is_call and 'custom_call_target="tpu_custom_call"' in text:
@@ -478,9 +511,11 @@ def _matmul_flops(
 
 
 def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
-    """Return the FLOPs of a convolution, as which TPU programs write matrix products: batches are spatial dimensions.
+    """Return the FLOPs of a convolution, as which TPU programs write matrix products:
+    batches are spatial dimensions.
 
-    Positions that meet padding or the gaps of a dilated input are not computed, as in XLA's `HloCostAnalysis`.
+    Positions that meet padding or the gaps of a dilated input are not computed, as in
+    XLA's `HloCostAnalysis`.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
@@ -530,7 +565,9 @@ def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
 def _memory_bytes(
     program: Program, instruction: Instruction, operands: Sequence[Instruction]
 ) -> int:
-    """Return the bytes that an instruction reads and writes: of a slice what it takes, of an update in place the update."""
+    """Return the bytes that an instruction reads and writes: of a slice what it takes,
+    of an update in place the update.
+    """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0

@@ -1,8 +1,11 @@
-"""A reader of compiled programs: the text of XLA's optimized HLO, of a CPU, GPU or TPU, as instructions that can be walked.
+"""A reader of compiled programs: the text of XLA's optimized HLO, of a CPU, GPU or TPU,
+as instructions that can be walked.
 
-Each instruction is visited together with how often a run executes it: the trip counts of the loops around it, multiplied. The
-compiler states one (`known_trip_count`), or it follows from the loop's condition, as TPU programs need. A loop whose bound is
-an argument of the program, such as rampup's own loop over microbatches, has none: its iterations are the caller's to say.
+Each instruction is visited together with how often a run executes it: the trip counts
+of the loops around it, multiplied. The compiler states one (`known_trip_count`), or it
+follows from the loop's condition, as TPU programs need. A loop whose bound is an
+argument of the program, such as rampup's own loop over microbatches, has none: its
+iterations are the caller's to say.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class Array(NamedTuple):
 
     dtype: str
     dims: tuple[int, ...]
-    space: int = 0  # memory: 0 is that of the device (HBM), 1 on-chip memory of a TPU, 5 the host
+    # memory: 0 is that of the device (HBM), 1 on-chip memory of a TPU, 5 the host
+    space: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +84,9 @@ class Instruction:
         return match.group(1).replace("\\'", "'") if match else ""
 
     def number(self, name: str) -> int:
-        """Return the number of an attribute, such as the `index` of a `get-tuple-element`; 0 if it has none."""
+        """Return the number of an attribute, such as the `index` of a
+        `get-tuple-element`; 0 if it has none.
+        """
         match = re.search(rf'\b{name}="?(\d+)', self.attributes)
         return int(match.group(1)) if match else 0
 
@@ -120,7 +126,9 @@ class Computation(NamedTuple):
         }
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Return what makes the operands of an instruction; one without arrays where the text does not say."""
+        """Return what makes the operands of an instruction; one without arrays where
+        the text does not say.
+        """
         return [self.instructions.get(name, _UNKNOWN) for name in instruction.operands]
 
 
@@ -130,7 +138,8 @@ class Value(NamedTuple):
     where: Computation
     made: Instruction
     element: int | None = None
-    # The fusions, calls and branches that led into `where`, from outside in, each with the names of its arguments.
+    # The fusions, calls and branches that led into `where`, from outside in, each with
+    # the names of its arguments.
     sites: tuple[tuple[Computation, tuple[str, ...]], ...] = ()
 
     def operand(self, number: int, element: int | None = None) -> Value:
@@ -160,7 +169,8 @@ class Visit(NamedTuple):
         int  # loops around it whose bound is an argument, which `runs` leaves out
     )
     loops: tuple[str, ...]  # names of all loops around it, from outside in
-    fused: bool  # whether it is part of a fusion, whose operands and result alone are in memory
+    # whether it is part of a fusion, whose operands and result alone are in memory
+    fused: bool
     in_branch: bool  # whether it is in a branch, which may not be taken
 
 
@@ -174,7 +184,8 @@ class Program:
         self.is_scheduled = (
             "is_scheduled=true" in header
         )  # in the order in which they run
-        # Position in the results -> number of the argument whose memory it takes over: the donated arguments.
+        # Position in the results -> number of the argument whose memory it takes over:
+        # the donated arguments.
         start = header.find("input_output_alias={")
         stated = header[start : header.find(" }", start)] if start >= 0 else ""
         found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}", stated)
@@ -220,13 +231,16 @@ class Program:
                 )
         if not self.entry:
             raise DataError(
-                "this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`"
+                "this is not the text of a compiled program: no line starts with ENTRY;"
+                " see `compiled.as_text()`"
             )
         if current is not None or not self.computations[self.entry].instructions:
             raise DataError(
-                "the text of the program is cut short: a computation has no end; write it again"
+                "the text of the program is cut short: a computation has no end; write"
+                " it again"
             )
-        # Where a computation is a loop's body or condition, where else it is called, and where it runs asynchronously.
+        # Where a computation is a loop's body or condition, where else it is called,
+        # and where it runs asynchronously.
         self._loops: dict[str, tuple[Computation, Instruction]] = {}
         self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
         self.async_starts: dict[str, tuple[Computation, Instruction]] = {}
@@ -254,7 +268,9 @@ class Program:
         return found if found is not None and found.instructions else None
 
     def initial(self, value: Value) -> Value | None:
-        """Return the first value of an element of a loop's state, or None if the value is not one."""
+        """Return the first value of an element of a loop's state, or None if the value
+        is not one.
+        """
         where, made, element, _ = value
         is_state = (
             made.opcode == "parameter"
@@ -264,7 +280,9 @@ class Program:
         return Value(*self._loops[where.name]).operand(0, element) if is_state else None
 
     def results(self, value: Value) -> Iterator[Value]:
-        """Yield the result of a fusion or call, or that of every branch of a conditional."""
+        """Yield the result of a fusion or call, or that of every branch of a
+        conditional.
+        """
         where, made, element, sites = value
         for number, name in enumerate(made.called):
             arguments = (
@@ -277,7 +295,9 @@ class Program:
                 yield Value(inner, inner.root, element, (*sites, (where, arguments)))
 
     def origin(self, value: Value) -> Value:
-        """Follow a value through copies, tuples, fusions and calls to the operation, loop, conditional or argument behind."""
+        """Follow a value through copies, tuples, fusions and calls to the operation,
+        loop, conditional or argument behind.
+        """
         source: Value | None = value
         while source is not None:
             value, source = source, None
@@ -304,7 +324,9 @@ class Program:
     def visits(
         self, computation: Computation | None = None, around: Visit | None = None
     ) -> Iterator[Visit]:
-        """Yield every instruction that a run may execute, each place that calls a computation separately."""
+        """Yield every instruction that a run may execute, each place that calls a
+        computation separately.
+        """
         computation = computation or self.computations[self.entry]
         around = around or Visit(
             _UNKNOWN, computation, 1, 0, (), fused=False, in_branch=False
@@ -336,7 +358,9 @@ class Program:
 
     @functools.cache  # noqa: B019 - programs are few and die with their account
     def trips(self, loop: str, computation: str) -> int | None:
-        """Return the iterations of a loop, or None if its bound is an argument of the program."""
+        """Return the iterations of a loop, or None if its bound is an argument of the
+        program.
+        """
         instruction = self.computations[computation].instructions[loop]
         if known := re.search(
             r'known_trip_count":\{"n":"(\d+)"', instruction.attributes
@@ -372,7 +396,9 @@ class Program:
         return max(-((first - bound - (direction.group(1) in ("LE", "GE"))) // step), 0)
 
     def _constant(self, value: Value) -> int | None:
-        """Return the integer that a value is, also if loops around pass it in unchanged; None if it is not constant."""
+        """Return the integer that a value is, also if loops around pass it in
+        unchanged; None if it is not constant.
+        """
         value = self.origin(value)
         if value.made.opcode == "constant":
             return (
@@ -413,9 +439,11 @@ def loop_parts(loop: Instruction) -> tuple[str, str]:
 
 
 def times(runs: int, open_loops: int, loop_trips: Sequence[int]) -> int:
-    """Return how often something is executed in all: `runs` in one iteration of the `open_loops`, whose bound is an argument.
+    """Return how often something is executed in all: `runs` in one iteration of the
+    `open_loops`, whose bound is an argument.
 
-    `loop_trips` are the iterations of these loops, from outside in; deeper ones count once.
+    `loop_trips` are the iterations of these loops, from outside in; deeper ones count
+    once.
 
     >>> times(2, 1, (8,)), times(1, 2, (3, 11)), times(5, 0, (8,)), times(2, 2, (8,))
     (16, 33, 5, 16)
@@ -424,7 +452,9 @@ def times(runs: int, open_loops: int, loop_trips: Sequence[int]) -> int:
 
 
 def _parse_line(line: str) -> Instruction | None:
-    """Return the instruction of a line `[ROOT] %name = type opcode(operands), attributes`."""
+    """Return the instruction of a line `[ROOT] %name = type opcode(operands),
+    attributes`.
+    """
     match = _LINE.match(line)
     if match is None:
         return None
@@ -461,7 +491,9 @@ def _parse_line(line: str) -> Instruction | None:
 
 
 def _add_element(instructions: dict[str, Instruction], name: str) -> None:
-    """Add the `get-tuple-element` that a dump of newer versions of XLA writes as `%tuple#0`, where it is used."""
+    """Add the `get-tuple-element` that a dump of newer versions of XLA writes as
+    `%tuple#0`, where it is used.
+    """
     whole, sign, index = name.rpartition("#")
     if sign and name not in instructions:
         _add_element(instructions, whole)

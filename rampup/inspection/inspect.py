@@ -1,4 +1,6 @@
-"""What any compiled step sends, sums and keeps, read from the compiler's own program, whatever way of sharding it has."""
+"""What any compiled step sends, sums and keeps, read from the compiler's own program,
+whatever way of sharding it has.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Accumulator(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """An argument that stays in memory beside a result of its shape, although that could take its place."""
+    """An argument that stays in memory beside a result of its shape, although that
+    could take its place.
+    """
 
     name: str
     num_bytes: int
@@ -66,7 +70,9 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """The facts about a program. All numbers are of one device and one run of the program."""
+    """The facts about a program. All numbers are of one device and one run of the
+    program.
+    """
 
     num_devices: int  #: devices of the program
     loop_trips: tuple[
@@ -84,7 +90,8 @@ class Inspection:
     optimizer_updates: (
         int | None
     )  #: how often a run replaces the training state, or None if it returns none
-    uses_multi_steps: bool  #: whether the state is that of `optax.MultiSteps`, so that a run is one microbatch
+    # : whether the state is that of `optax.MultiSteps`, so that a run is one microbatch
+    uses_multi_steps: bool
     num_donated: int  #: arguments whose memory results take over
     donated_bytes: int  #: their bytes
     not_donated: tuple[
@@ -143,8 +150,9 @@ class Inspection:
                 {"what": what, "in_loop": in_loop}
                 for what, in_loop in self.host_transfers
             ],
-            "memory": self.memory
-            and {**asdict(self.memory), "total": self.memory.total},
+            "memory": (
+                self.memory and {**asdict(self.memory), "total": self.memory.total}
+            ),
             "findings": list(self.findings),
         }
 
@@ -186,7 +194,10 @@ class Inspection:
             f"accumulators of loops: {accumulators or 'none'}",
             f"updates of the training state in a run: {updates}",
             f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
-            f"matrix products: {flops or 'none'}; memory traffic: {facts['memory_bytes']:,} bytes",
+            (
+                f"matrix products: {flops or 'none'}; memory traffic:"
+                f" {facts['memory_bytes']:,} bytes"
+            ),
         ]
         return "\n".join(lines)
 
@@ -207,12 +218,16 @@ def inspect(
     """Compile a step, without running it, and return what it does.
 
     Args:
-        step: a function, jitted or not; a `TrainStep`; a lowered or compiled program; or the text of one, or the path of a file
-            with it, as `compiled.as_text()` or `XLA_FLAGS=--xla_dump_to=DIR` write it (`*after_optimizations.txt`).
-        args: its arguments, or their shapes and shardings. For a `TrainStep` the state and a batch.
-        mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if it can be seen.
-        loop_trips: iterations of the loops whose bound is an argument of the program, from outside in, such as the number of
-            microbatches of rampup's step; None = 1, and for a `TrainStep` those of the batch.
+        step: a function, jitted or not; a `TrainStep`; a lowered or compiled program;
+            or the text of one, or the path of a file with it, as `compiled.as_text()`
+            or `XLA_FLAGS=--xla_dump_to=DIR` write it (`*after_optimizations.txt`).
+        args: its arguments, or their shapes and shardings. For a `TrainStep` the state
+            and a batch.
+        mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if
+            it can be seen.
+        loop_trips: iterations of the loops whose bound is an argument of the program,
+            from outside in, such as the number of microbatches of rampup's step; None =
+            1, and for a `TrainStep` those of the batch.
 
     Raises:
         DataError: the text is not a compiled program.
@@ -226,7 +241,8 @@ def inspect(
     if isinstance(step, TrainStep):
         if len(args) != 2 or not hasattr(args[1], "chunks"):
             raise ConfigError(
-                "a TrainStep takes a state and a batch: rampup.inspect(step, state, batch)"
+                "a TrainStep takes a state and a batch: rampup.inspect(step, state,"
+                " batch)"
             )
         loop_trips = loop_trips or step.loop_trips(args[1].position.split)
     compiled = None
@@ -265,14 +281,16 @@ def inspect(
     program = Program(text)
     if not program.is_scheduled:
         raise DataError(
-            "this program is not compiled yet and has no collectives; give the dump's *after_optimizations.txt"
+            "this program is not compiled yet and has no collectives; give the dump's"
+            " *after_optimizations.txt"
         )
     if shape and 1 < program.num_partitions != (
         number := math.prod(size for _, size in shape)
     ):
         axes = ",".join(f"{name}={size}" for name, size in shape)
         raise ConfigError(
-            f"mesh={axes} has {number} devices, but the program has {program.num_partitions}",
+            f"mesh={axes} has {number} devices, but the program has"
+            f" {program.num_partitions}",
             key="mesh",
         )
     entry = program.computations[program.entry]
@@ -280,8 +298,9 @@ def inspect(
         args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
     )
     uses_multi_steps = any(isinstance(x, optax.MultiStepsState) for x in states)
-    # The axes that shard a batch and no parameter: gradients are reduced over them. The training state is the first argument.
-    # ZeRO-1 shards the rest of the state over the replicas too.
+    # The axes that shard a batch and no parameter: gradients are reduced over them. The
+    # training state is the first argument. ZeRO-1 shards the rest of the state over the
+    # replicas too.
     of_params, of_batch = set[str](), set[str]()
     for place, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
@@ -319,7 +338,8 @@ def inspect(
     )
     accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
     repeated = tuple(c for c in reductions if accumulating & set(c.loops))
-    # Executions of a loop's body. Inside it, a loop over layers reduces the gradients of one layer at a time.
+    # Executions of a loop's body. Inside it, a loop over layers reduces the gradients
+    # of one layer at a time.
     loops = {
         v.instruction.name: v for v in visits if v.instruction.name in accumulating
     }
@@ -333,7 +353,8 @@ def inspect(
         // (bodies[next(name for name in c.loops if name in bodies)] or 1)
         for c in repeated
     ]
-    # Arguments that a result of the same shape could replace in memory, the largest first.
+    # Arguments that a result of the same shape could replace in memory, the largest
+    # first.
     free = Counter(
         (array.dtype, array.dims)
         for number, (_, array) in enumerate(outputs)
@@ -383,7 +404,8 @@ def _compile(step: Any, args: Sequence[Any]) -> Any:
         lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
     else:
         raise ConfigError(
-            f"{a_type(step)} is not a step; give a function, a compiled program or a program's text"
+            f"{a_type(step)} is not a step; give a function, a compiled program or a"
+            " program's text"
         )
     return lowered.compile() if hasattr(lowered, "compile") else lowered
 
@@ -396,7 +418,8 @@ def _read(source: str | Path) -> str:
         raise DataError(f"there is no file {str(source)[:200]}")
     if path.stat().st_size > MAX_TEXT_BYTES:
         raise DataError(
-            f"{source} has {path.stat().st_size:,} bytes; a program's text of at most {MAX_TEXT_BYTES:,} is read"
+            f"{source} has {path.stat().st_size:,} bytes; a program's text of at most"
+            f" {MAX_TEXT_BYTES:,} is read"
         )
     try:
         return path.read_text(encoding="utf-8")
@@ -424,7 +447,9 @@ def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumul
 
 
 def _reaches(program: Program, start: Value) -> int:
-    """Return 2 if the new value of a loop variable, in the body's result, is the old one plus a term, 1 if it is the old."""
+    """Return 2 if the new value of a loop variable, in the body's result, is the old
+    one plus a term, 1 if it is the old.
+    """
     found, seen = 0, set[tuple[Any, ...]]()
     todo = [(start, False)]
     while todo:
@@ -456,7 +481,9 @@ def _reaches(program: Program, start: Value) -> int:
 
 
 def _is_zero(program: Program, value: Value | None) -> bool:
-    """Return whether an array is made of zeros, or is a variable of an outer loop that starts as zeros."""
+    """Return whether an array is made of zeros, or is a variable of an outer loop that
+    starts as zeros.
+    """
     while value is not None:
         value = program.origin(value)
         if _EMPTY in value.made.attributes:
@@ -478,7 +505,9 @@ def _is_zero(program: Program, value: Value | None) -> bool:
 def _reduces_gradients(
     c: Collective, replica_axes: set[str], gradients: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Return whether a collective reduces gradients over replicas: by its axes, if known, or by the shapes of its arrays."""
+    """Return whether a collective reduces gradients over replicas: by its axes, if
+    known, or by the shapes of its arrays.
+    """
     if c.kind not in ("all-reduce", "reduce-scatter") or c.has_numbers_only:
         return False
     if not any(dtype.startswith(_FLOATS) for dtype, _ in c.shapes):
@@ -487,7 +516,8 @@ def _reduces_gradients(
         return bool(replica_axes & set(c.axes))
 
     def signature(dims: tuple[int, ...]) -> tuple[int, ...]:
-        # The sorted sizes of the dimensions larger than 1, which a change of layout or a squeeze does not alter.
+        # The sorted sizes of the dimensions larger than 1, which a change of layout or
+        # a squeeze does not alter.
         return tuple(sorted(n for n in dims if n > 1))
 
     known = {signature(dims) for dims in gradients}
@@ -502,7 +532,9 @@ def _state_updates(
     arguments: Mapping[int, Instruction],
     trips: tuple[int, ...],
 ) -> int | None:
-    """Return how often a run replaces its state: the largest count over arrays that are results and arguments alike."""
+    """Return how often a run replaces its state: the largest count over arrays that are
+    results and arguments alike.
+    """
     shapes = {(a.dtype, a.dims) for p in arguments.values() for a in p.arrays}
     entry, counts = program.computations[program.entry], []
     for number, (name, array) in enumerate(outputs):
@@ -561,7 +593,8 @@ def _findings(found: Inspection) -> Iterator[str]:
         return sum(c.num_bytes * c.count(found.loop_trips) for c in collectives)
 
     def continues(c: Collective) -> bool:
-        # Whether a reduce-scatter gets its part from another one over the same axes: that of another side of a torus.
+        # Whether a reduce-scatter gets its part from another one over the same axes:
+        # that of another side of a torus.
         others = (
             o
             for o in found.gradient_reductions
@@ -580,12 +613,21 @@ def _findings(found: Inspection) -> Iterator[str]:
             if found.gradient_reductions
             else ""
         )
-        yield f"the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer{reduces}"
+        yield (
+            "the state is that of optax.MultiSteps: each call is one microbatch and"
+            f" runs the optimizer{reduces}"
+        )
     elif found.repeated_reductions:
         other = num_bytes(once)
         where = _describe_axes(found.repeated_reductions)
-        arrays = f"{sum(len(c.shapes) for c in found.repeated_reductions)} gradients ({found.repeated_bytes:,} bytes)"
-        yield f"{arrays} are reduced{where} in every microbatch, inside the loop that adds them up"
+        arrays = (
+            f"{sum(len(c.shapes) for c in found.repeated_reductions)} gradients"
+            f" ({found.repeated_bytes:,} bytes)"
+        )
+        yield (
+            f"{arrays} are reduced{where} in every microbatch, inside the loop that"
+            " adds them up"
+        )
         if (
             any(not c.has_numbers_only for c in once)
             and other > found.repeated_bytes / 100
@@ -597,25 +639,43 @@ def _findings(found: Inspection) -> Iterator[str]:
                     for dtype, dims in c.shapes[:_LISTED]
                 )
                 names.append(f"{shapes} ({c.op_name})" if c.op_name else shapes)
-            lost = f"so these may have lost their reduction tag or local accumulation: {', '.join(names)}"
-            yield f"other gradients ({other:,} bytes) are reduced once after the loop, {lost}"
+            lost = (
+                "so these may have lost their reduction tag or local accumulation:"
+                f" {', '.join(names)}"
+            )
+            yield (
+                f"other gradients ({other:,} bytes) are reduced once after the loop,"
+                f" {lost}"
+            )
     elif found.gradient_reductions and any(
         math.prod(a.dims) > 1 for a in found.accumulators
     ):
-        yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after the loop that adds them up"
+        yield (
+            f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after"
+            " the loop that adds them up"
+        )
     elif found.gradient_reductions:
         how = (
             "in every iteration of the loop with the optimizer"
             if (found.optimizer_updates or 0) > 1
             else "once"
         )
-        yield f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)} {how}; no loop accumulates"
+        yield (
+            f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)}"
+            f" {how}; no loop accumulates"
+        )
     if narrow := sorted(
         {a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")}
     ):
-        yield f"gradients are summed in {' and '.join(narrow)}, which loses small ones after some hundred microbatches"
+        yield (
+            f"gradients are summed in {' and '.join(narrow)}, which loses small ones"
+            " after some hundred microbatches"
+        )
     if found.optimizer_updates is not None and found.optimizer_updates > 1:
-        yield f"the training state is replaced {found.optimizer_updates} times in a run: the optimizer runs inside a loop"
+        yield (
+            f"the training state is replaced {found.optimizer_updates} times in a run:"
+            " the optimizer runs inside a loop"
+        )
     if found.not_donated:
         names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
         missing = sum(buffer.num_bytes for buffer in found.not_donated)
@@ -624,10 +684,16 @@ def _findings(found: Inspection) -> Iterator[str]:
             if len(found.not_donated) > _LISTED
             else ""
         )
-        yield f"{missing:,} bytes of arguments are not donated although results could take their place: {names}{more}"
+        yield (
+            f"{missing:,} bytes of arguments are not donated although results could"
+            f" take their place: {names}{more}"
+        )
     if f32 := sum(found.f32_matmuls.values()):
         share = f32 / sum(found.account.total_flops(found.loop_trips).values())
-        yield f"{share:.0%} of the FLOPs of matrix products have float32 operands ({', '.join(found.f32_matmuls)})"
+        yield (
+            f"{share:.0%} of the FLOPs of matrix products have float32 operands"
+            f" ({', '.join(found.f32_matmuls)})"
+        )
     for inside, start in ((True, "inside a loop the program"), (False, "the program")):
         if what := sorted(
             {what for what, in_loop in found.host_transfers if in_loop == inside}
@@ -636,7 +702,10 @@ def _findings(found: Inspection) -> Iterator[str]:
     if len(found.account.flops) - 1 > (
         0 if set(found.loop_trips) == {1} else len(found.loop_trips)
     ):
-        yield "a loop's bound is an argument of the program: counts are those of one iteration; give loop_trips"
+        yield (
+            "a loop's bound is an argument of the program: counts are those of one"
+            " iteration; give loop_trips"
+        )
 
 
 def _describe_axes(collectives: Sequence[Collective]) -> str:

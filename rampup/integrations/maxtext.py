@@ -1,9 +1,12 @@
-"""MaxText's pre-training through a whole batch ramp in one executable: `python -m rampup.integrations.maxtext base.yml ...`.
+"""MaxText's pre-training through a whole batch ramp in one executable: `python -m
+rampup.integrations.maxtext base.yml ...`.
 
-MaxText's own `main` runs, with MaxText's own keys. `install` replaces three of its names: the manager of the ramp, the loader
-of batches, and the function that accumulates gradients, for which there are two designs with one result. Every batch has the
-shape of the final one; rows that it does not have are padding without targets. One executable serves every batch size, as the
-number of microbatches is traced: up to the last one that has a target.
+MaxText's own `main` runs, with MaxText's own keys. `install` replaces three of its
+names: the manager of the ramp, the loader of batches, and the function that accumulates
+gradients, for which there are two designs with one result. Every batch has the shape of
+the final one; rows that it does not have are padding without targets. One executable
+serves every batch size, as the number of microbatches is traced: up to the last one
+that has a target.
 
 Shape suffixes: K microbatches, R rows of one.
 """
@@ -78,7 +81,10 @@ NEEDED = {
     "training_objective": ("causal_lm", "other objectives have masks of their own"),
     "te_moe_block": (
         False,
-        "it takes the smallest capacity of all microbatches, also of those that do not run",
+        (
+            "it takes the smallest capacity of all microbatches, also of those that do"
+            " not run"
+        ),
     ),
     "expansion_factor_real_data": (
         -1,
@@ -94,7 +100,8 @@ NEEDED = {
         "the place in the ramp follows from the checkpoints of the run itself",
     ),
 }
-# Keys with which `rampup.accumulate` gives MaxText's numbers. It needs `data` and `fsdp` as the only axes, too.
+# Keys with which `rampup.accumulate` gives MaxText's numbers. It needs `data` and
+# `fsdp` as the only axes, too.
 ACCUMULATED = {
     "shard_mode": "auto",
     "attention": "dot_product",
@@ -117,16 +124,19 @@ ACCUMULATED |= {"parameter_memory_host_offload": False, "z_loss_multiplier": 0.0
 AUXILIARY = {
     key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")
 }
-# What MaxText returns as means over the microbatches of the buffer. All are 0 for a microbatch that does not run.
+# What MaxText returns as means over the microbatches of the buffer. All are 0 for a
+# microbatch that does not run.
 LOSSES = ("moe_lb_loss", "indexer_loss", "mtp_loss")
 MEANS = (*LOSSES, "moe_max_load_ratio_mean")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run MaxText's pre-training with MaxText's command line: a program name, a file, and key=value.
+    """Run MaxText's pre-training with MaxText's command line: a program name, a file,
+    and key=value.
 
     Raises:
-        ConfigError: MaxText is of another version, or the keys ask for what a ramp in one executable does not have.
+        ConfigError: MaxText is of another version, or the keys ask for what a ramp in
+            one executable does not have.
         ResumeMismatchError: the checkpoints of this run are of another ramp.
     """
     train = install()
@@ -138,7 +148,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def install() -> Any:
-    """Replace the three names of MaxText, and return the module whose `main` is to be run.
+    """Replace the three names of MaxText, and return the module whose `main` is to be
+    run.
 
     Raises:
         MissingDependencyError: MaxText or a package that it needs is not installed.
@@ -152,7 +163,10 @@ def install() -> Any:
             found[name] = getattr(importlib.import_module(module), name, None)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("maxtext."):
-                missing = f"rampup.integrations.maxtext runs MaxText, but the package {error.name} is not installed"
+                missing = (
+                    "rampup.integrations.maxtext runs MaxText, but the package"
+                    f" {error.name} is not installed"
+                )
                 raise MissingDependencyError(
                     f"{missing}; install maxtext=={VERSION} and what it needs"
                 ) from None
@@ -193,7 +207,8 @@ def install() -> Any:
             return own
         if jax.process_index() == 0:
             print_plan(config, mesh, manager.ramp)
-        # MaxText shows its speed from this step on. Its own count of the steps ignores fractions of a sample per device.
+        # MaxText shows its speed from this step on. Its own count of the steps ignores
+        # fractions of a sample per device.
         config.get_keys()["rampup_end_step"] = manager.total_rampup_steps
         return RampLoader(own, config, manager)
 
@@ -219,9 +234,11 @@ def problems(config: Any, ramp: BatchRamp) -> Iterator[ConfigError]:
     if K < 2 or B % K:
         fitting = next(n for n in range(2, B + 1) if B % n == 0)
         yield ConfigError(
-            f"gradient_accumulation_steps={K} is the number of microbatches of the final batch of {B} samples, but a ramp in "
-            "one executable needs 2 or more, of whole samples: a batch runs as many as it fills; set "
-            f"gradient_accumulation_steps={fitting}, and the sizes per device so that the batches stay",
+            f"gradient_accumulation_steps={K} is the number of microbatches of the"
+            f" final batch of {B} samples, but a ramp in one executable needs 2 or"
+            " more, of whole samples: a batch runs as many as it fills; set"
+            f" gradient_accumulation_steps={fitting}, and the sizes per device so that"
+            " the batches stay",
             key="gradient_accumulation_steps",
             nearest=(fitting,),
         )
@@ -238,14 +255,17 @@ def problems(config: Any, ramp: BatchRamp) -> Iterator[ConfigError]:
     for key, needed in AUXILIARY.items():
         if partial and (value := value_of(config, key)) != needed:
             yield ConfigError(
-                f"with {key}={value}, every batch must be a multiple of the microbatch of {B // K} samples, as padding would "
-                f"count in the auxiliary loss; the ramp has {partial[0]}",
+                f"with {key}={value}, every batch must be a multiple of the microbatch"
+                f" of {B // K} samples, as padding would count in the auxiliary loss;"
+                f" the ramp has {partial[0]}",
                 key="per_device_batch_size_increment",
             )
 
 
 def check_record(config: Any, manager: RampupBatchManager) -> None:
-    """Keep the ramp beside the checkpoints of a new run, and refuse those of another ramp: the rows that they used differ."""
+    """Keep the ramp beside the checkpoints of a new run, and refuse those of another
+    ramp: the rows that they used differ.
+    """
     if not config.enable_checkpointing:
         return
     file = epath.Path(config.checkpoint_dir).parent / "rampup.json"
@@ -261,13 +281,15 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
     here = f"{config.checkpoint_dir} has checkpoints after {manager.step} steps"
     if not file.exists():
         raise ResumeMismatchError(
-            f"{here}, but no ramp of rampup beside them; start the ramp with another run_name"
+            f"{here}, but no ramp of rampup beside them; start the ramp with another"
+            " run_name"
         )
     before = json.loads(file.read_text())
     if before != record:
         raise ResumeMismatchError(
-            f"{here}, of a run that loads {before['global_batch_size_to_load']} rows at once with another ramp; here "
-            f"{config.global_batch_size_to_load} are loaded:\n{manager.ramp.differences(before['ramp'])}"
+            f"{here}, of a run that loads {before['global_batch_size_to_load']} rows at"
+            f" once with another ramp; here {config.global_batch_size_to_load} are"
+            f" loaded:\n{manager.ramp.differences(before['ramp'])}"
         )
 
 
@@ -291,11 +313,17 @@ def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
     if others or keys:
         return (
             "loop",
-            f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs MaxText's own accumulation",
+            (
+                f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs"
+                " MaxText's own accumulation"
+            ),
         )
     return (
         "accumulate",
-        "it reduces the gradients over the data axis once per step, not once per microbatch",
+        (
+            "it reduces the gradients over the data axis once per step, not once per"
+            " microbatch"
+        ),
     )
 
 
@@ -333,22 +361,28 @@ def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     ):
         kind = "these checkpoints" if local else f"dataset_type={config.dataset_type}"
         console.print(
-            f"rampup: MaxText saves no position in the data with {kind}: a resume begins with the first rows again"
+            f"rampup: MaxText saves no position in the data with {kind}: a resume"
+            " begins with the first rows again"
         )
 
 
 def loop_gradients(
     maxtexts: Callable[..., Any], loss_fn: Any, config: Any, *args: Any
 ) -> tuple[Any, Any, Any]:
-    """Return loss, aux and gradients by MaxText's own function, whose scan ends after the last microbatch with a target."""
+    """Return loss, aux and gradients by MaxText's own function, whose scan ends after
+    the last microbatch with a target.
+    """
     number = jnp.int32(0)
 
     def scan(body: Any, init: Any, batch_KR: Any, length: int) -> tuple[Any, Any]:
-        """Return what `jax.lax.scan` does if microbatches without a target change nothing and have results of 0."""
+        """Return what `jax.lax.scan` does if microbatches without a target change
+        nothing and have results of 0.
+        """
         nonlocal number
         number = num_microbatches(batch_KR)
         carry, results = jax.eval_shape(lambda: body(dict(init), take(batch_KR, 0)))
-        # The Python numbers among the sums take the types that they have after the first microbatch.
+        # The Python numbers among the sums take the types that they have after the
+        # first microbatch.
         sums = jax.tree.map(
             lambda x, s: x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype),
             dict(init),
@@ -367,7 +401,8 @@ def loop_gradients(
 
         return jax.lax.fori_loop(0, number, run, (sums, zeros))  # type: ignore[no-any-return]
 
-    # MaxText's own code, in which `jax.lax.scan` is the function above. Its module stays as it is.
+    # MaxText's own code, in which `jax.lax.scan` is the function above. Its module
+    # stays as it is.
     own = _With(jax, lax=_With(jax.lax, scan=scan))
     loss, aux, grads = types.FunctionType(
         maxtexts.__code__, {**maxtexts.__globals__, "jax": own}
@@ -393,7 +428,9 @@ def accumulated_gradients(
     data: Any,
     dropout_rng: Any,
 ) -> tuple[Any, Any, Any]:
-    """Return loss, aux and gradients by `rampup.accumulate`: summed in float32, and reduced over the data axis once."""
+    """Return loss, aux and gradients by `rampup.accumulate`: summed in float32, and
+    reduced over the data axis once.
+    """
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     K = config.gradient_accumulation_steps
     # As MaxText does: row i of microbatch j is row i * K + j of the batch.
@@ -405,7 +442,8 @@ def accumulated_gradients(
         local = nnx.merge(graphdef, params, rest, copy=True)
         loss, aux = loss_fn(local, config, dict(batch_R), None, None, is_train=True)
         _, _, rest = nnx.split(local, nnx.Param, ...)
-        # What the model has sown is of a microbatch; nothing that this design allows reads it.
+        # What the model has sown is of a microbatch; nothing that this design allows
+        # reads it.
         aux = {
             **aux,
             "intermediate_outputs": {},
@@ -437,10 +475,12 @@ def num_microbatches(batch_KR: Any) -> jax.Array:
 
 
 class RampLoader:
-    """Cuts the rows of MaxText's loader into the batches of a ramp, in a buffer of the final shape, and loses none.
+    """Cuts the rows of MaxText's loader into the batches of a ramp, in a buffer of the
+    final shape, and loses none.
 
-    A checkpoint of MaxText has the state of its Grain iterator, after whole loaded batches. While rows of one are left,
-    the state that is saved is the one before it; after a resume, its used rows are skipped.
+    A checkpoint of MaxText has the state of its Grain iterator, after whole loaded
+    batches. While rows of one are left, the state that is saved is the one before it;
+    after a resume, its used rows are skipped.
     """
 
     def __init__(self, own: Any, config: Any, manager: RampupBatchManager) -> None:

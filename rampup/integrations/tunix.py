@@ -1,10 +1,13 @@
 """A ramp in Tunix's `PeftTrainer`, in one executable, with rows looked up by step.
 
-Tunix counts microbatches: one step of the trainer is one microbatch, and `rampup.multi_steps` makes the optimizer step once a
-global batch is complete. So `max_steps`, `eval_every_n_steps` and the interval of checkpoints count microbatches too.
+Tunix counts microbatches: one step of the trainer is one microbatch, and
+`rampup.multi_steps` makes the optimizer step once a global batch is complete. So
+`max_steps`, `eval_every_n_steps` and the interval of checkpoints count microbatches
+too.
 
-A gradient is the mean of its microbatches' means, because the trainer divides each loss by its own tokens: a microbatch with
-few tokens counts as much as a full one. rampup's own step weights by tokens. For rows of unequal length the results differ.
+A gradient is the mean of its microbatches' means, because the trainer divides each loss
+by its own tokens: a microbatch with few tokens counts as much as a full one. rampup's
+own step weights by tokens. For rows of unequal length the results differ.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ except ImportError as error:
 
 
 def num_microbatches(plan: RampPlan, steps: int | None = None) -> int:
-    """Return the microbatches of the first optimizer steps of a plan, by default of all: `max_steps` of Tunix's trainer."""
+    """Return the microbatches of the first optimizer steps of a plan, by default of
+    all: `max_steps` of Tunix's trainer.
+    """
     steps = plan.total_steps if steps is None else steps
     number = 0
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
@@ -45,7 +50,9 @@ def num_microbatches(plan: RampPlan, steps: int | None = None) -> int:
 
 
 def locate(plan: RampPlan, microbatch: int) -> tuple[int, int]:
-    """Return the optimizer step that a microbatch belongs to, and its number within the step; both count from 0."""
+    """Return the optimizer step that a microbatch belongs to, and its number within the
+    step; both count from 0.
+    """
     for phase, split in zip(
         reversed(plan.ramp.phases), reversed(plan.splits), strict=True
     ):
@@ -57,10 +64,11 @@ def locate(plan: RampPlan, microbatch: int) -> tuple[int, int]:
 
 
 class DataHooks(hooks.DataHooks):
-    """Gives Tunix's trainer the rows of the microbatch that it has reached; see `rampup.microbatches` for most arguments.
+    """Gives Tunix's trainer the rows of the microbatch that it has reached; see
+    `rampup.microbatches` for most arguments.
 
-    Each evaluation begins with the first of the `eval_batches`. The trainer evaluates if its `train` also gets an `eval_ds`
-    that is not empty: give it the same batches.
+    Each evaluation begins with the first of the `eval_batches`. The trainer evaluates
+    if its `train` also gets an `eval_ds` that is not empty: give it the same batches.
     """
 
     def __init__(
@@ -83,7 +91,9 @@ class DataHooks(hooks.DataHooks):
         self._eval: Iterator[Any] | None = None
 
     def load_next_train_batch(self, train_ctx: Any) -> Any:
-        """Return the microbatch of the trainer's iteration, or None after the last one of the plan."""
+        """Return the microbatch of the trainer's iteration, or None after the last one
+        of the plan.
+        """
         if self._next != train_ctx.iter_steps:
             self._next = train_ctx.iter_steps
             step, within = locate(self.plan, train_ctx.iter_steps)
@@ -108,22 +118,30 @@ class DataHooks(hooks.DataHooks):
 def prepare(
     trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any
 ) -> DataHooks:
-    """Give a `PeftTrainer` the rows of a plan in hooks, which are returned, and replicate its arrays on the mesh.
+    """Give a `PeftTrainer` the rows of a plan in hooks, which are returned, and
+    replicate its arrays on the mesh.
 
-    Call it after the trainer is made, which restores a checkpoint if there is one, and before `trainer.train(())`, which must
-    run inside `with mesh:`. A trainer that would train otherwise than the plan is refused.
+    Call it after the trainer is made, which restores a checkpoint if there is one, and
+    before `trainer.train(())`, which must run inside `with mesh:`. A trainer that would
+    train otherwise than the plan is refused.
     """
     check_plan_fits(plan, mesh)
     total = num_microbatches(plan)
     config = trainer.config
     tx = trainer.optimizer.tx
     if config.gradient_accumulation_steps is not None:
-        text = f"gradient_accumulation_steps={config.gradient_accumulation_steps} would accumulate twice; leave it None"
+        text = (
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} would"
+            " accumulate twice; leave it None"
+        )
         raise ConfigError(
             f"{text}: rampup.multi_steps accumulates", key="gradient_accumulation_steps"
         )
     if config.max_steps not in (None, total):
-        text = f"max_steps={config.max_steps} must count microbatches: {total} for the {plan.total_steps} steps of the plan"
+        text = (
+            f"max_steps={config.max_steps} must count microbatches: {total} for the"
+            f" {plan.total_steps} steps of the plan"
+        )
         raise ConfigError(
             f"{text}, num_microbatches(plan)", key="max_steps", nearest=(total,)
         )
@@ -140,7 +158,10 @@ def prepare(
         not isinstance(tx, optax.MultiSteps)
         or [int(every(jnp.int32(step))) for step in around] != wanted
     ):
-        rule = "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same plan"
+        rule = (
+            "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same"
+            " plan"
+        )
         raise ConfigError(
             f"{rule}, which ends a step when the global batch is complete",
             key="optimizer",
@@ -150,8 +171,10 @@ def prepare(
         found = (int(state.gradient_step[...]), int(state.mini_step[...]))
         if found != (position := locate(plan, trainer.iter_steps)):
             raise ResumeMismatchError(
-                f"after {trainer.iter_steps} microbatches, the checkpoint is at step {found[0]}, microbatch {found[1]}, but "
-                f"this plan is at step {position[0]}, microbatch {position[1]}; resume with the plan that the run began with"
+                f"after {trainer.iter_steps} microbatches, the checkpoint is at step"
+                f" {found[0]}, microbatch {found[1]}, but this plan is at step"
+                f" {position[0]}, microbatch {position[1]}; resume with the plan that"
+                " the run began with"
             )
 
     devices, whole = set(mesh.devices.flat), replicated(mesh)

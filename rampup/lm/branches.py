@@ -1,8 +1,10 @@
-"""Train branches of a run from one of its checkpoints, to find its critical batch size: `rampup critical`.
+"""Train branches of a run from one of its checkpoints, to find its critical batch size:
+`rampup critical`.
 
-The branches are the phases of one plan, one after the other, and each phase reads the same samples: step, data and compilation
-are those of any ramp. The run's folder is only read. Evaluations and checkpoints of the branches are in a folder next to it,
-from which an interrupted measurement resumes. `rampup.batch_size.critical` judges the branches.
+The branches are the phases of one plan, one after the other, and each phase reads the
+same samples: step, data and compilation are those of any ramp. The run's folder is only
+read. Evaluations and checkpoints of the branches are in a folder next to it, from which
+an interrupted measurement resumes. `rampup.batch_size.critical` judges the branches.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 SAVES_PER_BRANCH = (
     4  # checkpoints of a branch that is not interrupted, each with a line of progress
 )
-DISAGREEMENT = 2.0  # the noise scale and the critical batch disagree if one is more than this many times the other
+# the noise scale and the critical batch disagree if one is more than this many times
+# the other
+DISAGREEMENT = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +101,27 @@ class CriticalBatch:
 
     Attributes:
         branches: the branches, smallest batch first.
-        decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none: the gain is
-            above three of its standard errors, and the tolerance is at most half of the gain and at least two standard errors
-            of every branch that was not stopped. If not, the next three are None.
-        critical_batch_size: the largest batch, in samples, whose loss is within the tolerance.
-        bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was tried, else `exact`.
-        batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's unit.
-        gain: nats by which the window lowered the loss of the smallest branch; None if that is not finite.
-        deciding_tokens: tokens of a window that could decide, if this one could not and it can be estimated.
-        half_window_size: what the first half of the window shows, in samples, if it contradicts the whole.
+        decisive: whether the window could tell a batch that wastes half of its samples
+            from one that wastes none: the gain is above three of its standard errors,
+            and the tolerance is at most half of the gain and at least two standard
+            errors of every branch that was not stopped. If not, the next three are
+            None.
+        critical_batch_size: the largest batch, in samples, whose loss is within the
+            tolerance.
+        bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was
+            tried, else `exact`.
+        batch_size_schedule: the run's schedule until the checkpoint, and this batch
+            from there on, in the run's unit.
+        gain: nats by which the window lowered the loss of the smallest branch; None if
+            that is not finite.
+        deciding_tokens: tokens of a window that could decide, if this one could not and
+            it can be estimated.
+        half_window_size: what the first half of the window shows, in samples, if it
+            contradicts the whole.
         tolerance: nats by which a branch may be worse than a smaller one.
         tokens: tokens that every branch trained on.
-        noise_scale_samples: the gradient noise scale that the run last measured before the checkpoint, or None.
+        noise_scale_samples: the gradient noise scale that the run last measured before
+            the checkpoint, or None.
         num_compilations: executables built for the training step.
         folder: the folder of the measurement.
         smaller: the half and the quarter of the smallest multiple, if they are legal.
@@ -163,7 +176,9 @@ class CriticalBatch:
 
     @property
     def disagreement(self) -> str | None:
-        """How the measured noise scale differs by more than a factor of 2 from that which follows from the critical batch."""
+        """How the measured noise scale differs by more than a factor of 2 from that
+        which follows from the critical batch.
+        """
         noise = self.noise_scale_samples
         size = self.critical_batch_size
         if (
@@ -175,7 +190,8 @@ class CriticalBatch:
             return None
         implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
         ratio = value / implied
-        # A lower bound does not contradict a larger number, nor an upper one a smaller number.
+        # A lower bound does not contradict a larger number, nor an upper one a smaller
+        # number.
         not_below = (
             ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
         )
@@ -183,9 +199,11 @@ class CriticalBatch:
             return None
         factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
         return (
-            f"the gradient noise scale, {noise} samples, is {factor} the {implied:,.3g} that follow from the critical batch. "
-            "Either can be wrong: the noise scale describes plain SGD, and branches are short and have no anneal. Whole runs "
-            "would settle it; until then, the smaller of the two wastes fewer tokens"
+            f"the gradient noise scale, {noise} samples, is {factor} the {implied:,.3g}"
+            " that follow from the critical batch. Either can be wrong: the noise"
+            " scale describes plain SGD, and branches are short and have no anneal."
+            " Whole runs would settle it; until then, the smaller of the two wastes"
+            " fewer tokens"
         )
 
 
@@ -199,21 +217,26 @@ def find_critical_batch_size(
     work_folder: str | Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> CriticalBatch:
-    """Find the critical batch size of a run of `rampup train` by training branches from one of its checkpoints.
+    """Find the critical batch size of a run of `rampup train` by training branches from
+    one of its checkpoints.
 
-    Each branch has the run's batch times a multiple, and the run's learning rate at the checkpoint, held constant, times the
-    square root of the multiple with AdamW, or the multiple with SGD. The run may be training: its folder is only read.
+    Each branch has the run's batch times a multiple, and the run's learning rate at the
+    checkpoint, held constant, times the square root of the multiple with AdamW, or the
+    multiple with SGD. The run may be training: its folder is only read.
 
     Args:
         run: the folder of the run.
         step: optimizer steps done in the checkpoint; None = the newest intact one.
-        multiples: factors of the run's batch at the checkpoint; numbers or text such as "1/2". None = 1, 2, 4, 8, and those of
-            1/4 and 1/2 that give a legal batch.
-        tokens: tokens that each branch trains on, rounded up to whole steps of all branches; None = so many that the loss curve
-            of the run promises a gain of 0.02 nats, and at least 20 optimizer steps of the largest branch.
-        tolerance: nats by which the loss of a larger batch may be above that of a smaller one; None = a sixth of the gain,
-            which a batch loses that needs 20% more tokens.
-        work_folder: folder for evaluations and checkpoints of branches; None = RUN.critical next to the run's folder.
+        multiples: factors of the run's batch at the checkpoint; numbers or text such as
+            "1/2". None = 1, 2, 4, 8, and those of 1/4 and 1/2 that give a legal batch.
+        tokens: tokens that each branch trains on, rounded up to whole steps of all
+            branches; None = so many that the loss curve of the run promises a gain of
+            0.02 nats, and at least 20 optimizer steps of the largest branch.
+        tolerance: nats by which the loss of a larger batch may be above that of a
+            smaller one; None = a sixth of the gain, which a batch loses that needs 20%
+            more tokens.
+        work_folder: folder for evaluations and checkpoints of branches; None =
+            RUN.critical next to the run's folder.
 
     Raises:
         RampupError: the run cannot be branched like this.
@@ -234,7 +257,8 @@ def find_critical_batch_size(
     ]
     branches = _Branches(config, record, multiples, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
-    # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
+    # In a bucket, which has no file of checksums: the times at which the checkpoint was
+    # written.
     file = (
         folder
         / CHECKPOINT_FOLDER
@@ -253,14 +277,16 @@ def find_critical_batch_size(
     )
     if parent == folder or folder in parent.parents:
         raise ConfigError(
-            f"{parent} is inside the run's folder, which stays as it is; name another one",
+            f"{parent} is inside the run's folder, which stays as it is; name"
+            " another one",
             key="work",
         )
     work = parent / f"step-{step}-{digest}"
     window = branches.window
     report(
-        f"step {step}: branches of {', '.join(map(str, window.sizes))} samples, {window.samples * config.max_target_length:,} "
-        f"tokens each, evaluated {window.num_evaluations} times; kept in {work}"
+        f"step {step}: branches of {', '.join(map(str, window.sizes))} samples,"
+        f" {window.samples * config.max_target_length:,} tokens each, evaluated"
+        f" {window.num_evaluations} times; kept in {work}"
     )
     with own_run(work):
         curves, checkpoint = _train_branches(branches, folder, work, tolerance, report)
@@ -294,9 +320,9 @@ def find_critical_batch_size(
         decisive=verdict.decisive,
         **answer,
         gain=verdict.gain,
-        deciding_tokens=None
-        if deciding is None
-        else deciding * config.max_target_length,
+        deciding_tokens=(
+            None if deciding is None else deciding * config.max_target_length
+        ),
         half_window_size=None if earlier is None else window.sizes[earlier],
         learning_rates=branches.learning_rates,
         tolerance=verdict.tolerance,
@@ -320,15 +346,21 @@ def find_critical_batch_size(
 
 
 def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]]:
-    """Return a run's configuration and the record of one of its checkpoints, or refuse what cannot be branched."""
+    """Return a run's configuration and the record of one of its checkpoints, or refuse
+    what cannot be branched.
+    """
     steps = checkpoint_steps(folder / CHECKPOINT_FOLDER)
     if not steps:
         problem = f"{folder} has no checkpoint to branch from"
-        fix = "name the folder of a run of `rampup train` with enable_checkpointing=true that has done checkpoint_period steps"
+        fix = (
+            "name the folder of a run of `rampup train` with enable_checkpointing=true"
+            " that has done checkpoint_period steps"
+        )
         raise ConfigError(f"{problem}; {fix}", key="run")
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be branched",
+            f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be"
+            " branched",
             key="run",
         )
     if step is None:
@@ -336,7 +368,10 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
         assert saved is not None
         record = saved.record
     elif step not in steps:
-        problem = f"step={step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"
+        problem = (
+            f"step={step}: {folder} has checkpoints of the steps"
+            f" {', '.join(map(str, steps))}"
+        )
         fix = "max_num_checkpoints_to_keep says how many a run keeps"
         raise ConfigError(
             f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps)
@@ -350,14 +385,17 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
         record = read_record(checkpoint)
     if RAMP_RECORD not in record:
         raise ConfigError(
-            f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched",
+            f"{folder} was trained by a loop of its own: only runs of `rampup train`"
+            " can be branched",
             key="run",
         )
     return load_config(folder / CONFIG_FILE), record
 
 
 class _Branches:
-    """The plan, setup and loaders of all branches, one after the other; `run_plan` and `run_shapes` are those of the run."""
+    """The plan, setup and loaders of all branches, one after the other; `run_plan` and
+    `run_shapes` are those of the run.
+    """
 
     def __init__(
         self,
@@ -399,7 +437,8 @@ class _Branches:
             default=legal[0],
         )
         plan = RampPlan(
-            # One branch after the other, as the phases of a ramp: one executable serves them all, like those of any ramp.
+            # One branch after the other, as the phases of a ramp: one executable serves
+            # them all, like those of any ramp.
             ramp=BatchRamp.piecewise(
                 (number * window.samples, size)
                 for number, size in enumerate(window.sizes)
@@ -408,16 +447,21 @@ class _Branches:
             num_devices=run_plan.num_devices,
             axes=run_plan.axes,
             total_steps=sum(window.samples // size for size in window.sizes),
-            # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
-            learning_rate_batch_scaling="linear"
-            if config.opt_type == "sgd"
-            else "sqrt",
+            # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv
+            # 2205.10287.
+            learning_rate_batch_scaling=(
+                "linear" if config.opt_type == "sgd" else "sqrt"
+            ),
             reference_batch_size=run_plan.reference_size,
         )
-        # The run's next learning rate, or its last if its schedule has ended; `plan` scales it.
+        # The run's next learning rate, or its last if its schedule has ended; `plan`
+        # scales it.
         schedule = learning_rate(config, run_plan)
         if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
-            problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
+            problem = (
+                f"the learning rate of the run is 0 at step {step}, so its branches"
+                " would learn nothing"
+            )
             raise ConfigError(f"{problem}; choose another --step", key="step")
         scale = learning_rate_scale(
             batch, plan.reference_size, plan.learning_rate_batch_scaling
@@ -449,8 +493,14 @@ class _Branches:
         found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
         for name, value in found.items():
             if name in record and record[name] != value:
-                problem = f"the training data are not those of the run: {name} differs from the checkpoint's"
-                fix = f"restore the files of grain_train_files={config.grain_train_files}, or train again"
+                problem = (
+                    f"the training data are not those of the run: {name} differs from"
+                    " the checkpoint's"
+                )
+                fix = (
+                    "restore the files of"
+                    f" grain_train_files={config.grain_train_files}, or train again"
+                )
                 raise ResumeMismatchError(f"{problem}; {fix}", key="grain_train_files")
         first = position.consumed_samples
         last = first + window.samples + window.interval
@@ -458,8 +508,9 @@ class _Branches:
             order = sample_order(config, len(rows), last)
         except DataError as error:
             raise DataError(
-                f"the branches read samples {first:,} to {last:,}, the last of them for evaluation, which are beyond the data "
-                f"of the run: {error}; give fewer --tokens, an earlier --step, or train with a larger num_epoch",
+                f"the branches read samples {first:,} to {last:,}, the last of them for"
+                f" evaluation, which are beyond the data of the run: {error}; give"
+                " fewer --tokens, an earlier --step, or train with a larger num_epoch",
                 key="tokens",
             ) from None
         group = window.sizes[0]
@@ -487,10 +538,13 @@ class _Branches:
         }
 
     def start(self, state: Any, first_step: int) -> Any:
-        """Return the state on the devices from which a branch starts, in its first step of the plan of all branches."""
+        """Return the state on the devices from which a branch starts, in its first step
+        of the plan of all branches.
+        """
         first = np.int32(first_step)
-        # The counters of schedules count the steps of all branches, so that a branch has its own learning rate. Those of the
-        # optimizer, such as Adam's for its bias correction, continue.
+        # The counters of schedules count the steps of all branches, so that a branch
+        # has its own learning rate. Those of the optimizer, such as Adam's for its bias
+        # correction, continue.
         opt_state = jax.tree.map(
             lambda leaf: (
                 leaf._replace(count=first)
@@ -503,13 +557,16 @@ class _Branches:
         shardings = jax.tree.map(
             lambda shape: shape.sharding, self.setup.state_shapes()
         )
-        # A copy: steps donate their state, and the next branch starts from the same one.
+        # A copy: steps donate their state, and the next branch starts from the same
+        # one.
         return jax.device_put(
             replace(state, step=first, opt_state=opt_state), shardings, may_alias=False
         )
 
     def evaluate(self, state: Any, evaluation: int) -> Evaluation:
-        """Return the loss on the rows that all branches train on next, which no branch has seen yet."""
+        """Return the loss on the rows that all branches train on next, which no branch
+        has seen yet.
+        """
         per_evaluation = self.window.interval // self.window.sizes[0]
         batches = self.eval_loader.batches(
             evaluation * per_evaluation, (evaluation + 1) * per_evaluation
@@ -522,7 +579,9 @@ class _Branches:
 
 
 class _SampleWindow(SampleOrder):
-    """The samples from a first one on, over and over in a window of them if it is given."""
+    """The samples from a first one on, over and over in a window of them if it is
+    given.
+    """
 
     def __init__(self, order: SampleOrder, first: int, length: int | None) -> None:
         self._order, self._first, self._window = order, first, length
@@ -542,7 +601,9 @@ class _SampleWindow(SampleOrder):
 def _legal_multiples(
     run_plan: RampPlan, step: int, multiples: Iterable[Fraction]
 ) -> tuple[Fraction, ...]:
-    """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
+    """Return the multiples of the run's batch at a step that are whole batches, and can
+    be split on these devices.
+    """
     batch = run_plan.position(step).split.global_batch_size
     splitter = unconstrained(run_plan.splitter)
     sizes = {multiple: multiple * batch for multiple in multiples}
@@ -560,9 +621,12 @@ def _train_branches(
     tolerance: float | None,
     report: Callable[[str], None],
 ) -> tuple[list[list[Evaluation]], Evaluation]:
-    """Train the missing parts of the branches, smallest batch first; return all evaluations, and that of the checkpoint."""
+    """Train the missing parts of the branches, smallest batch first; return all
+    evaluations, and that of the checkpoint.
+    """
     window, setup = branches.window, branches.setup
-    # The evaluations of earlier calls, which were interrupted. That of the checkpoint is on the rows of the last ones.
+    # The evaluations of earlier calls, which were interrupted. That of the checkpoint
+    # is on the rows of the last ones.
     curves: list[list[Evaluation]] = [[] for _ in window.sizes]
     checkpoint: Evaluation | None = None
     for line in read_lines(work / EVALUATIONS_FILE):
@@ -593,7 +657,8 @@ def _train_branches(
     if not missing:
         assert checkpoint is not None  # evaluated before the first branch
         return curves, checkpoint
-    # The state of the run's checkpoint in host memory, as the optimizer of the branches has it.
+    # The state of the run's checkpoint in host memory, as the optimizer of the branches
+    # has it.
     start = read_state(
         folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes
     )
@@ -664,7 +729,8 @@ def _train_branches(
                                 f"{len(curve)}/{window.num_evaluations} of the window"
                             )
                             report(
-                                f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}"
+                                f"batch {size:,}: {progress}, smoothed loss"
+                                f" {smoothed_loss(curve):.4f}"
                             )
                         if has_ended:
                             break

@@ -1,4 +1,6 @@
-"""The trained language model of a run, and text sampled from it. `rampup.load` is in `rampup.rl.train`."""
+"""The trained language model of a run, and text sampled from it. `rampup.load` is in
+`rampup.rl.train`.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,13 @@ MAX_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRun:
-    """A checkpoint and what it belongs to. Without a `config` and a `model`, it is of a run of your own loop.
+    """A checkpoint and what it belongs to. Without a `config` and a `model`, it is of a
+    run of your own loop.
 
     Attributes:
         folder: the checkpoint's folder.
-        state: the training state, whose optimizer state has the types of Optax. For a run of reinforcement learning or of your
-            own loop, a pytree of dicts.
+        state: the training state, whose optimizer state has the types of Optax. For a
+            run of reinforcement learning or of your own loop, a pytree of dicts.
         config: the run's configuration, a `Config` or a `RolloutConfig`.
         context: tokens that the model reads at most.
         end_token: the token that ends a response; None if a text has no end.
@@ -60,8 +63,14 @@ class LoadedRun:
             name: type(getattr(self, name)).__name__
             for name in ("state", "config", "model")
         }
-        parts = f"folder={str(self.folder)!r}, step={self.step}, params={describe_tree(self.params)}"
-        return f"LoadedRun({parts}, {', '.join(f'{name}={kind}' for name, kind in kinds.items())})"
+        parts = (
+            f"folder={str(self.folder)!r}, step={self.step},"
+            f" params={describe_tree(self.params)}"
+        )
+        return (
+            f"LoadedRun({parts},"
+            f" {', '.join(f'{name}={kind}' for name, kind in kinds.items())})"
+        )
 
     def generate(
         self,
@@ -72,7 +81,8 @@ class LoadedRun:
         top_k: int | None = None,
         seed: int = 0,
     ) -> str:
-        """Return text that continues a prompt, or the response of a policy to it. The model's tokens must be bytes.
+        """Return text that continues a prompt, or the response of a policy to it. The
+        model's tokens must be bytes.
 
         Args:
             prompt: the text to continue.
@@ -81,25 +91,38 @@ class LoadedRun:
             top_k: sample from this many most probable bytes; None = from all.
 
         Raises:
-            ConfigError: the run has no language model of bytes, or an argument is out of range.
+            ConfigError: the run has no language model of bytes, or an argument is out
+                of range.
         """
         if self.model is None or self.context is None:
-            problem = f"{self.folder} is of a training loop of your own, so that rampup does not know its model"
+            problem = (
+                f"{self.folder} is of a training loop of your own, so that rampup does"
+                " not know its model"
+            )
             raise ConfigError(
                 f"{problem} and cannot sample from it; call your model with `params`",
                 key="run_name",
             )
         kind = getattr(self.config, "dataset_type", None)
         if kind in ("tokens", "arrayrecord"):
-            problem = f"the run has dataset_type={kind}: a tokenizer that rampup does not know made its tokens"
-            fix = "turn text into tokens yourself and call `model` of rampup.load, or train with dataset_type=text"
+            problem = (
+                f"the run has dataset_type={kind}: a tokenizer that rampup does not"
+                " know made its tokens"
+            )
+            fix = (
+                "turn text into tokens yourself and call `model` of rampup.load, or"
+                " train with dataset_type=text"
+            )
             raise ConfigError(
                 f"{problem}, so it cannot read or write text; {fix}",
                 key="dataset_type",
                 nearest=("text",),
             )
         if self.model.vocab_size < 256:
-            rule = f"the run has vocab_size={self.model.vocab_size}, but text has 256 different bytes, each of which is a token"
+            rule = (
+                f"the run has vocab_size={self.model.vocab_size}, but text has 256"
+                " different bytes, each of which is a token"
+            )
             raise ConfigError(rule, key="vocab_size", nearest=(256,))
         limits = (
             (
@@ -149,7 +172,9 @@ class LoadedRun:
 
 
 def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
-    """Return the folders of the run and of the checkpoint that a path names; see `rampup.load`."""
+    """Return the folders of the run and of the checkpoint that a path names; see
+    `rampup.load`.
+    """
     path = absolute_path(path, follow=False)
     is_checkpoint = path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal()
     folder = (
@@ -172,7 +197,9 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
 
 
 def load_run(run: Path, folder: Path) -> LoadedRun:
-    """Return what a checkpoint of a run of the language model, or of a loop of one's own, contains."""
+    """Return what a checkpoint of a run of the language model, or of a loop of one's
+    own, contains.
+    """
     record, step = read_record(folder), int(folder.name)
     ramp = ramp_before(record)
     if ramp is None or not (run / CONFIG_FILE).is_file():
@@ -209,7 +236,9 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
 def check_identity(
     config: Settings, record: Mapping[str, Any], run: Path, folder: Path
 ) -> None:
-    """Refuse a run's configuration if it is not that of the checkpoint with this record."""
+    """Refuse a run's configuration if it is not that of the checkpoint with this
+    record.
+    """
     changed = {
         key: (record.get(key), value)
         for key, value in config.identity().items()
@@ -237,11 +266,15 @@ def _sample(
     temperature: Any,
     key: jax.Array,
 ) -> jax.Array:
-    """Fill `tokens_T` from `start` on, each token from the `context` ones before it: one program for the whole text."""
+    """Fill `tokens_T` from `start` on, each token from the `context` ones before it:
+    one program for the whole text.
+    """
     tokens_T = jnp.asarray(tokens_T)
 
     def read_window(index: Any, tokens_T: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the logits (1, V) of the token at `index`, and the cache of the tokens before it."""
+        """Return the logits (1, V) of the token at `index`, and the cache of the tokens
+        before it.
+        """
         first = jnp.clip(index - context, 0, len(tokens_T) - context)
         window = jax.lax.dynamic_slice_in_dim(tokens_T, first, context)
         return prefill(model, params, window[None], (index - first)[None], context)
@@ -257,7 +290,8 @@ def _sample(
             tokens_T.dtype
         )
         tokens_T = tokens_T.at[index].set(token)
-        # Beyond the context, the first token drops out and all positions shift. The cache is then void: read the window again.
+        # Beyond the context, the first token drops out and all positions shift. The
+        # cache is then void: read the window again.
         return tokens_T, jax.lax.cond(
             index < context,
             lambda: decode(model, params, cache, token[None], index[None]),

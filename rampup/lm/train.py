@@ -1,6 +1,7 @@
 """The byte-level language model that `rampup train` trains.
 
-Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` -> `run.train()`. The function `train` does it all.
+Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` ->
+`run.train()`. The function `train` does it all.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 
-# The key of a checkpoint's record for what its ramp is built from; that of an `auto` ramp as it has grown is RAMP_ROWS.
+# The key of a checkpoint's record for what its ramp is built from; that of an `auto`
+# ramp as it has grown is RAMP_ROWS.
 RAMP_RECORD = "ramp_record"
 
 
@@ -82,21 +84,25 @@ def train(
     *,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Train the language model as configured, in the run's folder, from its newest checkpoint if there is one.
+    """Train the language model as configured, in the run's folder, from its newest
+    checkpoint if there is one.
 
-    Several processes that are started alike train one model together; see `rampup.loop.distributed.join`.
+    Several processes that are started alike train one model together; see
+    `rampup.loop.distributed.join`.
 
     Args:
         config: the configuration.
         on_event: called with every event of the run; see `rampup.loop.events`.
-        should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does.
+        should_stop: called once before every step, in every process; True in one of
+            them stops the run as SIGTERM does.
 
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
     """
     if not isinstance(config, Config):
         raise ConfigError(
-            f"train takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
+            f"train takes a Config, not {a_type(config)}; read a file with"
+            " rampup.load_config(PATH)"
         )
     join(
         coordinator_address=config.coordinator_address,
@@ -138,7 +144,9 @@ def _run_in_folder(
 
 
 def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ramp in a checkpoint's record, as it had grown until then, with `step` and the keys that built it, or None."""
+    """Return the ramp in a checkpoint's record, as it had grown until then, with `step`
+    and the keys that built it, or None.
+    """
     if RAMP_RECORD not in record:
         return None
     found: dict[str, Any] = record[RAMP_RECORD]
@@ -151,7 +159,9 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSetup:
-    """The model, its optimizer and its training step on a mesh: a run without its data and its folder."""
+    """The model, its optimizer and its training step on a mesh: a run without its data
+    and its folder.
+    """
 
     config: Config
     plan: RampPlan  # another one of as many stages and repeats can take its place
@@ -163,11 +173,16 @@ class TrainSetup:
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
-        """Build model, optimizer and training step, or refuse a mesh or host memory that the configuration cannot use."""
+        """Build model, optimizer and training step, or refuse a mesh or host memory
+        that the configuration cannot use.
+        """
         offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
         enabled = [name for name in offload if getattr(config, name)]
         if enabled and (problem := host_memory_problem(mesh)):
-            rule = f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}"
+            rule = (
+                f"{enabled[0]}=true keeps a part of the state in host memory, but"
+                f" {problem}"
+            )
             raise ConfigError(rule, key=enabled[0], nearest=(False,))
         model = LanguageModel.from_config(config).on(mesh)
         splitter = plan.splitter
@@ -189,13 +204,16 @@ class TrainSetup:
 
     @functools.cached_property
     def loss(self) -> Any:
-        """The loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
+        """The loss: a `PipelinedLoss` if there are stages, else one that sums over the
+        microbatches on every replica.
+        """
         config = self.config
         model = self.model
         splitter = self.plan.splitter
         types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
         if config.gradient_accumulator_dtype != "float32":
-            # float32 is the default, and the only type that the engine `multi_steps` takes.
+            # float32 is the default, and the only type that the engine `multi_steps`
+            # takes.
             types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
         if splitter.num_stages > 1:
             loss: Any = model.pipelined(splitter.num_repeats, keep=config.pipeline_keep)
@@ -204,8 +222,9 @@ class TrainSetup:
             or config.measure_gradient_noise
             or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1)
         ):
-            # The noise is measured on the whole gradients of a microbatch, and parts of them over the replicas may cut the
-            # dimension that fsdp shards. So the compiler gathers the parameters, as it does for whole batches.
+            # The noise is measured on the whole gradients of a microbatch, and parts of
+            # them over the replicas may cut the dimension that fsdp shards. So the
+            # compiler gathers the parameters, as it does for whole batches.
             loss = AccumulatedLoss(model.loss)
         else:
             loss = model.sharded_loss(self.mesh)
@@ -213,7 +232,9 @@ class TrainSetup:
 
     @functools.cached_property
     def step(self) -> TrainStep:
-        """The training step, or an error if the plan, the mesh or the optimizer do not allow it."""
+        """The training step, or an error if the plan, the mesh or the optimizer do not
+        allow it.
+        """
         config = self.config
         return train_step(
             self.loss,
@@ -231,7 +252,9 @@ class TrainSetup:
         )
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
-        """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
+        """Return the evaluation step, which is without dropout, and the plan of its
+        batches of `size` rows.
+        """
         plan = self.plan
         without_dropout = replace(self, model=replace(self.model, dropout_rate=0.0))
         options = {
@@ -242,13 +265,17 @@ class TrainSetup:
         eval_plan = RampPlan(
             ramp=BatchRamp.constant(size), total_steps=num_batches, **options
         )
-        return EvalStep(
-            without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch
-        ), eval_plan
+        return (
+            EvalStep(
+                without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch
+            ),
+            eval_plan,
+        )
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
-        # It runs once. On CPUs, XLA takes four times as long to optimize its random numbers.
+        # It runs once. On CPUs, XLA takes four times as long to optimize its random
+        # numbers.
         options = (
             {"xla_backend_optimization_level": 0}
             if jax.default_backend() == "cpu"
@@ -268,7 +295,9 @@ class TrainSetup:
         return jax.device_put(state, self._state_shardings(state))
 
     def state_shapes(self) -> TrainState:
-        """Return the shapes, types and shardings of `initial_state`, without allocating it."""
+        """Return the shapes, types and shardings of `initial_state`, without allocating
+        it.
+        """
         whole = replicated(self.mesh)
 
         def shape_of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -279,7 +308,8 @@ class TrainSetup:
             jax.eval_shape(self.model.init, jax.random.key(0)),
             self.param_shardings,
         )
-        # Leaves that mirror a parameter, such as Adam's moments, have its sharding. The others are replicated.
+        # Leaves that mirror a parameter, such as Adam's moments, have its sharding. The
+        # others are replicated.
         opt_state = optax.tree.map_params(
             self.step.tx,
             lambda leaf, param: shape_of(leaf, param.sharding),
@@ -300,7 +330,9 @@ class TrainSetup:
     def reorder_layers(
         self, state: TrainState
     ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that put the layers of a state into their natural order, that of checkpoints, and back."""
+        """Return functions that put the layers of a state into their natural order,
+        that of checkpoints, and back.
+        """
         if (self.layer_order == np.arange(len(self.layer_order))).all():
             return lambda state: state, lambda state: state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -314,7 +346,9 @@ class TrainSetup:
         return permutation(np.argsort(self.layer_order)), permutation(self.layer_order)
 
     def _state_shardings(self, state: TrainState) -> Any:
-        """Return a state's shardings, with the parts that the configuration keeps in host memory there."""
+        """Return a state's shardings, with the parts that the configuration keeps in
+        host memory there.
+        """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         if self.config.parameter_memory_host_offload:
             shardings = shardings.replace(params=host_shardings(state.params))
@@ -325,7 +359,9 @@ class TrainSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run of the language model: everything from the mesh to the data, ready to train."""
+    """A run of the language model: everything from the mesh to the data, ready to
+    train.
+    """
 
     setup: TrainSetup
     saved: SavedCheckpoint | None  #: the checkpoint from which it resumes, or None
@@ -340,12 +376,15 @@ class Run:
     def from_config(
         cls, config: Config, plan: RampPlan, saved: SavedCheckpoint | None = None
     ) -> Self:
-        """Build a run on all devices, and check everything that can be checked. Nothing is written.
+        """Build a run on all devices, and check everything that can be checked. Nothing
+        is written.
 
-        The plan is from `build_plan` or, with a checkpoint from which to resume, from `rampup.config.resume.plan_to_resume`.
+        The plan is from `build_plan` or, with a checkpoint from which to resume, from
+        `rampup.config.resume.plan_to_resume`.
 
         Raises:
-            RampupError: the configuration cannot be run here, or the processes have different configurations or data.
+            RampupError: the configuration cannot be run here, or the processes have
+                different configurations or data.
         """
         # Before a process opens data for others, which wait for it.
         check_consistent(
@@ -357,14 +396,20 @@ class Run:
         )
         factor = config.expansion_factor_real_data
         if factor > 1 and factor.denominator != 1:
-            problem = f"expansion_factor_real_data={float(factor)} must be a whole number of processes, or -1"
+            problem = (
+                f"expansion_factor_real_data={float(factor)} must be a whole number of"
+                " processes, or -1"
+            )
             raise ConfigError(
                 problem,
                 key="expansion_factor_real_data",
                 nearest=(-1, int(factor), int(factor) + 1),
             )
         if 0 < factor < 1:
-            problem = f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way to resume on fewer hosts"
+            problem = (
+                f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way"
+                " to resume on fewer hosts"
+            )
             fix = "here a position does not depend on hosts: set it to -1"
             raise ConfigError(
                 f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,)
@@ -373,7 +418,8 @@ class Run:
         split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, config)
-        # A process that does not read knows no files. Every one that does reads the beginnings, and its share of the rest.
+        # A process that does not read knows no files. Every one that does reads the
+        # beginnings, and its share of the rest.
         paths = files_of(train_rows)
         check_consistent(
             {"num_rows": len(train_rows)}
@@ -415,8 +461,14 @@ class Run:
             assert size is not None  # None only with eval_interval=-1
             available = len(eval_rows) // size
             if available == 0:
-                problem = f"evaluation needs a batch of {size} rows, but {len(eval_rows):,} rows are held out"
-                fix = "set a smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1"
+                problem = (
+                    f"evaluation needs a batch of {size} rows, but {len(eval_rows):,}"
+                    " rows are held out"
+                )
+                fix = (
+                    "set a smaller eval_per_device_batch_size, a larger"
+                    " eval_holdout_fraction, or eval_interval=-1"
+                )
                 raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
             num_batches = (
                 available
@@ -435,7 +487,8 @@ class Run:
 
             def evaluate(state: Any) -> dict[str, float]:
                 sums = [step(state, batch) for batch in eval_loader.batches()]
-                # float64: the weights of many batches add up to more than float32 counts exactly.
+                # float64: the weights of many batches add up to more than float32
+                # counts exactly.
                 loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
                 return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
 
@@ -458,13 +511,18 @@ class Run:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Summary:
-        """Train in the run's folder, to the plan's end or to SIGTERM, with events in process 0 only; see `rampup.train`."""
+        """Train in the run's folder, to the plan's end or to SIGTERM, with events in
+        process 0 only; see `rampup.train`.
+        """
         config = self.setup.config
 
         def make(found: SavedCheckpoint | None) -> Run:
             if self.saved is None and found is not None:
                 folder = as_path(config.base_output_directory) / config.run_name
-                fix = "start `rampup train` again, or give it to Run.from_config, to resume"
+                fix = (
+                    "start `rampup train` again, or give it to Run.from_config, to"
+                    " resume"
+                )
                 raise ConfigError(
                     f"{folder} already has a checkpoint: {fix}", key="run_name"
                 )
@@ -523,7 +581,8 @@ class Run:
             ).tolist()
             return [self.loader.source.describe(row) for row in rows]
 
-        # The configuration and the fingerprints of the data say what the run computes, and on what.
+        # The configuration and the fingerprints of the data say what the run computes,
+        # and on what.
         components: list[Component] = [SameRun(None)]
         if noise is not None:
             components += (
@@ -545,9 +604,9 @@ class Run:
             ),
             components=tuple(components),
             checkpoints=CheckpointOptions(
-                checkpoint_period=config.checkpoint_period
-                if config.enable_checkpointing
-                else None,
+                checkpoint_period=(
+                    config.checkpoint_period if config.enable_checkpointing else None
+                ),
                 max_to_keep=config.max_num_checkpoints_to_keep,
                 async_checkpointing=config.async_checkpointing,
                 on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
@@ -578,7 +637,9 @@ class Run:
 
 
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
-    """Return the rule that splits a run's batches without the configuration's own microbatch and accumulation."""
+    """Return the rule that splits a run's batches without the configuration's own
+    microbatch and accumulation.
+    """
     own = {
         "microbatch_size": AUTO,
         "gradient_accumulation_steps": 1,
@@ -600,7 +661,9 @@ def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
 def optimizer(
     config: Config, rate: LearningRate, run_plan: RampPlan | None = None
 ) -> optax.GradientTransformation:
-    """Return the optimizer, whose constants follow the batches of the rate's plan and the length of `run_plan`."""
+    """Return the optimizer, whose constants follow the batches of the rate's plan and
+    the length of `run_plan`.
+    """
     scaling = adam_scaling(config, run_plan or rate.plan)
     adam = (
         AdamSchedule.from_scaling(rate.plan, adam_base(config), scaling)
@@ -618,7 +681,9 @@ def optimizer(
 
 
 def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, float]]:
-    """Return the hyperparameters at the first step of every phase, as `rampup plan --hyperparameters --json` prints them."""
+    """Return the hyperparameters at the first step of every phase, as `rampup plan
+    --hyperparameters --json` prints them.
+    """
     rate = learning_rate(config, plan)
     constants = hyperparameters(config, plan)
     rows = []
@@ -629,9 +694,9 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
         row = {
             "learning_rate_scale": segment.scale,
             "learning_rate": rate.at(phase.start_step),
-            "peak_learning_rate": config.learning_rate
-            * segment.scale
-            * level,  # without warm-up and decay
+            "peak_learning_rate": (
+                config.learning_rate * segment.scale * level
+            ),  # without warm-up and decay
         }
         if config.opt_type == "adamw":
             steps = math.log(0.5) / math.log(adam.b2) if adam.b2 else 0.0
@@ -649,7 +714,9 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
 
 
 def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]:
-    """Return a function from a run's folder and first step to the configured writers, whose packages must be installed."""
+    """Return a function from a run's folder and first step to the configured writers,
+    whose packages must be installed.
+    """
     makers: list[Callable[[Path, int], MetricWriter]] = []
     if config.enable_tensorboard:
         required("tensorboardX")
@@ -668,7 +735,9 @@ def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]
 
 
 def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:
-    """Return the order of the training rows, or refuse more samples than `num_epoch` passes contain."""
+    """Return the order of the training rows, or refuse more samples than `num_epoch`
+    passes contain.
+    """
     seed = config.data_shuffle_seed if config.enable_data_shuffling else None
     order = SampleOrder(
         num_rows,
@@ -680,7 +749,9 @@ def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> Samp
 
 
 def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
-    """Return the samples that a step reads: number of the sample, row, and where the row comes from."""
+    """Return the samples that a step reads: number of the sample, row, and where the
+    row comes from.
+    """
     if not 0 <= step < plan.total_steps:
         last = plan.total_steps - 1
         raise ConfigError(

@@ -1,14 +1,19 @@
-"""A decoder-only Transformer in Flax, its layers stacked so that they can be scanned, sharded and pipelined, and its decoding.
+"""A decoder-only Transformer in Flax, its layers stacked so that they can be scanned,
+sharded and pipelined, and its decoding.
 
-Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward layer. Attention is of plain arrays,
-or on TPU by JAX's splash attention kernel.
+Pre-norm blocks of grouped-query attention with rotary positions and a gated
+feed-forward layer. Attention is of plain arrays, or on TPU by JAX's splash attention
+kernel.
 
-In decoding, a row is a prompt and its response without a gap, then padding: a position is the same number with and without the
-cache, which has one slot per position. A slot may contain anything, and is masked, until it is written.
+In decoding, a row is a prompt and its response without a gap, then padding: a position
+is the same number with and without the cache, which has one slot per position. A slot
+may contain anything, and is masked, until it is written.
 
-Shape suffixes: B rows, T positions, E width, H query heads, G key/value heads, N query heads per key/value head, D head width,
-S positions attended to or slots of the cache, F feed-forward width, V vocabulary, L layers; N tiles of the vocabulary, C
-columns of one tile, P parts of the vocabulary on several devices; in decoding, P positions of a padded prompt.
+Shape suffixes: B rows, T positions, E width, H query heads, G key/value heads, N query
+heads per key/value head, D head width, S positions attended to or slots of the cache, F
+feed-forward width, V vocabulary, L layers; N tiles of the vocabulary, C columns of one
+tile, P parts of the vocabulary on several devices; in decoding, P positions of a padded
+prompt.
 """
 
 from __future__ import annotations
@@ -41,15 +46,18 @@ from rampup.engine.zero import gather
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 
-# The attention kernel works on whole tiles of positions, of the largest of these sizes that divides the sequence.
+# The attention kernel works on whole tiles of positions, of the largest of these sizes
+# that divides the sequence.
 TILES = (512, 256, 128)
-# Weights as they are used, gathered from all devices of the fsdp axis. They are gathered again in the backward pass.
+# Weights as they are used, gathered from all devices of the fsdp axis. They are
+# gathered again in the backward pass.
 GATHERED = "gathered_weights"
 # The names of a layer's activations.
 _QKV = ("query_proj", "key_proj", "value_proj")
 _CONTEXT, _OUT, _GATE_UP = ("context", "out_proj", "mlpwi")
 _save = jax.checkpoint_policies.save_only_these_names
-# Names and meanings are MaxText's: what the backward pass finds and does not compute again, beside the input of a layer.
+# Names and meanings are MaxText's: what the backward pass finds and does not compute
+# again, beside the input of a layer.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "minimal_with_context": _save(*_QKV, _CONTEXT, _OUT, _GATE_UP),
@@ -65,7 +73,8 @@ KEEP_POLICIES = {
     "nothing": None,
     "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
-# From queries, keys and values of one layer to the mixed values (B, T, H, D) and anything else.
+# From queries, keys and values of one layer to the mixed values (B, T, H, D) and
+# anything else.
 Mixer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 _LAYER_SPECS = {
     **dict.fromkeys(("query", "key", "value"), (FSDP, TENSOR, None)),
@@ -73,12 +82,14 @@ _LAYER_SPECS = {
     **dict.fromkeys(("gate", "up"), (FSDP, TENSOR)),
     "down": (TENSOR, FSDP),
 }
-# The matrices of a layer for Muon: which dimensions are those of their input and of their output, after that of the layers.
+# The matrices of a layer for Muon: which dimensions are those of their input and of
+# their output, after that of the layers.
 _MATRICES = dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))) | {
     "out": ((1, 2), (3,))
 }
 _MATRICES |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
-# The keys of base.yml and rl.yml for attributes of a model that are not named like them.
+# The keys of base.yml and rl.yml for attributes of a model that are not named like
+# them.
 _KEYS = {
     "num_layers": "base_num_decoder_layers",
     "width": "base_emb_dim",
@@ -92,7 +103,9 @@ _KEYS |= {
 
 
 def matrices(params: Any) -> Any:
-    """Return the matrices among a model's parameters, for `make_optimizer(kind="muon")`: those of the layers."""
+    """Return the matrices among a model's parameters, for
+    `make_optimizer(kind="muon")`: those of the layers.
+    """
 
     def of_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         names = [getattr(entry, "key", None) for entry in path]
@@ -103,7 +116,9 @@ def matrices(params: Any) -> Any:
 
 
 class Block(nn.Module):
-    """One layer of a model: attention and feed-forward, each with its norm and residual connection."""
+    """One layer of a model: attention and feed-forward, each with its norm and residual
+    connection.
+    """
 
     model: LanguageModel
 
@@ -114,7 +129,8 @@ class Block(nn.Module):
         keys_B: jax.Array | None = None,
         mixer: Mixer | None = None,
     ) -> Any:
-        """Return the layer's output; with a `mixer` instead of causal attention, also its second result.
+        """Return the layer's output; with a `mixer` instead of causal attention, also
+        its second result.
 
         `keys_B`, one random key per row, turns dropout on.
         """
@@ -189,7 +205,8 @@ class LanguageModel:
     dtype: str = "float32"  # of the activations
     param_dtype: str = "float32"
     remat_policy: str = "none"  # one of `REMAT_POLICIES`
-    scan_layers: bool = True  # in a loop, so that the time to compile does not grow with the number of layers
+    # in a loop, so that the time to compile does not grow with the number of layers
+    scan_layers: bool = True
     attention: str = "dot_product"  # see `attend`
     num_vocab_tiling: int = (
         1  # the loss holds the logits of one of these tiles of the vocabulary at a time
@@ -200,7 +217,9 @@ class LanguageModel:
 
     @classmethod
     def from_config(cls, config: Any, **others: Any) -> LanguageModel:
-        """Return the model that a configuration describes; `others` are attributes for which that of rl.yml has no key."""
+        """Return the model that a configuration describes; `others` are attributes for
+        which that of rl.yml has no key.
+        """
         keys = {field.name: _KEYS.get(field.name, field.name) for field in fields(cls)}
         return cls(
             **{
@@ -220,10 +239,11 @@ class LanguageModel:
         )
 
     def flops_per_sample(self, length: int) -> int:
-        """Return the floating-point operations of a training step on one sample, after Chowdhery et al., "PaLM", 2022, appendix
-        B.
+        """Return the floating-point operations of a training step on one sample, after
+        Chowdhery et al., "PaLM", 2022, appendix B.
 
-        Activations that `remat_policy` recomputes are not counted, and causal attention counts as much as full attention.
+        Activations that `remat_policy` recomputes are not counted, and causal attention
+        counts as much as full attention.
         """
         # An embedding look-up is no matrix product, and norms are too small to count.
         looked_up = 0 if self.tied else self.vocab_size * self.width
@@ -235,14 +255,21 @@ class LanguageModel:
         return length * per_token
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Return new parameters: `embedding`, `layers` (stacked, L in front), `final_norm` and, unless tied, `head`."""
+        """Return new parameters: `embedding`, `layers` (stacked, L in front),
+        `final_norm` and, unless tied, `head`.
+        """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         dtype = jnp.dtype(self.param_dtype)
         example = jnp.zeros((1, 2, self.width), dtype)
-        init_layer = lambda layer_key: Block(self).init(layer_key, example)["params"]  # noqa: E731
+
+        def init_layer(layer_key):
+            return Block(self).init(layer_key, example)["params"]
+
         params = {
-            "embedding": 0.02
-            * jax.random.normal(embedding_key, (self.vocab_size, self.width), dtype),
+            "embedding": (
+                0.02
+                * jax.random.normal(embedding_key, (self.vocab_size, self.width), dtype)
+            ),
             "layers": jax.vmap(init_layer)(
                 jax.random.split(layers_key, self.num_layers)
             ),
@@ -260,8 +287,9 @@ class LanguageModel:
         if sharding is None:
             return embedding[tokens_BT]
         if manual_size(FSDP) > 1:
-            # Each device has some columns of the table. It looks them up for the tokens of all devices, and each device then
-            # gets the other columns of its own tokens: the rows travel and not the table, nor its gradient.
+            # Each device has some columns of the table. It looks them up for the tokens
+            # of all devices, and each device then gets the other columns of its own
+            # tokens: the rows travel and not the table, nor its gradient.
             columns = embedding[jax.lax.all_gather(tokens_BT, FSDP, axis=0, tiled=True)]
             return constrain(
                 jax.lax.all_to_all(
@@ -269,7 +297,8 @@ class LanguageModel:
                 ),
                 sharding,
             )
-        # Gathered first, as fsdp does with every weight: a look-up in a table sharded over two axes aborts XLA's partitioner.
+        # Gathered first, as fsdp does with every weight: a look-up in a table sharded
+        # over two axes aborts XLA's partitioner.
         return constrain(
             constrain(embedding, replicated(sharding.mesh))[tokens_BT], sharding
         )
@@ -282,7 +311,9 @@ class LanguageModel:
         *,
         first_layer: Any = 0,
     ) -> jax.Array:
-        """Apply stacked layers one after the other; `first_layer` is the number of the first one."""
+        """Apply stacked layers one after the other; `first_layer` is the number of the
+        first one.
+        """
 
         def gather_whole(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             spec = _LAYER_SPECS.get(path[0].key, ())
@@ -326,7 +357,9 @@ class LanguageModel:
         targets_BT: jax.Array,
         length_B: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the cross entropy and its weight, from the output of the last layer."""
+        """Return the cross entropy and its weight, from the output of the last
+        layer.
+        """
         if self.num_vocab_tiling == 1:
 
             def of_logits(
@@ -356,7 +389,9 @@ class LanguageModel:
         return params["embedding"].T if self.tied else params["head"]
 
     def _gather(self, weights: jax.Array, axis: int) -> jax.Array:
-        """Return weights for use, in the type of the activations and whole along the fsdp axis."""
+        """Return weights for use, in the type of the activations and whole along the
+        fsdp axis.
+        """
         weights = weights.astype(self.dtype)
         if manual_size(FSDP) == 1:
             return weights
@@ -381,7 +416,9 @@ class LanguageModel:
         batch: Mapping[str, jax.Array],
         keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Return (sum of cross entropies, tokens that count, {}) over rows {"tokens": (B, T+1), "length": (B,)}."""
+        """Return (sum of cross entropies, tokens that count, {}) over rows {"tokens":
+        (B, T+1), "length": (B,)}.
+        """
         tokens = batch["tokens"].astype(jnp.int32)
         x_BTE = self.embed(params, tokens[:, :-1])
         x_BTE = self.apply_layers(
@@ -390,7 +427,9 @@ class LanguageModel:
         return (*self.head_loss(params, x_BTE, tokens[:, 1:], batch["length"]), {})
 
     def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
-        """Return the loss that gathers each layer's weights over fsdp where it uses them, and scatters their gradients."""
+        """Return the loss that gathers each layer's weights over fsdp where it uses
+        them, and scatters their gradients.
+        """
         # Left to itself, the compiler may gather the activations of all rows.
         return AccumulatedLoss(
             self.loss,
@@ -398,7 +437,9 @@ class LanguageModel:
         )
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
-        """Return the loss as the parts that pipeline stages run, each with `num_repeats` chunks of layers."""
+        """Return the loss as the parts that pipeline stages run, each with
+        `num_repeats` chunks of layers.
+        """
 
         def first(
             params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array
@@ -437,11 +478,15 @@ class LanguageModel:
         )
 
     def on(self, mesh: Mesh) -> LanguageModel:
-        """Return the model for the rows of one replica of a mesh: activations are sharded by rows over fsdp."""
+        """Return the model for the rows of one replica of a mesh: activations are
+        sharded by rows over fsdp.
+        """
         return replace(self, activations=NamedSharding(mesh, PartitionSpec(FSDP)))
 
     def shardings(self, mesh: Mesh) -> dict[str, Any]:
-        """Return the shardings of the parameters over stage, fsdp and tensor, or refuse axes that do not divide a size."""
+        """Return the shardings of the parameters over stage, fsdp and tensor, or refuse
+        axes that do not divide a size.
+        """
         rules = (
             ("base_num_decoder_layers", self.num_layers, (STAGE,)),
             ("base_emb_dim", self.width, (FSDP, TENSOR)),
@@ -453,15 +498,19 @@ class LanguageModel:
         for key, size, axes in rules:
             ways = math.prod(mesh.shape[axis] for axis in axes)
             if size % ways:
-                problem = f"{key}={size} must be a multiple of the devices on the axes {' and '.join(axes)}, {ways}"
+                problem = (
+                    f"{key}={size} must be a multiple of the devices on the axes"
+                    f" {' and '.join(axes)}, {ways}"
+                )
                 raise ConfigError(
                     problem, key=key, nearest=nearest_multiples(size, ways)
                 )
         parts = 1 if self.tied else mesh.shape[TENSOR]
         if self.vocab_size % (parts * self.num_vocab_tiling):
             raise ConfigError(
-                f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling} times the "
-                f"devices on the tensor axis, {parts}",
+                f"vocab_size={self.vocab_size} must be a multiple of"
+                f" num_vocab_tiling={self.num_vocab_tiling} times the devices on the"
+                f" tensor axis, {parts}",
                 key="num_vocab_tiling",
                 nearest=nearest_in(
                     self.num_vocab_tiling, divisors(self.vocab_size // parts)
@@ -491,15 +540,18 @@ def attend(
     kind: str,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """Return the causal attention of each query, (B, T, H, D), by the kernel on TPUs unless the kind is `dot_product`.
+    """Return the causal attention of each query, (B, T, H, D), by the kernel on TPUs
+    unless the kind is `dot_product`.
 
-    The memory of the kernel is linear in T. `mesh` has the devices to compile for, or is None if they are not known.
+    The memory of the kernel is linear in T. `mesh` has the devices to compile for, or
+    is None if they are not known.
     """
     on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
     if kind == "dot_product" or not on_tpu or q_BTHD.shape[1] % TILES[-1]:
         return causal_attention(q_BTHD, k_BTGD, v_BTGD)
     assert mesh is not None
-    # XLA cannot partition a kernel: it runs in a function that is manual over every axis, also over those of size 1.
+    # XLA cannot partition a kernel: it runs in a function that is manual over every
+    # axis, also over those of size 1.
     context = jax.sharding.get_abstract_mesh()
     automatic = {str(name) for name in mesh.axis_names} - {*context.manual_axes}
     if not automatic:
@@ -521,7 +573,9 @@ def attend(
 def causal_attention(
     q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array
 ) -> jax.Array:
-    """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the softmax is in at least float32."""
+    """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the
+    softmax is in at least float32.
+    """
     return masked_attention(
         q_BTHD, k_BTGD, v_BTGD, np.tril(np.ones((q_BTHD.shape[1],) * 2, bool))
     )
@@ -530,7 +584,9 @@ def causal_attention(
 def masked_attention(
     q_BTHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array, mask_TS: Any
 ) -> jax.Array:
-    """Return softmax(q k / sqrt(D)) v over the positions that a mask allows, which is broadcast to (B, G, N, T, S)."""
+    """Return softmax(q k / sqrt(D)) v over the positions that a mask allows, which is
+    broadcast to (B, G, N, T, S).
+    """
     B, T, H, D = q_BTHD.shape
     q_BTGND = q_BTHD.reshape(B, T, k_BSGD.shape[2], -1, D) / np.sqrt(D).astype(
         q_BTHD.dtype
@@ -548,7 +604,9 @@ def masked_attention(
 def splash_attention(
     q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """Return the same as `causal_attention` of the arrays of one device, by JAX's splash attention. T is a multiple of 128."""
+    """Return the same as `causal_attention` of the arrays of one device, by JAX's
+    splash attention. T is a multiple of 128.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
@@ -582,7 +640,9 @@ def splash_attention(
 def rotate(
     x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None
 ) -> jax.Array:
-    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864), at positions below `length` or from 0 on."""
+    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864), at
+    positions below `length` or from 0 on.
+    """
     half = x_BTHD.shape[-1] // 2
     angle_TD = np.arange(length or x_BTHD.shape[1])[:, None] * 10_000 ** (
         -np.arange(half) / half
@@ -599,8 +659,11 @@ def rotate(
 def cross_entropy(
     logits_BTV: jax.Array, targets_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (sum of -log p(target), number of targets that count). The first `length` targets of a row count."""
-    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
+    """Return (sum of -log p(target), number of targets that count). The first `length`
+    targets of a row count.
+    """
+    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary
+    # is sharded over the tensor axis.
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     log_p_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(
         logits_BTV, -1
@@ -618,11 +681,12 @@ def tiled_cross_entropy(
     prepare: Callable[[jax.Array], jax.Array],
     num_parts: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `cross_entropy` of the logits x @ prepare(kernel), holding those of one tile of the vocabulary at a time.
+    """Return `cross_entropy` of the logits x @ prepare(kernel), holding those of one
+    tile of the vocabulary at a time.
 
-    Tiles of the vocabulary and not of the positions, so that each tile of the kernel is gathered, and its gradient reduced,
-    only once. If V is sharded over `num_parts` devices, a tile takes as many columns from each: `num_tiles * num_parts` divides
-    V.
+    Tiles of the vocabulary and not of the positions, so that each tile of the kernel is
+    gathered, and its gradient reduced, only once. If V is sharded over `num_parts`
+    devices, a tile takes as many columns from each: `num_tiles * num_parts` divides V.
     """
     V = kernel_EV.shape[1]
     # The gradient of x is the sum over all tiles; in this type it is summed.
@@ -667,7 +731,9 @@ def _sum_over_targets(
 
 
 class Cache(NamedTuple):
-    """Keys, rotated to their positions, and values of every layer: (L, B, S, G, D) each."""
+    """Keys, rotated to their positions, and values of every layer: (L, B, S, G, D)
+    each.
+    """
 
     keys: jax.Array
     values: jax.Array
@@ -680,7 +746,8 @@ def prefill(
     length_B: jax.Array,
     num_slots: int,
 ) -> tuple[jax.Array, Cache]:
-    """Read prompts of at least one token, padded after their end; return the logits (B, V) of the next token and the cache.
+    """Read prompts of at least one token, padded after their end; return the logits (B,
+    V) of the next token and the cache.
 
     `num_slots`, S, is the tokens of the longest prompt plus those to generate.
     """
@@ -712,7 +779,9 @@ def decode(
     token_B: jax.Array,
     position_B: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """Read one token per row, at its position; return the logits (B, V) of the next one and the cache with it."""
+    """Read one token per row, at its position; return the logits (B, V) of the next one
+    and the cache with it.
+    """
     num_slots = cache.keys.shape[2]
     slots_BS = jnp.arange(num_slots) == position_B[:, None]
     seen = (jnp.arange(num_slots) <= position_B[:, None])[:, None, None, None, :]
@@ -721,7 +790,8 @@ def decode(
         layer, old = numbered
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-            # A selection instead of a scatter, which the compiler would gather the rows of all devices for.
+            # A selection instead of a scatter, which the compiler would gather the rows
+            # of all devices for.
             k = rotate(k, position_B[:, None], num_slots)
             new = Cache(
                 *(
@@ -729,9 +799,10 @@ def decode(
                     for x, kept in zip((k, v), old, strict=True)
                 )
             )
-            return masked_attention(
-                rotate(q, position_B[:, None], num_slots), *new, seen
-            ), new
+            return (
+                masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen),
+                new,
+            )
 
         return Block(model).apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
 
@@ -748,7 +819,9 @@ def packed_hidden(
     positions_BT: jax.Array,
     segments_BT: jax.Array,
 ) -> jax.Array:
-    """Return the output of the last layer (B, T, E) for rows of several sequences, numbered by `segments_BT`."""
+    """Return the output of the last layer (B, T, E) for rows of several sequences,
+    numbered by `segments_BT`.
+    """
     T = tokens_BT.shape[1]
     same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(
         np.ones((T, T), bool)
@@ -756,9 +829,12 @@ def packed_hidden(
     mask = same[:, None, None]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        return masked_attention(
-            rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask
-        ), None
+        return (
+            masked_attention(
+                rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask
+            ),
+            None,
+        )
 
     return jax.lax.scan(
         lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),

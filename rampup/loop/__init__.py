@@ -1,1 +1,3 @@
-"""A run in its folder: the loop over steps, checkpoints, metrics and other processes."""
+"""A run in its folder: the loop over steps, checkpoints, metrics and other
+processes.
+"""

@@ -1,7 +1,8 @@
 """Paths in a bucket, whose failures are all `StorageError`.
 
-`etils.epath` gives `gs://`, `s3://` and `az://` the methods of `pathlib.Path`. What fails behind it, such as an HTTP client,
-raises errors that are no `OSError`, and would pass by code that treats a full disk and an absent bucket alike.
+`etils.epath` gives `gs://`, `s3://` and `az://` the methods of `pathlib.Path`. What
+fails behind it, such as an HTTP client, raises errors that are no `OSError`, and would
+pass by code that treats a full disk and an absent bucket alike.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _CONTENTS = ("iterdir", "glob", "write_bytes", "write_text")
 
 
 def bucket_path(path: str | os.PathLike[str]) -> Any:
-    """Return the path of a URL in a bucket, or refuse another URL and a bucket that cannot be reached."""
+    """Return the path of a URL in a bucket, or refuse another URL and a bucket that
+    cannot be reached.
+    """
     text = os.fspath(path)
     scheme = text.partition("://")[0]
     if scheme not in PACKAGES:
@@ -49,14 +52,19 @@ def bucket_path(path: str | os.PathLike[str]) -> Any:
     try:
         bucket.exists()  # epath imports the package of a scheme at the first access
     except ImportError as error:
-        problem = f"{scheme}:// needs a package that is not installed: pip install {PACKAGES[scheme]} ({error})"
+        problem = (
+            f"{scheme}:// needs a package that is not installed: pip install"
+            f" {PACKAGES[scheme]} ({error})"
+        )
         raise MissingDependencyError(problem, key="base_output_directory") from error
     return bucket
 
 
 @contextlib.contextmanager
 def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise what a storage library raises as a `StorageError`. A missing file, and others of the system's errors, stay."""
+    """Raise what a storage library raises as a `StorageError`. A missing file, and
+    others of the system's errors, stay.
+    """
     try:
         yield
     except (OSError, ImportError, NotImplementedError):
@@ -69,14 +77,18 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @functools.cache
 def _path_class() -> type[Any]:
-    """Return the class of paths in buckets, made here because etils is slow to import and most runs have no bucket."""
+    """Return the class of paths in buckets, made here because etils is slow to import
+    and most runs have no bucket.
+    """
     from etils import epath
 
     for name in ("gcsfs", "gcsfs.retry", "google.auth._default"):
         logging.getLogger(name).addFilter(_say_once())
 
     class BucketPath(type(epath.Path("gs://bucket"))):  # type: ignore[misc]
-        """A path in a bucket. An object that is read is in memory as a whole, so that reading it cannot fail later."""
+        """A path in a bucket. An object that is read is in memory as a whole, so that
+        reading it cannot fail later.
+        """
 
         def open(self, mode: str = "r", **options: Any) -> Any:
             with storage_errors(self):
@@ -101,7 +113,9 @@ def _path_class() -> type[Any]:
 
 
 def _say_once() -> Callable[[logging.LogRecord], bool]:
-    """Return a filter that passes each kind of message once, and no traceback of an error that is raised anyway."""
+    """Return a filter that passes each kind of message once, and no traceback of an
+    error that is raised anyway.
+    """
     seen = set()
 
     def passes(record: logging.LogRecord) -> bool:

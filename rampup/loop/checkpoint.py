@@ -1,8 +1,10 @@
-"""Checkpoints with Orbax: the training state, and a record of the step and the run that it belongs to.
+"""Checkpoints with Orbax: the training state, and a record of the step and the run that
+it belongs to.
 
-Every checkpoint has the checksums of its files: Tensorstore restores a flipped bit in the values of an array without an error.
-Each process takes those of the files that it has written, and on resume those of its share of all files. A bucket has checksums
-of its own, so there a checkpoint is intact if Orbax has completed it.
+Every checkpoint has the checksums of its files: Tensorstore restores a flipped bit in
+the values of an array without an error. Each process takes those of the files that it
+has written, and on resume those of its share of all files. A bucket has checksums of
+its own, so there a checkpoint is intact if Orbax has completed it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ CHECKSUMS_FILE = "checksums.json"
 _WRITTEN_LATER = frozenset(
     {"commit_success.txt", "_CHECKPOINT_METADATA"}
 )  # by Orbax; no part of the state
-_ALL_WRITTEN = "async_write_complete"  # in the key of Orbax's barrier after the files of all processes
+# in the key of Orbax's barrier after the files of all processes
+_ALL_WRITTEN = "async_write_complete"
 _THREADS = 8
 # Bytes that Orbax writes at most besides the data: per checkpoint, and per array.
 METADATA_BYTES, METADATA_BYTES_PER_ARRAY = 65_536, 4_096
@@ -59,10 +62,14 @@ class CheckpointOptions:
     Attributes:
         checkpoint_period: steps between checkpoints; None = write none.
         max_to_keep: older checkpoints are deleted; None keeps all.
-        on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or `continue` with the existing checkpoints.
-        identity: JSON values that must be the same in a checkpoint and in the run that resumes it.
-        extra_metadata: extra metadata stored with each checkpoint and not validated on resume.
-        to_saved, from_saved: convert the state in training to the one in checkpoints, and back; structure and shapes stay.
+        on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or
+            `continue` with the existing checkpoints.
+        identity: JSON values that must be the same in a checkpoint and in the run that
+            resumes it.
+        extra_metadata: extra metadata stored with each checkpoint and not validated on
+            resume.
+        to_saved, from_saved: convert the state in training to the one in checkpoints,
+            and back; structure and shapes stay.
     """
 
     checkpoint_period: int | None = None
@@ -87,8 +94,11 @@ class SavedCheckpoint:
 
 
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
-    """Return the newest intact checkpoint in a folder, the same in every process, or None; refuse if all are damaged."""
-    # Every process must resume from the same step, and their file systems may not show the same files at the same time.
+    """Return the newest intact checkpoint in a folder, the same in every process, or
+    None; refuse if all are damaged.
+    """
+    # Every process must resume from the same step, and their file systems may not show
+    # the same files at the same time.
     number = next(_question_numbers)
     count = jax.process_count()
     problems = dict[int, str]()
@@ -114,7 +124,10 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
         lines = "\n".join(
             f"  {folder / str(step)}: {problem}" for step, problem in problems.items()
         )
-        fix = "restore one from a copy, or give the run another run_name to start from the beginning"
+        fix = (
+            "restore one from a copy, or give the run another run_name to start from"
+            " the beginning"
+        )
         raise ResumeMismatchError(
             f"every checkpoint is damaged, and none is deleted:\n{lines}\n{fix}",
             key="run_name",
@@ -123,7 +136,9 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
 
 
 def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, Any]:
-    """Return the record of an intact checkpoint, by default from its file, or refuse that of another version of rampup."""
+    """Return the record of an intact checkpoint, by default from its file, or refuse
+    that of another version of rampup.
+    """
     try:
         record = json.loads(
             (checkpoint / RECORD_FILE).read_text(encoding="utf-8")
@@ -135,7 +150,8 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
     version = record.get("version") if isinstance(record, Mapping) else None
     if version != RECORD_VERSION:
         raise ResumeMismatchError(
-            f"{checkpoint} was written in format {version}, this is format {RECORD_VERSION}"
+            f"{checkpoint} was written in format {version}, this is format"
+            f" {RECORD_VERSION}"
         )
     if record.get("step") != int(checkpoint.name):
         raise ResumeMismatchError(
@@ -145,9 +161,11 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
 
 
 def read_state(folder: Path, step: int, state: Any) -> Any:
-    """Return the state of an intact checkpoint of a run that may be training, without changing anything in its folder.
+    """Return the state of an intact checkpoint of a run that may be training, without
+    changing anything in its folder.
 
-    `state` is a state of the same structure, or its shapes, with the types and shardings of the result.
+    `state` is a state of the same structure, or its shapes, with the types and
+    shardings of the result.
     """
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     # Orbax would fail at a leaf that differs, with a page of messages from its threads.
@@ -180,12 +198,15 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
         except (ValueError, KeyError, TypeError) as error:
             reason, cause = " ".join(str(error).split())[:500], error
     raise ResumeMismatchError(
-        f"the state in {folder / str(step)} is not of this model and optimizer: {reason}"
+        f"the state in {folder / str(step)} is not of this model and optimizer:"
+        f" {reason}"
     ) from cause
 
 
 def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
-    """Return the state of a checkpoint like `shapes`, with its shardings; by default as nested dicts on one device."""
+    """Return the state of a checkpoint like `shapes`, with its shardings; by default as
+    nested dicts on one device.
+    """
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         if shapes is None:
             shapes = on_first_device(reader.metadata(checkpoint).item_metadata.state)
@@ -217,10 +238,12 @@ def checkpoint_steps(folder: Path) -> tuple[int, ...]:
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
-    """The checkpoints of one run. Each is named after the number of optimizer steps done.
+    """The checkpoints of one run. Each is named after the number of optimizer steps
+    done.
 
-    Orbax writes a checkpoint into a temporary folder, with the checksums of its files, and then renames it: a checkpoint is
-    complete or absent. `on_error` is called with a StorageError if one cannot be written; by default it is raised.
+    Orbax writes a checkpoint into a temporary folder, with the checksums of its files,
+    and then renames it: a checkpoint is complete or absent. `on_error` is called with a
+    StorageError if one cannot be written; by default it is raised.
     """
 
     def __init__(
@@ -232,7 +255,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.folder = folder
         self._options = options or CheckpointOptions()
         self._on_error = on_error
-        # The step that is being written, and the last one that was: another process may not see it in the folder yet.
+        # The step that is being written, and the last one that was: another process may
+        # not see it in the folder yet.
         self._writing: int | None = None
         self._saved: int | None = None
         self._manager: ocp.CheckpointManager | None = self._open()
@@ -249,11 +273,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return max(checkpoint_steps(self.folder), default=None)
 
     def save(self, step: int, state: Any, record: Mapping[str, Any]) -> bool:
-        """Write a checkpoint after `step` optimizer steps, unless there is one; return whether it is written, or begun.
+        """Write a checkpoint after `step` optimizer steps, unless there is one; return
+        whether it is written, or begun.
 
-        When this returns, `state` has been copied and may be donated. `on_error` is called for this one or the one before it.
+        When this returns, `state` has been copied and may be donated. `on_error` is
+        called for this one or the one before it.
         """
-        # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
+        # Orbax reports the failure of an asynchronous write at the next call: it
+        # belongs to the checkpoint before this one.
         self.wait()
         if step == self._saved:
             return False
@@ -265,7 +292,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         )
 
         def write() -> None:
-            # Orbax waits for all processes, so that none may begin what another one cannot do.
+            # Orbax waits for all processes, so that none may begin what another one
+            # cannot do.
             if problem := first_problem(self._problem(state)):
                 raise StorageError(problem)
             self._manager = self._manager or self._open()
@@ -277,7 +305,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return self._options.async_checkpointing or self.wait()
 
     def _problem(self, state: Any) -> str:
-        """Return why this process cannot write a checkpoint, or "". Orbax itself would wait ten minutes, or print pages."""
+        """Return why this process cannot write a checkpoint, or "". Orbax itself would
+        wait ten minutes, or print pages.
+        """
         try:
             if is_primary():
                 require_owner(self.folder.parent, seconds=_OWNER_SECONDS)
@@ -286,11 +316,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     probe.write_bytes(b"")
                     probe.unlink()
                 else:
-                    # Its parents are not made: if they are gone, the run was moved. A killed run may have left the probe.
+                    # Its parents are not made: if they are gone, the run was moved. A
+                    # killed run may have left the probe.
                     self.folder.mkdir(exist_ok=True)
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
-            # The folder may be new, and a network file system may not show it to other processes yet.
+            # The folder may be new, and a network file system may not show it to other
+            # processes yet.
             if is_bucket(self.folder) or not self.folder.is_dir():
                 return ""
             disk = shutil.disk_usage(self.folder)
@@ -307,17 +339,24 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             disk.total == 0 or disk.free >= most
         ):  # some network file systems have no numbers
             return ""
-        sizes = f"the checkpoint may take {most / 2**20:,.1f} MiB, {disk.free / 2**20:,.1f} MiB are free"
+        sizes = (
+            f"the checkpoint may take {most / 2**20:,.1f} MiB, {disk.free / 2**20:,.1f}"
+            " MiB are free"
+        )
         return f"No space left on device in {self.folder}: {sizes}"
 
     def wait(self) -> bool:
-        """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
+        """Wait until every checkpoint is written; return whether all were. Else
+        `on_error` was called, which may raise.
+        """
         return self._manager is None or self._attempt(self._manager.wait_until_finished)
 
     def restore(
         self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event
     ) -> Any:
-        """Return the state of a checkpoint, like `state`, or refuse; then move newer, damaged ones aside."""
+        """Return the state of a checkpoint, like `state`, or refuse; then move newer,
+        damaged ones aside.
+        """
         restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
             source = self.folder / str(step)
@@ -326,7 +365,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 [str(step)], (f"{step}-{number}" for number in itertools.count(2))
             )
             target /= next(name for name in names if not (target / name).exists())
-            # In a bucket, Orbax itself has deleted a checkpoint that it did not complete.
+            # In a bucket, Orbax itself has deleted a checkpoint that it did not
+            # complete.
             if is_primary() and source.exists():
                 target.parent.mkdir(exist_ok=True)
                 source.rename(target)
@@ -349,20 +389,27 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         owner, has_failed = threading.get_ident(), False
 
         def barrier(*, key: str, timeout_ms: int) -> None:
-            """Wait for all processes, and end the write in all of them if it has failed in one."""
+            """Wait for all processes, and end the write in all of them if it has failed
+            in one.
+            """
             nonlocal has_failed
             if has_failed or jax.process_count() == 1:
                 return
-            # The other processes write the checksums of their files before this barrier, and process 0 merges them after it.
+            # The other processes write the checksums of their files before this
+            # barrier, and process 0 merges them after it.
             if _ALL_WRITTEN in key and not is_primary():
                 take_checksums()
-            # Where a write has failed, Orbax comes at once to its last barrier, in a `finally`. Others are at an earlier one,
-            # so barriers are counted and not told apart by their keys.
+            # Where a write has failed, Orbax comes at once to its last barrier, in a
+            # `finally`. Others are at an earlier one, so barriers are counted and not
+            # told apart by their keys.
             error = None if threading.get_ident() == owner else sys.exception()
             problem = (
                 ""
                 if error is None
-                else f"process {jax.process_index()} on {socket.gethostname()}: {self._reason(error)}"
+                else (
+                    f"process {jax.process_index()} on {socket.gethostname()}:"
+                    f" {self._reason(error)}"
+                )
             )
             seconds = timeout_ms / 1000 if error is None else _TELL_SECONDS
             with contextlib.suppress(
@@ -375,7 +422,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 has_failed = True
                 raise StorageError(problem) from None
 
-        # Despite its name, Orbax calls `post_finalization_callback` before it renames the folder, when all files are written.
+        # Despite its name, Orbax calls `post_finalization_callback` before it renames
+        # the folder, when all files are written.
         last = take_checksums if is_primary() else None
         callbacks = ocp.AsyncOptions(
             barrier_sync_fn=barrier, post_finalization_callback=last
@@ -387,7 +435,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
     def _unfinished(self, step: int | None) -> Iterable[Path]:
-        # Orbax writes into a folder with the step's number and a suffix that depends on its version.
+        # Orbax writes into a folder with the step's number and a suffix that depends on
+        # its version.
         return () if is_bucket(self.folder) else self.folder.glob(f"{step}.*")
 
     def _attempt(self, action: Callable[[], Any]) -> bool:
@@ -396,8 +445,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return True
         except Exception as error:
             step, self._writing, self._saved = self._writing, None, None
-            # A manager whose write has failed raises that error again in every later call, so `save` opens a new one. Among
-            # several processes, to close it is to wait for the others, which wait for this write. The run ends without that.
+            # A manager whose write has failed raises that error again in every later
+            # call, so `save` opens a new one. Among several processes, to close it is
+            # to wait for the others, which wait for this write. The run ends without
+            # that.
             with contextlib.suppress(Exception):
                 if self._manager is not None and jax.process_count() == 1:
                     self._manager.close()
@@ -414,7 +465,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             except OSError:  # a bucket that is away
                 existing = "the others cannot be listed now"
             failure = StorageError(
-                f"the checkpoint of step {step} could not be written: {self._reason(error)}; {existing}"
+                f"the checkpoint of step {step} could not be written:"
+                f" {self._reason(error)}; {existing}"
             )
             failure.__cause__ = error
             if self._on_error is None:
@@ -435,7 +487,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
 
 def _as_tree(state: Any) -> dict[str, Any]:
-    """Return all fields of a state that contain arrays, such as the moving average in a subclass of Flax's TrainState."""
+    """Return all fields of a state that contain arrays, such as the moving average in a
+    subclass of Flax's TrainState.
+    """
     fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
     names = [
         f.name
@@ -449,7 +503,9 @@ def _as_tree(state: Any) -> dict[str, Any]:
 
 
 def write_checksums(folder: Path, *, process: int = 0) -> None:
-    """Write size and SHA-256 of the files that a process has written; process 0, the last, adds those of the others."""
+    """Write size and SHA-256 of the files that a process has written; process 0, the
+    last, adds those of the others.
+    """
     files = _files_to_check(folder)
     others = (
         {
@@ -462,7 +518,8 @@ def write_checksums(folder: Path, *, process: int = 0) -> None:
     found: dict[str, Any] = {
         name: entry for entries in others.values() for name, entry in entries.items()
     }
-    # Process 0 also takes what no other process has, so that a checkpoint is complete whatever the version of Orbax.
+    # Process 0 also takes what no other process has, so that a checkpoint is complete
+    # whatever the version of Orbax.
     own = (
         [n for n in files if f"/ocdbt.process_{process}/" in n]
         if process
@@ -475,7 +532,8 @@ def write_checksums(folder: Path, *, process: int = 0) -> None:
             strict=True,
         )
     if process:
-        # Orbax renames `state.SUFFIX`, as it renames the whole checkpoint, when all processes have written.
+        # Orbax renames `state.SUFFIX`, as it renames the whole checkpoint, when all
+        # processes have written.
         found = {
             re.sub(r"^([^/.]+)\.[^/]*/", r"\1/", name): entry
             for name, entry in found.items()
@@ -487,7 +545,9 @@ def write_checksums(folder: Path, *, process: int = 0) -> None:
 
 
 def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
-    """Return how a folder differs from its checksums, or None; contents are checked of one of `num_shares` parts of it."""
+    """Return how a folder differs from its checksums, or None; contents are checked of
+    one of `num_shares` parts of it.
+    """
     if is_bucket(folder):
         return (
             None
@@ -533,7 +593,9 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
 
 
 def _files_to_check(folder: Path) -> list[str]:
-    """Return the files of a folder, without those that are written later at its top level."""
+    """Return the files of a folder, without those that are written later at its top
+    level.
+    """
     names = (
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")

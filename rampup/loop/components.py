@@ -1,4 +1,6 @@
-"""What a loop is made of: the plan and the step that it needs, and the components that have state of their own."""
+"""What a loop is made of: the plan and the step that it needs, and the components that
+have state of their own.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ from rampup.loop.events import BatchSizeDecided, OnEvent
 from rampup.plan.numbers import finite_or_none
 
 # Entries of a checkpoint's record.
-SHAPE_CHANGES = "shape_changes"  # the steps at which microbatch shapes changed, which a resumed run repeats
+# the steps at which microbatch shapes changed, which a resumed run repeats
+SHAPE_CHANGES = "shape_changes"
 GRADIENT_NOISE = "gradient_noise"  # its averages
-ADVISED_ROWS = (
-    "advised_rows"  # the schedule that `auto_schedule: advise` would have used so far
+ADVISED_ROWS = (  # the schedule that `auto_schedule: advise` would have used so far
+    "advised_rows"
 )
 ROWS = "rows"
 PROGRAMS = "programs"
@@ -38,7 +41,9 @@ _MAX_CONSTANT = 2**16
 
 
 class LoopPlan(Protocol):
-    """The part of a `RampPlan` that a loop reads, or of another plan of optimizer steps such as that of rollouts."""
+    """The part of a `RampPlan` that a loop reads, or of another plan of optimizer steps
+    such as that of rollouts.
+    """
 
     @property
     def total_steps(self) -> int:
@@ -46,11 +51,15 @@ class LoopPlan(Protocol):
 
     @property
     def ramp(self) -> Any:
-        """What a loop reads of a `BatchRamp`: `ramp_steps`, `samples_before`, `fingerprint`, `to_rows` and `differences`."""
+        """What a loop reads of a `BatchRamp`: `ramp_steps`, `samples_before`,
+        `fingerprint`, `to_rows` and `differences`.
+        """
 
 
 class LoopStep(Protocol):
-    """The part of a `TrainStep` that a loop calls, or of another step from state and batch to the next state and metrics."""
+    """The part of a `TrainStep` that a loop calls, or of another step from state and
+    batch to the next state and metrics.
+    """
 
     @property
     def num_compilations(self) -> int:
@@ -62,17 +71,22 @@ class LoopStep(Protocol):
 
     @property
     def shape_changes(self) -> Mapping[int, int]:
-        """Microbatch size -> the step from which it is used. By default the shape never changes."""
+        """Microbatch size -> the step from which it is used. By default the shape never
+        changes.
+        """
         return {}
 
     def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did, so that a resume repeats them."""
+        """Change shapes at the steps at which an earlier part of the run did, so that a
+        resume repeats them.
+        """
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run one optimizer step; return the state and the metrics.
 
-        Of these the loop knows `loss`, and if they are there `grad_norm`, `skipped`, `aux` (sums), `weight` (of their means),
-        `gradient_noise` and `facts` (numbers of the host, for the line of the step).
+        Of these the loop knows `loss`, and if they are there `grad_norm`, `skipped`,
+        `aux` (sums), `weight` (of their means), `gradient_noise` and `facts` (numbers
+        of the host, for the line of the step).
         """
 
     def close(self) -> None:
@@ -80,7 +94,9 @@ class LoopStep(Protocol):
 
 
 class Component:
-    """A part of a run with state of its own; by default it has none. All processes call theirs alike: the states stay equal."""
+    """A part of a run with state of its own; by default it has none. All processes call
+    theirs alike: the states stay equal.
+    """
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's record, as JSON values."""
@@ -91,27 +107,35 @@ class Component:
 
     def after_step(
         self,
-        line: Mapping[str, Any],
+        line: Mapping[str, Any],  # noqa: ARG002
         values: Mapping[str, Any],  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Process the metrics of one finished step; return what to add to its line. Called once per step, in order.
+        """Process the metrics of one finished step; return what to add to its line.
+        Called once per step, in order.
 
-        `line` is the line so far, with what the components before this one have added, and `values` are the step's metrics.
+        `line` is the line so far, with what the components before this one have added,
+        and `values` are the step's metrics.
         """
         return {}
 
     def may_change_plan(self, done: int) -> bool:  # noqa: ARG002
-        """Return whether `next_plan` is to be asked after `done` steps, when the lines of all of them are written."""
+        """Return whether `next_plan` is to be asked after `done` steps, when the lines
+        of all of them are written.
+        """
         return False
 
     def next_plan(self, plan: Any) -> Any:
-        """Return the plan from here on: `plan` itself if it stays. It is what the loop was given, such as a `RampPlan`."""
+        """Return the plan from here on: `plan` itself if it stays. It is what the loop
+        was given, such as a `RampPlan`.
+        """
         return plan
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeChanges(Component):
-    """The steps at which the microbatch shapes of a training step changed, in a run's folder."""
+    """The steps at which the microbatch shapes of a training step changed, in a run's
+    folder.
+    """
 
     step: LoopStep
     folder: Path
@@ -128,7 +152,10 @@ class ShapeChanges(Component):
         except (AttributeError, TypeError, ValueError):
             found = {-1: -1}
         if any(size < 1 or step < 0 for size, step in found.items()):
-            problem = f"the checkpoint of step {record['step']} in {self.folder} has no readable {SHAPE_CHANGES}: "
+            problem = (
+                f"the checkpoint of step {record['step']} in {self.folder} has no"
+                f" readable {SHAPE_CHANGES}: "
+            )
             fix = "delete it to resume from the one before"
             raise ResumeMismatchError(
                 f"{problem}{changes!r:.100}; {fix}", key=SHAPE_CHANGES
@@ -137,7 +164,9 @@ class ShapeChanges(Component):
 
 
 class NoiseAverages(Component):
-    """The noise scale of a run whose step measures it, in the Euclidean geometry and, if it is measured, in that of Adam."""
+    """The noise scale of a run whose step measures it, in the Euclidean geometry and,
+    if it is measured, in that of Adam.
+    """
 
     def __init__(self, half_life_samples: float) -> None:
         self.half_life_samples = half_life_samples
@@ -154,7 +183,9 @@ class NoiseAverages(Component):
         }
 
     def load(self, record: Mapping[str, Any]) -> None:
-        """Continue from the averages in a checkpoint, with the half-life of this run."""
+        """Continue from the averages in a checkpoint, with the half-life of this
+        run.
+        """
         own = {"half_life_samples": self.half_life_samples}
         found = record.get(GRADIENT_NOISE) or {}
         self.scales |= {
@@ -165,7 +196,9 @@ class NoiseAverages(Component):
     def after_step(
         self, line: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Add the `gradient_noise` of a step. A skipped step stays out of the averages."""
+        """Add the `gradient_noise` of a step. A skipped step stays out of the
+        averages.
+        """
         noise = values.get("gradient_noise", {})
         found = dict[str, Any]()
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
@@ -175,7 +208,8 @@ class NoiseAverages(Component):
                 prefix, NoiseScale(half_life_samples=self.half_life_samples)
             )
             if not values.get("skipped", False):
-                # Before its first step, Adam has no second moments: both are 0 in its geometry, and say nothing.
+                # Before its first step, Adam has no second moments: both are 0 in its
+                # geometry, and say nothing.
                 counted = (
                     0.0
                     if prefix and trace == squared_norm == 0
@@ -204,7 +238,9 @@ def decide(
     *,
     sample: int,
 ) -> None:
-    """Decide about the batch after a number of steps, or rollouts, and samples, the same in all processes, and report it."""
+    """Decide about the batch after a number of steps, or rollouts, and samples, the
+    same in all processes, and report it.
+    """
     before = auto.size
     auto.decide(step=step, sample=sample, noise_scale=noise.low)
     if jax.process_count() > 1:
@@ -222,9 +258,11 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class AutoBatch(Component):
-    """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it in `Loop.components`.
+    """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it
+    in `Loop.components`.
 
-    With `follow`, the decisions so far are in the plan with which a run resumes, so only those of `advise` are in the record.
+    With `follow`, the decisions so far are in the plan with which a run resumes, so
+    only those of `advise` are in the record.
     """
 
     schedule: AutoSchedule
@@ -245,7 +283,9 @@ class AutoBatch(Component):
         line: Mapping[str, Any],
         values: Mapping[str, Any],  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Decide about the batch, every tenth step. The decision is in the step's line before it is used."""
+        """Decide about the batch, every tenth step. The decision is in the step's line
+        before it is used.
+        """
         auto = self.schedule
         step = line["step"] + 1
         if not auto.is_due(step):
@@ -259,9 +299,11 @@ class AutoBatch(Component):
             sample=line["consumed_samples"],
         )
         return {
-            "next_global_batch_size"
-            if auto.mode == "follow"
-            else "advised_global_batch_size": auto.size
+            (
+                "next_global_batch_size"
+                if auto.mode == "follow"
+                else "advised_global_batch_size"
+            ): auto.size
         }
 
     def may_change_plan(self, done: int) -> bool:
@@ -277,11 +319,14 @@ class AutoBatch(Component):
 
 
 class SameRun(Component):
-    """Rows, optimizer and loss of a loop of the user's own, which a resume compares with those of the checkpoint.
+    """Rows, optimizer and loss of a loop of the user's own, which a resume compares
+    with those of the checkpoint.
 
-    Other rows, by number, order and content of some of them, are an error. Another optimizer or loss, by its jaxpr, which also
-    changes with the libraries, is a warning. Not seen: rows that `step_batches` does not read, larger arrays in a closure, and
-    what a pipeline or a loss with a class of its own computes. `step` is None if a configuration says what it computes.
+    Other rows, by number, order and content of some of them, are an error. Another
+    optimizer or loss, by its jaxpr, which also changes with the libraries, is a
+    warning. Not seen: rows that `step_batches` does not read, larger arrays in a
+    closure, and what a pipeline or a loss with a class of its own computes. `step` is
+    None if a configuration says what it computes.
     """
 
     def __init__(self, step: LoopStep | None) -> None:
@@ -298,17 +343,21 @@ class SameRun(Component):
         for name in (ROWS, PROGRAMS):
             if not isinstance(found := record.get(name, {}), dict):
                 raise ResumeMismatchError(
-                    f"the record of the checkpoint is damaged: its {name} are {found!r:.100}",
+                    f"the record of the checkpoint is damaged: its {name} are"
+                    f" {found!r:.100}",
                     key=name,
                 )
         self._before = record
 
     def check(self, batches: Any, state: Any, batch: Any) -> None:
-        """Compare what is about to run with the checkpoint's record, before the first step."""
+        """Compare what is about to run with the checkpoint's record, before the first
+        step.
+        """
         rows: dict[str, Any] = getattr(batches, "identity", None) or {}
         before: Mapping[str, Any] = self._before.get(ROWS, {})
         self._own[ROWS] = rows
-        # The names of the facts contain the numbers of rows, so that another number of rows has other facts beside its own.
+        # The names of the facts contain the numbers of rows, so that another number of
+        # rows has other facts beside its own.
         differing = [
             name for name in rows if before.get(name, rows[name]) != rows[name]
         ]
@@ -317,7 +366,10 @@ class SameRun(Component):
                 f"  {name}: {before[name]} in the checkpoint, {rows[name]} here"
                 for name in differing
             )
-            problem = f"the checkpoint of step {self._before['step']} is of a run with other rows"
+            problem = (
+                f"the checkpoint of step {self._before['step']} is of a run with other"
+                " rows"
+            )
             fix = "give the rows and the seed of that run, or train in another folder"
             raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=ROWS)
         traced = getattr(self._step, "jaxprs", None)
@@ -335,14 +387,21 @@ class SameRun(Component):
             return
         for name, digest in programs.items():
             if before.get(name, digest) != digest:
-                problem = f"the {name} is not that of the checkpoint of step {self._before['step']}: it computes something else"
-                fix = "as with another rate or factor. If that is no mistake, ignore this; otherwise restore it"
+                problem = (
+                    f"the {name} is not that of the checkpoint of step"
+                    f" {self._before['step']}: it computes something else"
+                )
+                fix = (
+                    "as with another rate or factor. If that is no mistake, ignore"
+                    " this; otherwise restore it"
+                )
                 warnings.warn(f"{problem}, {fix}", ResumeWarning, stacklevel=2)
 
 
 def _digest(jaxpr: Any) -> str:
     """Return a digest of a closed jaxpr and its small constants."""
-    # Functions in it have addresses, and sets an order that differ from process to process.
+    # Functions in it have addresses, and sets an order that differ from process to
+    # process.
     text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr.jaxpr))
     text = re.sub(
         r"\{[^{}\n]*\}",

@@ -1,6 +1,8 @@
-"""Several processes as one run: joining, agreeing, and ending together when one of them is gone.
+"""Several processes as one run: joining, agreeing, and ending together when one of them
+is gone.
 
-Processes communicate through the key-value store of jax.distributed, without device collectives, so no device waits for it.
+Processes communicate through the key-value store of jax.distributed, without device
+collectives, so no device waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from rampup.engine.processes import (
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
-NOTICE_STEPS = 8  # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of the devices of all
+# from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
+# the devices of all
+NOTICE_STEPS = 8
 _DONE, _FAILED = "done", "failed "
 _agreement_numbers, _check_numbers, _watch_numbers = (
     itertools.count() for _ in range(3)
@@ -52,9 +56,11 @@ def join(
     initialization_timeout: int = 300,
     heartbeat_timeout: int = 60,
 ) -> None:
-    """Join the other processes of the run, if there are any. Call it before JAX looks for devices.
+    """Join the other processes of the run, if there are any. Call it before JAX looks
+    for devices.
 
-    Without arguments the environment decides. `distributed=on` refuses to run alone, `off` does not join. Times are in seconds.
+    Without arguments the environment decides. `distributed=on` refuses to run alone,
+    `off` does not join. Times are in seconds.
     """
     if jax.distributed.is_initialized() or distributed == "off":
         return
@@ -68,7 +74,10 @@ def join(
     if launch is None:
         if distributed == "on":
             problem = "distributed=on, but this process was started alone"
-            fix = "set coordinator_address, num_processes and process_id, or start it with a launcher"
+            fix = (
+                "set coordinator_address, num_processes and process_id, or start it"
+                " with a launcher"
+            )
             raise ConfigError(f"{problem}; {fix}", key="distributed", nearest=("auto",))
         return
     devices = local_device_ids()
@@ -77,12 +86,15 @@ def join(
         f"process {launch.number} of {launch.count} waits for {launch.address}"
     ) as waiting:
         _reach_process0(launch, initialization_timeout, waiting)
-        waiting.words = f"process {launch.number} of {launch.count} waits at {launch.address} for the others"
+        waiting.words = (
+            f"process {launch.number} of {launch.count} waits at {launch.address} for"
+            " the others"
+        )
         try:
             jax.distributed.initialize(
-                coordinator_address=_relay(launch.address)
-                if launch.number
-                else launch.address,
+                coordinator_address=(
+                    _relay(launch.address) if launch.number else launch.address
+                ),
                 num_processes=launch.count,
                 process_id=launch.number,
                 local_device_ids=devices,
@@ -92,7 +104,10 @@ def join(
                 heartbeat_timeout_seconds=heartbeat_timeout,
             )
         except RuntimeError as error:
-            problem = f"process {launch.number} of {launch.count} could not join the others at {launch.address}"
+            problem = (
+                f"process {launch.number} of {launch.count} could not join the others"
+                f" at {launch.address}"
+            )
             raise ConfigError(
                 f"{problem}: {' '.join(str(error).split())[:300]}",
                 key="coordinator_address",
@@ -102,7 +117,9 @@ def join(
 
 
 def _keep_connections(port: int, seconds: int) -> None:
-    """Let gRPC in process 0 wait so long for others, and not 20 s: a closed connection ends the other process, from C++."""
+    """Let gRPC in process 0 wait so long for others, and not 20 s: a closed connection
+    ends the other process, from C++.
+    """
     for file in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with (
             contextlib.suppress(OSError, IndexError),
@@ -115,7 +132,9 @@ def _keep_connections(port: int, seconds: int) -> None:
 
 
 def _relay(address: str) -> str:
-    """Return an address in this process that leads to process 0, and learn there, before JAX does, that process 0 is gone."""
+    """Return an address in this process that leads to process 0, and learn there,
+    before JAX does, that process 0 is gone.
+    """
     if {
         "grpc_proxy",
         "http_proxy",
@@ -162,7 +181,9 @@ def _relay(address: str) -> str:
 
 
 def check_reachable() -> None:
-    """Refuse, in every process, a host whose name leads to itself, if there are several and JAX connects their CPUs by name."""
+    """Refuse, in every process, a host whose name leads to itself, if there are several
+    and JAX connects their CPUs by name.
+    """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     name, address, place = socket.gethostname(), "", ""
@@ -182,18 +203,27 @@ def check_reachable() -> None:
             address.startswith("127.")
             and len({(other, place) for other, _, place in found}) > 1
         ):
-            problem = f"process {number} runs on {name}, a name that leads to {address} there: other hosts cannot reach it"
-            fix = f"in /etc/hosts of that host, let {name} lead to its address in the network of the others"
+            problem = (
+                f"process {number} runs on {name}, a name that leads to {address}"
+                " there: other hosts cannot reach it"
+            )
+            fix = (
+                f"in /etc/hosts of that host, let {name} lead to its address in the"
+                " network of the others"
+            )
             raise ConfigError(f"{problem}; {fix}", key="coordinator_address")
 
 
 def check_consistent(facts: Mapping[str, Any]) -> None:
-    """Refuse, in every process, to run different things. All of them call this equally often.
+    """Refuse, in every process, to run different things. All of them call this equally
+    often.
 
-    Facts are key -> value, of the configuration and the data, and for files a mapping from name to fingerprint. A process
-    leaves out those that it does not know; process 0 knows all.
+    Facts are key -> value, of the configuration and the data, and for files a mapping
+    from name to fingerprint. A process leaves out those that it does not know; process
+    0 knows all.
     """
-    # Process 0 compares, and the others wait for its answer: all of them end in the same way.
+    # Process 0 compares, and the others wait for its answer: all of them end in the
+    # same way.
     count = jax.process_count()
     if count == 1:
         return
@@ -231,7 +261,9 @@ def check_consistent(facts: Mapping[str, Any]) -> None:
 def describe_change(
     one: Any, other: Any, places: tuple[str, str], *, most: int
 ) -> list[str]:
-    """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do."""
+    """Return how two values of a fact about a run differ; of the fingerprints of its
+    data, the first files that do.
+    """
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
     found = []
@@ -248,9 +280,11 @@ def describe_change(
 
 
 class StopConsensus:
-    """Agrees on the step before which a run stops, without stopping any process meanwhile.
+    """Agrees on the step before which a run stops, without stopping any process
+    meanwhile.
 
-    When a process says that it wants to stop, process 0 sets a step a little ahead, which all find before they reach it.
+    When a process says that it wants to stop, process 0 sets a step a little ahead,
+    which all find before they reach it.
     """
 
     def __init__(self) -> None:
@@ -259,7 +293,9 @@ class StopConsensus:
         self._has_asked = False
 
     def agreed(self, wants_to_stop: bool, step: int) -> bool:
-        """Return whether the run stops before `step`, which is never smaller than in the call before."""
+        """Return whether the run stops before `step`, which is never smaller than in
+        the call before.
+        """
         if jax.process_count() == 1:
             return wants_to_stop
         if self._from_step is None:
@@ -273,15 +309,18 @@ class StopConsensus:
             if is_primary() and decision not in found and found:
                 found[decision] = str(step + NOTICE_STEPS)
                 kv_store().key_value_set(decision, found[decision])
-            # A later look finds the same decision, so it does not matter when a process looks first.
+            # A later look finds the same decision, so it does not matter when a process
+            # looks first.
             self._from_step = int(found[decision]) if decision in found else None
         return self._from_step is not None and step >= self._from_step
 
 
 def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
-    """End this process with a clear message when another one has been silent for `timeout` seconds, or has failed.
+    """End this process with a clear message when another one has been silent for
+    `timeout` seconds, or has failed.
 
-    So does JAX's own heartbeat, but later and from C++. A watchdog inside another one does nothing.
+    So does JAX's own heartbeat, but later and from C++. A watchdog inside another one
+    does nothing.
     """
     watches = jax.process_count() > 1 and _is_watching.acquire(blocking=False)
     return _watched(timeout) if watches else contextlib.nullcontext()
@@ -290,7 +329,8 @@ def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _watched(timeout: float) -> Iterator[None]:
     own = jax.process_index()
-    folder = f"{FOLDER}/alive{next(_watch_numbers)}"  # a state of an earlier run, which its caller knows, ends none
+    # a state of an earlier run, which its caller knows, ends none
+    folder = f"{FOLDER}/alive{next(_watch_numbers)}"
     done = threading.Event()  # there is nothing more to watch
 
     def report(state: str) -> None:
@@ -301,7 +341,8 @@ def _watched(timeout: float) -> Iterator[None]:
     answered = time.monotonic()
 
     def beat() -> None:
-        # In a thread of its own: without a network, the store answers minutes later, or never.
+        # In a thread of its own: without a network, the store answers minutes later, or
+        # never.
         nonlocal answered
         for number in itertools.count():
             now = time.monotonic()
@@ -313,14 +354,16 @@ def _watched(timeout: float) -> Iterator[None]:
                 states = {}
             states.pop(f"{folder}/{own}", None)
             for key, state in states.items():
-                # The clocks of two machines differ, so only the time since a state last changed here counts.
+                # The clocks of two machines differ, so only the time since a state last
+                # changed here counts.
                 if key not in seen or seen[key][0] != state:
                     seen[key] = state, now
             if done.wait(pause):
                 return
 
     def watch() -> None:
-        # When this process was last continued after a pause, such as SIGSTOP, in which it could hear nothing.
+        # When this process was last continued after a pause, such as SIGSTOP, in which
+        # it could hear nothing.
         before = continued = time.monotonic()
         while not done.wait(pause):
             now = time.monotonic()
@@ -334,12 +377,14 @@ def _watched(timeout: float) -> Iterator[None]:
             problem = _problem(heard, now, max(answered, continued), timeout)
             if problem and not done.is_set():
                 print(
-                    f"rampup: {problem}; process {own} ends too. Start the job again to resume.",
+                    f"rampup: {problem}; process {own} ends too. Start the job again to"
+                    " resume.",
                     file=sys.stderr,
                     flush=True,
                 )
-                # The main thread may be inside a collective that waits for the process that is gone: no exception and no
-                # signal handler reaches it there. It may also hold the lock of standard output.
+                # The main thread may be inside a collective that waits for the process
+                # that is gone: no exception and no signal handler reaches it there. It
+                # may also hold the lock of standard output.
                 os._exit(1)
 
     beats = threading.Thread(target=beat, name="rampup-heartbeat", daemon=True)
@@ -353,7 +398,8 @@ def _watched(timeout: float) -> Iterator[None]:
     except BaseException as error:
         has_failed.set()
         final = f"{_FAILED}{type(error).__name__}: {error}".removesuffix(": ")
-        # Whether it, or an error that led to it, is of the devices or of the connections between processes.
+        # Whether it, or an error that led to it, is of the devices or of the
+        # connections between processes.
         cause: BaseException | None = error
         while (
             cause is not None
@@ -362,8 +408,9 @@ def _watched(timeout: float) -> Iterator[None]:
         ):
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
-            # A broken connection fails at once, long before the process at its other end counts as silent. Until the thread has
-            # named that process, this one stays alive for the others, which look for the culprit as well.
+            # A broken connection fails at once, long before the process at its other
+            # end counts as silent. Until the thread has named that process, this one
+            # stays alive for the others, which look for the culprit as well.
             thread.join(timeout + 2)
         raise
     finally:
@@ -383,7 +430,9 @@ def _watched(timeout: float) -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once. JAX's own end waits for the other processes, and aborts if they are gone."""
+    """End this process at once. JAX's own end waits for the other processes, and aborts
+    if they are gone.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -409,7 +458,9 @@ def _problem(
 
 
 def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) -> None:
-    """Wait until process 0 listens; in process 0, until it can. JAX would end the process from C++, without an exception."""
+    """Wait until process 0 listens; in process 0, until it can. JAX would end the
+    process from C++, without an exception.
+    """
     host, _, port = launch.address.rpartition(":")
     words, deadline = waiting.words, time.monotonic() + timeout
     while True:
@@ -428,7 +479,10 @@ def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) ->
         except socket.gaierror:
             problem = f"the name {host} cannot be resolved here"
         except OSError as error:
-            problem = f"{'no answer' if launch.number else 'it cannot listen'} ({error.strerror or error})"
+            problem = (
+                f"{'no answer' if launch.number else 'it cannot listen'}"
+                f" ({error.strerror or error})"
+            )
         except ValueError:
             raise ConfigError(
                 f"{launch.address}: the port must be a number",

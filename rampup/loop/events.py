@@ -14,7 +14,9 @@ ctrl_c_stops: ContextVar[bool] = ContextVar("ctrl_c_stops", default=False)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Event:
-    """Something that a run reports. Its subclasses are frozen dataclasses with keyword arguments."""
+    """Something that a run reports. Its subclasses are frozen dataclasses with keyword
+    arguments.
+    """
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
@@ -43,7 +45,9 @@ class LearningRateChanged(Event):
 
     step: int  #: the last step before the checkpoint
     before: float  #: the learning rate that it had
-    after: float  #: the learning rate that the schedule of this run has there; the steps from here on follow it
+    # : the learning rate that the schedule of this run has there; the steps from here
+    # on follow it
+    after: float
     schedule_steps: (
         int | None
     )  #: the length of the schedule before, if it was another one
@@ -58,14 +62,18 @@ class PhaseStarted(Event):
 
 
 class BatchSizeChanged(Event):
-    """With `batch_size_schedule: auto`, the batch changes from step `step` on; `plan` has the new size as its last phase."""
+    """With `batch_size_schedule: auto`, the batch changes from step `step` on; `plan`
+    has the new size as its last phase.
+    """
 
     step: int
     plan: Any
 
 
 class BatchSizeDecided(Event):
-    """With `batch_size_schedule: auto`, a decision after step `step`, which comes every tenth step."""
+    """With `batch_size_schedule: auto`, a decision after step `step`, which comes every
+    tenth step.
+    """
 
     step: int  #: the step
     changed: bool  #: whether the batch changes, or the advised one
@@ -82,7 +90,9 @@ class StepDone(Event):
 
 
 class StepSkipped(Event):
-    """A step was skipped because its loss or gradient was not finite, the `in_a_row`-th in a row."""
+    """A step was skipped because its loss or gradient was not finite, the `in_a_row`-th
+    in a row.
+    """
 
     step: int
     in_a_row: int
@@ -96,7 +106,9 @@ class Evaluated(Event):
 
 
 class CheckpointSaved(Event):
-    """The state after `steps` steps was copied for a checkpoint, which may still be written in the background."""
+    """The state after `steps` steps was copied for a checkpoint, which may still be
+    written in the background.
+    """
 
     steps: int
 
@@ -111,13 +123,17 @@ class CheckpointDamaged(Event):
 
 
 class StorageFailed(Event):
-    """A checkpoint or metrics could not be written, or lines of the metrics are damaged or missing, and the run continues."""
+    """A checkpoint or metrics could not be written, or lines of the metrics are damaged
+    or missing, and the run continues.
+    """
 
     problem: str
 
 
 class RunStopped(Event):
-    """The run ended after `steps` steps, early if `interrupted`; `is_saved` if a checkpoint has its last state."""
+    """The run ended after `steps` steps, early if `interrupted`; `is_saved` if a
+    checkpoint has its last state.
+    """
 
     steps: int
     interrupted: bool
@@ -126,17 +142,23 @@ class RunStopped(Event):
 
 
 class StopRequested(Event):
-    """SIGTERM, or Ctrl-C in the command line: the run stops after the steps in flight. Reported at once, by another thread."""
+    """SIGTERM, or Ctrl-C in the command line: the run stops after the steps in flight.
+    Reported at once, by another thread.
+    """
 
 
 class RunStopping(Event):
-    """The run is stopping, in all processes: the steps before step `step` end, and none begins from there on."""
+    """The run is stopping, in all processes: the steps before step `step` end, and none
+    begins from there on.
+    """
 
     step: int
 
 
 class RunAborted(Event):
-    """Ctrl-C, in the command line a second one, ended the run at once. `checkpoint`: steps done in the newest one, or None."""
+    """Ctrl-C, in the command line a second one, ended the run at once. `checkpoint`:
+    steps done in the newest one, or None.
+    """
 
     folder: Path
     checkpoint: int | None

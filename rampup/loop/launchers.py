@@ -1,4 +1,6 @@
-"""How this process was started: the variables that launchers set, and what JAX's own detectors of clusters find."""
+"""How this process was started: the variables that launchers set, and what JAX's own
+detectors of clusters find.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ import jax
 from rampup.errors import ConfigError
 
 DEFAULT_PORT = "8476"  # unless JAX_COORDINATOR_PORT is set
-# Variables with the number of processes (the first that is set is taken) and with the number of this one. The more specific
-# come first: mpirun may run within a Slurm job, and SLURM_NTASKS is that of the job in the step of an interactive shell.
+# Variables with the number of processes (the first that is set is taken) and with the
+# number of this one. The more specific come first: mpirun may run within a Slurm job,
+# and SLURM_NTASKS is that of the job in the step of an interactive shell.
 _VARIABLES = (
     (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
     (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID"),
@@ -45,10 +48,12 @@ def find_launch(
     *,
     timeout: int = 300,
 ) -> Launch | None:
-    """Return the place of this process among those that it was started with; None if it is alone.
+    """Return the place of this process among those that it was started with; None if it
+    is alone.
 
-    The arguments (address of process 0, with or without a port, count and number) take precedence, then JAX's variables. The
-    rest comes from JAX's detectors if there is no address, and otherwise from the variables of launchers.
+    The arguments (address of process 0, with or without a port, count and number) take
+    precedence, then JAX's variables. The rest comes from JAX's detectors if there is no
+    address, and otherwise from the variables of launchers.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = (
@@ -79,7 +84,10 @@ def find_launch(
                 )
             )
         except Exception as error:
-            words = f"{found.by} does not find process 0: {' '.join(str(error).split())[:500]}"
+            words = (
+                f"{found.by} does not find process 0:"
+                f" {' '.join(str(error).split())[:500]}"
+            )
             raise ConfigError(
                 f"{words}; {_ADDRESS}", key="coordinator_address"
             ) from error
@@ -95,7 +103,10 @@ def find_launch(
         problem = problem or (
             "Start it with srun" if found.by.startswith("SLURM") else unknown
         )
-        words = f"{found.by}: this process was started as number {found.number} of {found.count}"
+        words = (
+            f"{found.by}: this process was started as number {found.number} of"
+            f" {found.count}"
+        )
         words += f", but it does not know where process 0 is. {problem}"
         raise ConfigError(f"{words}; or {_ADDRESS}", key="coordinator_address")
     if found is not None:
@@ -115,14 +126,18 @@ def find_launch(
     }
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
-        # Index > 0 proves that there are other pods: refuse. Index 0 may be the only one: run, and say so.
+        # Index > 0 proves that there are other pods: refuse. Index 0 may be the only
+        # one: run, and say so.
         index = _number_in("JOB_COMPLETION_INDEX")
         if index is not None:
             problem = (
                 problem
                 or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
             )
-            words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
+            words = (
+                f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing"
+                f" says how many there are. {problem}"
+            )
             fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
             if index > 0:
                 raise ConfigError(
@@ -138,7 +153,10 @@ def find_launch(
         return None
     if address is None or count is None or number is None:
         named = " and ".join(name for name in given if name not in missing)
-        problem = f"{named} is given without {' and '.join(missing)}; several processes need all three"
+        problem = (
+            f"{named} is given without {' and '.join(missing)}; several processes need"
+            " all three"
+        )
         raise ConfigError(problem, key=missing[0])
     if ":" not in address.rpartition("]")[2]:  # [::1] is an address without a port
         address = f"{address}:{os.environ.get('JAX_COORDINATOR_PORT') or DEFAULT_PORT}"
@@ -146,9 +164,11 @@ def find_launch(
 
 
 def local_device_ids() -> list[int] | None:
-    """Return the GPUs of this host for this process, as JAX numbers them; None = all. Refuse to leave some of them unused.
+    """Return the GPUs of this host for this process, as JAX numbers them; None = all.
+    Refuse to leave some of them unused.
 
-    JAX gives a process of Slurm or Open MPI one GPU, also if it is the only one on its host.
+    JAX gives a process of Slurm or Open MPI one GPU, also if it is the only one on its
+    host.
     """
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or jax.config.jax_platforms == "cpu":
         return None
@@ -182,17 +202,26 @@ def local_device_ids() -> list[int] | None:
             if visible
             else f"SLURM_GPUS_ON_NODE={gpus}"
         )
-        problem = f"{tasks} processes are started on a host with {gpus} GPUs ({source}), and each would use one"
-        fix = f"start one process per GPU (srun --ntasks-per-node={gpus}) or one per host (--ntasks-per-node=1), which"
+        problem = (
+            f"{tasks} processes are started on a host with {gpus} GPUs ({source}), and"
+            " each would use one"
+        )
+        fix = (
+            f"start one process per GPU (srun --ntasks-per-node={gpus}) or one per host"
+            " (--ntasks-per-node=1), which"
+        )
         raise ConfigError(
-            f"{problem}; {fix} then uses all of them, or set JAX_LOCAL_DEVICE_IDS in each",
+            f"{problem}; {fix} then uses all of them, or set JAX_LOCAL_DEVICE_IDS in"
+            " each",
             key="num_processes",
         )
     return [number]
 
 
 def _launcher() -> Launch | None:
-    """Return the first launcher whose variables say that it started several processes."""
+    """Return the first launcher whose variables say that it started several
+    processes.
+    """
     for names, own in _VARIABLES:
         name = next((name for name in names if os.environ.get(name)), names[0])
         count = os.environ.get(name, "")
@@ -204,7 +233,9 @@ def _launcher() -> Launch | None:
 
 
 def _ask_jax() -> tuple[Launch | None, str]:
-    """Return the launch of several processes that a detector of JAX finds, or None; and the problem of one that failed."""
+    """Return the launch of several processes that a detector of JAX finds, or None; and
+    the problem of one that failed.
+    """
     try:
         from jax._src.clusters import ClusterEnv
 
@@ -234,7 +265,9 @@ def _ask_jax() -> tuple[Launch | None, str]:
         if "Slurm" in name and (
             os.environ.get("SLURM_STEP_NUM_TASKS") == "1" or not task
         ):
-            continue  # It would take the tasks of the whole job, and in JAX 0.7 also those of a shell.
+            # It would take the tasks of the whole job, and in JAX 0.7 also those of a
+            # shell.
+            continue
         if "Tpu" in name and "tpu" not in (jax.config.jax_platforms or "tpu"):
             continue  # A run on the CPUs of a TPU VM is one of this host alone.
         count = 0
@@ -243,17 +276,30 @@ def _ask_jax() -> tuple[Launch | None, str]:
                 continue
             count = cluster.get_process_count()
             if count > 1:
-                return Launch(
-                    count, cluster.get_process_id(), by=f"JAX's {name}", cluster=cluster
-                ), ""
+                return (
+                    Launch(
+                        count,
+                        cluster.get_process_id(),
+                        by=f"JAX's {name}",
+                        cluster=cluster,
+                    ),
+                    "",
+                )
         except Exception as error:  # noqa: BLE001 - no metadata server, no package, no permission: each has an error of its own
-            words = f"JAX's {name} says: {type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
-            # A pod that asks in vain is often the only one. A host with TPUs is often one of several.
+            words = (
+                f"JAX's {name} says: {type(error).__name__}:"
+                f" {' '.join(str(error).split())[:300].rstrip('.')}"
+            )
+            # A pod that asks in vain is often the only one. A host with TPUs is often
+            # one of several.
             hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get(
                 "TPU_WORKER_HOSTNAMES"
             )
             if count > 1 or ("Tpu" in name and (hosts is None or "," in hosts)):
-                fix = "set coordinator_address, num_processes and process_id in each process"
+                fix = (
+                    "set coordinator_address, num_processes and process_id in each"
+                    " process"
+                )
                 raise ConfigError(
                     f"{words}; {fix}. {_ALONE}", key="coordinator_address"
                 ) from None

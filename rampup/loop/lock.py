@@ -1,9 +1,11 @@
 """One process at a time owns the folder of a run.
 
-The owner holds an exclusive lock of the operating system on a file there, which says who it is. The system releases the lock
-when the process ends in any way, also on another host that shares the file system. A bucket, and a file system without locks,
-has a lease instead: the owner writes the file again every few seconds, with another number, and a lease is free when nobody
-has written it for `STALE_SECONDS`. An owner that was paused or cut off for longer may have lost it: `require_owner` asks.
+The owner holds an exclusive lock of the operating system on a file there, which says
+who it is. The system releases the lock when the process ends in any way, also on
+another host that shares the file system. A bucket, and a file system without locks, has
+a lease instead: the owner writes the file again every few seconds, with another number,
+and a lease is free when nobody has written it for `STALE_SECONDS`. An owner that was
+paused or cut off for longer may have lost it: `require_owner` asks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from rampup.loop.run_folder import absolute_path, is_bucket
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
-# Two processes may write a lease at once. Each waits this long and reads it again; the last writer owns it.
+# Two processes may write a lease at once. Each waits this long and reads it again; the
+# last writer owns it.
 SETTLE_SECONDS = 2.0
 # Returns who has a run instead of its owner, after so many seconds at most, or None.
 FindOwner = Callable[[float], dict[str, Any] | None]
@@ -40,7 +43,8 @@ _questions = itertools.count()
 _STEP_SECONDS = 5.0  # a step waits no longer for a bucket that is away
 _VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
-# The folders that this process owns -> the thread that does, and what finds a later owner.
+# The folders that this process owns -> the thread that does, and what finds a later
+# owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
 
 
@@ -52,13 +56,16 @@ class _TakenError(Exception):
 def own_run(
     folder: Path, *, only_existing: bool = False, shared: bool = False
 ) -> Iterator[None]:
-    """Own a run's folder within a context, in process 0 for all, or refuse it. Contexts of one thread may be nested.
+    """Own a run's folder within a context, in process 0 for all, or refuse it. Contexts
+    of one thread may be nested.
 
-    With `only_existing`, a folder that is not there is not made. With `shared`, all processes must see it.
+    With `only_existing`, a folder that is not there is not made. With `shared`, all
+    processes must see it.
     """
     with contextlib.ExitStack() as held:
         problem = _own(folder, only_existing, held) if is_primary() else ""
-        # Nested contexts of all processes are alike, so all of them ask the same questions.
+        # Nested contexts of all processes are alike, so all of them ask the same
+        # questions.
         problem = broadcast_from_process0(
             f"owner{next(_questions)}", problem, timeout=_OWNER_SECONDS
         )
@@ -74,13 +81,18 @@ def own_run(
 
 
 def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
-    """Refuse to go on in a folder that another process owns now. Storage that does not answer within `seconds` says nothing."""
+    """Refuse to go on in a folder that another process owns now. Storage that does not
+    answer within `seconds` says nothing.
+    """
     _, find_owner = _held.get(absolute_path(folder), (0, lambda seconds: None))
     owner = None
     with contextlib.suppress(OSError):
         owner = find_owner(seconds)
     if owner is not None:
-        reason = f"this one was paused or cut off for longer than {STALE_SECONDS:g} s, or {LOCK_FILE} was deleted"
+        reason = (
+            f"this one was paused or cut off for longer than {STALE_SECONDS:g} s, or"
+            f" {LOCK_FILE} was deleted"
+        )
         raise ConfigError(
             f"another process took over {folder}: {_words(owner)}; {reason}, and ends",
             key="run_name",
@@ -88,7 +100,9 @@ def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
 
 
 def _invisible(folder: Path) -> str:
-    """Return that this process does not see the folder that process 0 owns, or "". All processes call this equally often."""
+    """Return that this process does not see the folder that process 0 owns, or "". All
+    processes call this equally often.
+    """
 
     def owner() -> dict[str, Any]:
         with contextlib.suppress(OSError):
@@ -108,8 +122,14 @@ def _invisible(folder: Path) -> str:
     end = time.monotonic() + _VISIBLE_SECONDS
     while expected and owner() != expected:
         if time.monotonic() > end:
-            place = f"process {jax.process_index()} on {socket.gethostname()} does not see the folder {folder} of process 0"
-            return f"{place} on {expected.get('host')}: it must be on a file system that all hosts share, or in a bucket"
+            place = (
+                f"process {jax.process_index()} on {socket.gethostname()} does not see"
+                f" the folder {folder} of process 0"
+            )
+            return (
+                f"{place} on {expected.get('host')}: it must be on a file system that"
+                " all hosts share, or in a bucket"
+            )
         time.sleep(_VISIBLE_SECONDS / 100)
     return ""
 
@@ -126,12 +146,18 @@ def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         find_owner = _lease(path, held) if is_bucket(path) else _lock(path, held)
     except _TakenError as error:
-        problem = f"another process trains in {folder}: {_words(error.args[0])}; stop it, or give this run another run_name"
+        problem = (
+            f"another process trains in {folder}: {_words(error.args[0])}; stop it, or"
+            " give this run another run_name"
+        )
         return f"{problem}. If it does not exist any more, delete {folder / LOCK_FILE}"
     except OSError as error:
         return f"cannot write in {folder}: {error.strerror or error}"
     except RuntimeError as error:
-        return f"cannot keep {folder / LOCK_FILE}: {error}; the limit of threads is reached (ulimit -u)"
+        return (
+            f"cannot keep {folder / LOCK_FILE}: {error}; the limit of threads is"
+            " reached (ulimit -u)"
+        )
     _held[key] = threading.get_ident(), find_owner
     held.callback(_held.pop, key)
     return ""
@@ -168,7 +194,8 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
 
             # The owner before may have deleted the file after it was opened here.
             if os.fstat(file).st_nlink:
-                # Deleted before it is closed, so that nobody locks a file that is about to be deleted.
+                # Deleted before it is closed, so that nobody locks a file that is about
+                # to be deleted.
                 opened.callback(delete)
                 os.ftruncate(file, 0)
                 os.write(file, json.dumps(_identity()).encode())
@@ -199,7 +226,9 @@ def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
 
 
 class _Lease:
-    """A lease that a thread renews until it is released, or until another process has it."""
+    """A lease that a thread renews until it is released, or until another process has
+    it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.token = uuid.uuid4().hex
@@ -211,7 +240,8 @@ class _Lease:
         self._beats = itertools.count()
         self._released = threading.Event()
         self._asked = threading.Event()
-        # When the last successful renewal began, when training went on without one, and who has the lease instead.
+        # When the last successful renewal began, when training went on without one, and
+        # who has the lease instead.
         self._renewed = threading.Condition()
         self._renewal = self._excused = time.monotonic()
         self._owner: dict[str, Any] | None = None
@@ -221,7 +251,9 @@ class _Lease:
         self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
 
     def find_owner(self, seconds: float) -> dict[str, Any] | None:
-        """Return who has the lease instead. One that may have run out is renewed first, which takes `seconds` at most."""
+        """Return who has the lease instead. One that may have run out is renewed first,
+        which takes `seconds` at most.
+        """
 
         def is_known() -> bool:
             return (
@@ -269,7 +301,9 @@ class _Lease:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a lock's content; {} if it cannot be understood, None if there is no file."""
+    """Return a lock's content; {} if it cannot be understood, None if there is no
+    file.
+    """
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:

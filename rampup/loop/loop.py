@@ -1,13 +1,19 @@
 """The training loop: steps, metrics, evaluation, checkpoints and a clean stop.
 
-A step returns before the devices are done: its metrics are fetched two steps later, or by a flush, which waits.
+A step returns before the devices are done: its metrics are fetched two steps later, or
+by a flush, which waits.
 
-A component may replace the plan, as `batch_size_schedule: auto` does, and then this holds:
+A component may replace the plan, as `batch_size_schedule: auto` does, and then this
+holds:
 
-- A plan changes between two steps and only extends its ramp: the steps that are done have the same batches in both.
-- It is decided from the flushed lines of all steps before it, alike in all processes, and written into the step's line.
-- A run that writes checkpoints has one with the new ramp before the first step of the new size, from which it can resume.
-- State and compiled step stay. The plan has reserved the sizes that may come, so that no size needs another executable.
+- A plan changes between two steps and only extends its ramp: the steps that are done
+  have the same batches in both.
+- It is decided from the flushed lines of all steps before it, alike in all processes,
+  and written into the step's line.
+- A run that writes checkpoints has one with the new ramp before the first step of the
+  new size, from which it can resume.
+- State and compiled step stay. The plan has reserved the sizes that may come, so that
+  no size needs another executable.
 """
 
 from __future__ import annotations
@@ -115,14 +121,17 @@ class Loop:
     """A run in its folder.
 
     Attributes:
-        batches: called with a step number; returns the batches from that step on, such as `BatchLoader.batches`.
+        batches: called with a step number; returns the batches from that step on, such
+            as `BatchLoader.batches`.
         evaluation: when to evaluate, and how; None = never.
         on_event: called with every `rampup.loop.events.Event`.
-        components: what else has state and belongs to the run, such as an iterator of its data. Checkpoints contain it. The
-            step brings its own.
-        batches_of: called with a plan; returns its `batches`. Needed if a component can change the plan.
-        should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does. For
-            threads, which cannot handle signals, and for launchers that give notice in another way.
+        components: what else has state and belongs to the run, such as an iterator of
+            its data. Checkpoints contain it. The step brings its own.
+        batches_of: called with a plan; returns its `batches`. Needed if a component can
+            change the plan.
+        should_stop: called once before every step, in every process; True in one of
+            them stops the run as SIGTERM does. For threads, which cannot handle
+            signals, and for launchers that give notice in another way.
     """
 
     plan: LoopPlan
@@ -151,12 +160,15 @@ class Loop:
         object.__setattr__(self, "components", (*brought, *self.components))
 
     def run(self, state: Any) -> tuple[Any, Summary]:
-        """Train from the newest checkpoint, or from `state`, to the plan's end or to SIGTERM: `restore`, then `train`.
+        """Train from the newest checkpoint, or from `state`, to the plan's end or to
+        SIGTERM: `restore`, then `train`.
 
-        `state` is that of step 0, and its buffers are donated. Returned are the trained state and the result of the run.
+        `state` is that of step 0, and its buffers are donated. Returned are the trained
+        state and the result of the run.
 
         Raises:
-            RampupError: another process trains in the folder; see `restore` and `train`.
+            RampupError: another process trains in the folder; see `restore` and
+                `train`.
         """
         with self._owned():
             return self.train(
@@ -169,9 +181,11 @@ class Loop:
     def restore(
         self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None
     ) -> tuple[Any, int]:
-        """Return the state of a checkpoint of this run and the step that follows it; without one, `state` of step 0, and 0.
+        """Return the state of a checkpoint of this run and the step that follows it;
+        without one, `state` of step 0, and 0.
 
-        `ramp_before` is the ramp that the checkpoint was written with, if `plan` continues it with another one.
+        `ramp_before` is the ramp that the checkpoint was written with, if `plan`
+        continues it with another one.
 
         Raises:
             ResumeMismatchError: the checkpoint does not belong to this run.
@@ -188,7 +202,10 @@ class Loop:
         if "fingerprint" in changed:
             rows, _ = changed.pop(RAMP_ROWS, (None, None))
             if rows is not None and (table := ramp.differences(rows)):
-                problem = f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}"
+                problem = (
+                    f"the ramp is not that of the checkpoint of step {saved.step} in"
+                    f" {self.folder}"
+                )
                 fix = "restore the ramp, or train in another folder"
                 raise ResumeMismatchError(
                     f"{problem}:\n{table}\n{fix}", key="fingerprint"
@@ -202,7 +219,10 @@ class Loop:
             table = "\n".join(
                 f"  {key}: {line}" for key, lines in changes.items() for line in lines
             )
-            problem = f"the checkpoint of step {saved.step} in {self.folder} is of another run"
+            problem = (
+                f"the checkpoint of step {saved.step} in {self.folder} is of"
+                " another run"
+            )
             fix = "set these keys back, or give the run another run_name"
             raise ResumeMismatchError(
                 f"{problem}:\n{table}\n{fix}", key=next(iter(changed))
@@ -215,7 +235,8 @@ class Loop:
             restored = self.checkpoints.from_saved(
                 checkpoints.restore(saved, state, self.on_event)
             )
-        # Report a learning rate with which the steps before the checkpoint were not trained.
+        # Report a learning rate with which the steps before the checkpoint were not
+        # trained.
         rate, step = self.metrics.learning_rate, saved.step - 1
         if rate is not None and saved.step < self.plan.total_steps:
             lines = read_lines_backwards(self.folder / METRICS_FILE)
@@ -228,9 +249,9 @@ class Loop:
                 rates = {
                     "before": before,
                     "after": after,
-                    "schedule_steps": None
-                    if length == self._schedule_steps
-                    else length,
+                    "schedule_steps": (
+                        None if length == self._schedule_steps else length
+                    ),
                 }
                 self.on_event(
                     events.LearningRateChanged(step=step, plan=self.plan, **rates)
@@ -239,19 +260,23 @@ class Loop:
 
     @property
     def _schedule_steps(self) -> int | None:
-        """The length of the learning-rate schedule; None if there is none, or if it follows from others as the ramp does."""
+        """The length of the learning-rate schedule; None if there is none, or if it
+        follows from others as the ramp does.
+        """
         follows = getattr(self.plan, "seesaw", None) or getattr(
             self.plan, "budget_samples", None
         )
         return None if follows else getattr(self.plan, "schedule_steps", None)
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
-        """Train from step `start`, with the state before it, to the plan's end or to SIGTERM; see `run`.
+        """Train from step `start`, with the state before it, to the plan's end or to
+        SIGTERM; see `run`.
 
         Raises:
             StorageError: a checkpoint or the metrics cannot be written.
             NonFiniteError: too many steps in a row were skipped.
-            DataError: a row cannot be read; with one process, the steps before it are in a checkpoint.
+            DataError: a row cannot be read; with one process, the steps before it are
+                in a checkpoint.
         """
         began = time.perf_counter()
         with (
@@ -287,7 +312,8 @@ class Loop:
             )
             interrupted = done < plan.total_steps
             self._flush(metrics)
-            # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
+            # A checkpoint needs all processes, and a row that one cannot read may be no
+            # problem for the others.
             can_save = failure is None or jax.process_count() == 1
             if (
                 interrupted
@@ -308,7 +334,8 @@ class Loop:
                 is_saved=saved == done,
             )
         )
-        # From the file and not from this process, which may have resumed in the middle of the run.
+        # From the file and not from this process, which may have resumed in the middle
+        # of the run.
         (first, last), (first_eval, last_eval) = (
             first_and_last_line(self.folder / name)
             for name in (METRICS_FILE, EVAL_FILE)
@@ -332,7 +359,9 @@ class Loop:
 
     @contextlib.contextmanager
     def _report_abort(self) -> Iterator[None]:
-        """Report a Ctrl-C that ends the run in the middle of a step, when the last checkpoint is written."""
+        """Report a Ctrl-C that ends the run in the middle of a step, when the last
+        checkpoint is written.
+        """
         try:
             yield
         except KeyboardInterrupt:
@@ -350,7 +379,9 @@ class Loop:
         checkpoints: Checkpoints,
         metrics: Metrics,
     ) -> tuple[int, Any, DataError | None, Any]:
-        """Return the steps done, the state after them, the error if a row that cannot be read ended the run, and its plan."""
+        """Return the steps done, the state after them, the error if a row that cannot
+        be read ended the run, and its plan.
+        """
         period = self.checkpoints.checkpoint_period
         plan, batches, done = self.plan, self.batches, start
         stopping = StopConsensus()
@@ -375,7 +406,8 @@ class Loop:
                         self.on_event(events.RunStopping(step=done))
                         break
                     require_owner(self.folder)
-                    # The step returns before the devices are done, so only a compilation takes long here.
+                    # The step returns before the devices are done, so only a
+                    # compilation takes long here.
                     waited = self.step.waited_seconds
                     state, values = self.step(state, batch)
                     metrics.push(
@@ -402,7 +434,8 @@ class Loop:
             except DataError as error:
                 return done, state, error, plan
             finally:
-                self.step.close()  # Only its compilations: it may go on with another plan.
+                # Only its compilations: it may go on with another plan.
+                self.step.close()
             if next_plan is plan:
                 return done, state, None, plan
             checkpoints.wait()
@@ -436,7 +469,8 @@ class Loop:
         state: Any,
         metrics: Metrics,
     ) -> None:
-        # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
+        # Metrics first: a run that resumes from a checkpoint must find the lines of all
+        # steps before it.
         if self._flush(metrics):
             record = self._identity(plan.ramp, done)
             record |= (
@@ -462,13 +496,16 @@ class Loop:
         return True
 
     def _storage_failed(self, error: StorageError) -> None:
-        # Several processes always stop: the others would wait for a checkpoint that never comes.
+        # Several processes always stop: the others would wait for a checkpoint that
+        # never comes.
         if self.checkpoints.on_checkpoint_error == "stop" or jax.process_count() > 1:
             raise error
         self.on_event(events.StorageFailed(problem=str(error)))
 
     def _identity(self, ramp: Any, step: int) -> dict[str, Any]:
-        """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
+        """Return the values that must be the same in a checkpoint after `step` steps
+        and in the run that resumes it.
+        """
         position = {
             "consumed_samples": ramp.samples_before(step),
             "fingerprint": ramp.fingerprint,
@@ -478,10 +515,13 @@ class Loop:
 
 @contextlib.contextmanager
 def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop; `on_request` is called in a thread."""
+    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop;
+    `on_request` is called in a thread.
+    """
     requested = False
     before: dict[int, Any] = {}
-    # What the system calls. It need not be Python's handler: a library in C, or a program around Python, may have its own.
+    # What the system calls. It need not be Python's handler: a library in C, or a
+    # program around Python, may have its own.
     system, actions = ctypes.CDLL(None), dict[int, Any]()
 
     def restore() -> None:
@@ -523,9 +563,11 @@ def run_in_folder(
     *,
     heartbeat_timeout: float,
 ) -> Any:
-    """Make a run, new or from a checkpoint, and train it in its folder; one without a name gets a new folder.
+    """Make a run, new or from a checkpoint, and train it in its folder; one without a
+    name gets a new folder.
 
-    `make` refuses what it can refuse: no folder is made before it returns. For `heartbeat_timeout` see `watchdog`.
+    `make` refuses what it can refuse: no folder is made before it returns. For
+    `heartbeat_timeout` see `watchdog`.
     """
     from rampup.engine.compile import (
         enable_compilation_cache,  # not above: a loop of one's own does without
@@ -539,7 +581,8 @@ def run_in_folder(
         if config.run_name
         else None
     )
-    # Owned before its checkpoint is read: a process that is still training would write newer ones.
+    # Owned before its checkpoint is read: a process that is still training would write
+    # newer ones.
     is_shared = config.enable_checkpointing
     owned = (
         contextlib.nullcontext()
@@ -561,7 +604,9 @@ def run_in_folder(
 
 
 def keep_config(config: Any, folder: Path) -> None:
-    """Write config.yml. A run that is refused or finished must not: the file is that of the run in this folder."""
+    """Write config.yml. A run that is refused or finished must not: the file is that of
+    the run in this folder.
+    """
     from rampup.config.files import run_yaml
 
     if is_primary():

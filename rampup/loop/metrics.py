@@ -1,4 +1,6 @@
-"""Per-step metrics: fetched asynchronously, written to metrics.jsonl, and passed to listeners and to writers like clu's."""
+"""Per-step metrics: fetched asynchronously, written to metrics.jsonl, and passed to
+listeners and to writers like clu's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from rampup.loop.run_folder import (
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
 
-IN_FLIGHT = 2  # steps whose metrics stay on the devices, so that the host does not wait for them
+# steps whose metrics stay on the devices, so that the host does not wait for them
+IN_FLIGHT = 2
 NAMED_ROWS = 3  # of a skipped step, in an error message
 TENSORBOARD_FOLDER = "tensorboard"
 _NEEDED_BY = {
@@ -67,12 +70,17 @@ class MetricOptions:
     """The metrics of a run.
 
     Attributes:
-        learning_rate: called with a step number; returns its learning rate. None leaves it out.
+        learning_rate: called with a step number; returns its learning rate. None leaves
+            it out.
         tokens_per_sample: for tokens per second. With 1, they are samples per second.
-        flops_per_sample: FLOPs of the model, forward and backward, for FLOP/s; None leaves FLOP/s out.
-        writers: called with the first step; returns what gets the metrics in addition to the files, see `MetricWriter`.
-        skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0 = never.
-        describe_rows: called with a step number; returns descriptions of its rows, for the error that ends the run.
+        flops_per_sample: FLOPs of the model, forward and backward, for FLOP/s; None
+            leaves FLOP/s out.
+        writers: called with the first step; returns what gets the metrics in addition
+            to the files, see `MetricWriter`.
+        skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0
+            = never.
+        describe_rows: called with a step number; returns descriptions of its rows, for
+            the error that ends the run.
     """
 
     learning_rate: Callable[[int], float] | None = None
@@ -84,7 +92,9 @@ class MetricOptions:
 
 
 class Metrics:
-    """Fetches each step's metrics two steps later, and replaces the lines from the first step of this launch on."""
+    """Fetches each step's metrics two steps later, and replaces the lines from the
+    first step of this launch on.
+    """
 
     def __init__(
         self,
@@ -98,7 +108,8 @@ class Metrics:
         self._options = options
         self._components = components
         self._on_event = on_event
-        # The lines of the steps that were skipped in a row, from those just before this launch on.
+        # The lines of the steps that were skipped in a row, from those just before this
+        # launch on.
         before = itertools.dropwhile(
             lambda line: line["step"] >= start,
             read_lines_backwards(folder / METRICS_FILE),
@@ -126,7 +137,9 @@ class Metrics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all processes in this launch, without its first step; None before its second."""
+        """Tokens per second of all processes in this launch, without its first step;
+        None before its second.
+        """
         return self._tokens / self._seconds if self._seconds else None
 
     def restart_clock(self) -> None:
@@ -134,7 +147,9 @@ class Metrics:
         self._last = self._last_push = time.perf_counter()
 
     def push(self, position: PlanPosition, values: Any, compile_seconds: float) -> None:
-        """Queue the metrics of a step, which may still be running, and the time that it waited for a compilation."""
+        """Queue the metrics of a step, which may still be running, and the time that it
+        waited for a compilation.
+        """
         now = time.perf_counter()
         between, self._last_push = now - self._last_push - compile_seconds, now
         self._waiting.append((position, values, compile_seconds, between))
@@ -147,7 +162,9 @@ class Metrics:
         write_numbers(self._writers, values)
 
     def flush(self) -> None:
-        """Wait until all metrics are on disk; the lines that it refuses stay in memory."""
+        """Wait until all metrics are on disk; the lines that it refuses stay in
+        memory.
+        """
         while self._waiting:
             self._write_oldest(flushing=True)
         self._log.sync()
@@ -185,11 +202,13 @@ class Metrics:
             }
         if fetched.keys() & {"aux", "gradient_noise"}:
             fetched["weight"] = values["weight"]
-        # This waits for a step of a while ago, which is done unless the devices are behind by `IN_FLIGHT` steps.
+        # This waits for a step of a while ago, which is done unless the devices are
+        # behind by `IN_FLIGHT` steps.
         values = jax.device_get(fetched)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        # If the host is slower than the devices, steps are done when a flush fetches them, and took as long as the host did.
+        # If the host is slower than the devices, steps are done when a flush fetches
+        # them, and took as long as the host did.
         step_seconds = max(seconds, between) if flushing else seconds
         options, facts = self._options, values.get("facts", {})
         size = facts.get("global_batch_size", position.split.global_batch_size)
@@ -220,14 +239,16 @@ class Metrics:
             else {}
         )
         if options.flops_per_sample is not None:
-            # Imported here: a run that does not know its operations needs no table of TPUs.
+            # Imported here: a run that does not know its operations needs no table of
+            # TPUs.
             from rampup.plan.topology import peak_flops
 
             flops = size * options.flops_per_sample / step_seconds / jax.device_count()
             peak = peak_flops(jax.devices()[0].device_kind)
             record["tflops_per_device"] = round(flops / 1e12, 6)
-            # Model FLOP/s utilisation (Chowdhery et al., "PaLM", 2022, appendix B): recomputed activations are no work, and the
-            # peak is that of bfloat16 whatever type the model computes in.
+            # Model FLOP/s utilisation (Chowdhery et al., "PaLM", 2022, appendix B):
+            # recomputed activations are no work, and the peak is that of bfloat16
+            # whatever type the model computes in.
             record |= {} if peak is None else {"mfu": round(flops / peak, 6)}
         # Readers of throughput skip the steps that have it.
         record |= (
@@ -236,7 +257,8 @@ class Metrics:
         record |= {"skipped": True} if values.get("skipped", False) else {}
         for component in self._components:
             record |= component.after_step(record, values)
-        # Means, as the loss is one: the sums over the step's rows, by the step's weight, of several parts the first.
+        # Means, as the loss is one: the sums over the step's rows, by the step's
+        # weight, of several parts the first.
         weight = float(np.ravel(values.get("weight", 0))[0])
         means = {
             name: finite_or_none(value / weight) if weight else None
@@ -271,19 +293,34 @@ class Metrics:
                     if len(rows) > NAMED_ROWS
                     else ""
                 )
-                table += f"\n  step {line['step']}: samples {end - line['global_batch_size']:,} to {end - 1:,}"
+                table += (
+                    f"\n  step {line['step']}: samples"
+                    f" {end - line['global_batch_size']:,} to {end - 1:,}"
+                )
                 table += f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""
-            problem = f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite"
-            rule = f"skip_nonfinite={options.skip_nonfinite} stops there; none of them changed the parameters"
-            words = f"{problem}, {len(steps)} in a row: {rule}, and the checkpoints stay. The rows they used:{table}"
+            problem = (
+                f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))}"
+                " was not finite"
+            )
+            rule = (
+                f"skip_nonfinite={options.skip_nonfinite} stops there; none of them"
+                " changed the parameters"
+            )
+            words = (
+                f"{problem}, {len(steps)} in a row: {rule}, and the checkpoints stay."
+                f" The rows they used:{table}"
+            )
             raise NonFiniteError(words, steps=steps, key="skip_nonfinite")
 
 
 class TensorBoardWriter:
-    """Writes event files for TensorBoard in the calling thread; in a bucket, `flush` and `close` upload them.
+    """Writes event files for TensorBoard in the calling thread; in a bucket, `flush`
+    and `close` upload them.
 
-    A full disk is an error of `flush`. It ends the thread of `tensorboardX.SummaryWriter` without one, and blocks `add_scalar`.
-    A resumed run adds a file. TensorBoard then hides what earlier processes wrote for its first step, `start`, and later ones.
+    A full disk is an error of `flush`. It ends the thread of
+    `tensorboardX.SummaryWriter` without one, and blocks `add_scalar`. A resumed run
+    adds a file. TensorBoard then hides what earlier processes wrote for its first step,
+    `start`, and later ones.
     """
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
@@ -300,7 +337,9 @@ class TensorBoardWriter:
         self._problem: OSError | None = None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a step. Numbers that a full disk refuses are lost, and `flush` raises an error."""
+        """Take the numbers of a step. Numbers that a full disk refuses are lost, and
+        `flush` raises an error.
+        """
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [
@@ -310,7 +349,9 @@ class TensorBoardWriter:
         self._attempt(lambda: self._write(step, summary=Summary(value=values)))
 
     def flush(self) -> None:
-        """Write everything that was taken, or raise a StorageError if numbers were lost since the last call."""
+        """Write everything that was taken, or raise a StorageError if numbers were lost
+        since the last call.
+        """
         if self._file is not None:
             self._attempt(self._upload)
         problem, self._problem = self._problem, None
@@ -329,7 +370,9 @@ class TensorBoardWriter:
             self._file = None
 
     def _write(self, step: int, **content: Any) -> None:
-        """Write an event into the file, a new one after a write that may have left the last one incomplete."""
+        """Write an event into the file, a new one after a write that may have left the
+        last one incomplete.
+        """
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -339,7 +382,8 @@ class TensorBoardWriter:
             self._file = EventsWriter(
                 str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}"
             )
-            # This event makes TensorBoard hide the earlier values of this step and later ones.
+            # This event makes TensorBoard hide the earlier values of this step and
+            # later ones.
             if number == 0 and self._start:
                 self._write(
                     self._start, session_log=SessionLog(status=SessionLog.START)
@@ -362,7 +406,9 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Logs to Weights & Biases, under the run's own step numbers. A resumed run continues the W&B run of the folder's name."""
+    """Logs to Weights & Biases, under the run's own step numbers. A resumed run
+    continues the W&B run of the folder's name.
+    """
 
     def __init__(
         self, folder: Path, *, project: str, config: Mapping[str, Any]
@@ -382,7 +428,8 @@ class WandbWriter:
         self._run = required("wandb").init(
             project=project, config=dict(config), **options
         )
-        # W&B's own step counter refuses to go back, as a run does that was killed after its last checkpoint.
+        # W&B's own step counter refuses to go back, as a run does that was killed after
+        # its last checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -410,7 +457,9 @@ def required(package: str) -> Any:
 
 
 def write_numbers(writers: Sequence[MetricWriter], record: Mapping[str, Any]) -> None:
-    """Pass the numbers of a line of metrics.jsonl or eval.jsonl to writers, under the same names."""
+    """Pass the numbers of a line of metrics.jsonl or eval.jsonl to writers, under the
+    same names.
+    """
     scalars = {
         name: float(value)
         for name, value in record.items()

@@ -1,7 +1,9 @@
-"""The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per step, each step once.
+"""The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per
+step, each step once.
 
-The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A bucket stores whole objects, without
-appending, hard links and an atomic rename of folders. It can be away for minutes.
+The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A
+bucket stores whole objects, without appending, hard links and an atomic rename of
+folders. It can be away for minutes.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 
 CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
-PREDICTION_FILE = (
-    "prediction.json"  # what `rampup design --write` has predicted for the run
+PREDICTION_FILE = (  # what `rampup design --write` has predicted for the run
+    "prediction.json"
 )
-# `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
+# `rampup critical` keeps its results next to the run, in
+# RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 UPLOAD_SECONDS = 60.0  # an object in a bucket is written again as a whole
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
@@ -44,15 +47,19 @@ DAMAGED_FOLDER = "damaged_checkpoints"
 
 
 class StepLog:
-    """A file of JSON lines, each with a `step` that is not smaller than those before, that are flushed when they are written.
+    """A file of JSON lines, each with a `step` that is not smaller than those before,
+    that are flushed when they are written.
 
-    Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`. A bucket cannot append, so
-    there the file has parts, such as `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `TAIL_BYTES` each. Only the last
-    one is written again: at most every `UPLOAD_SECONDS` in the background, by `sync` and by `close`.
+    Lines that a full disk refuses stay in memory and are written with the next line, or
+    by `sync`. A bucket cannot append, so there the file has parts, such as
+    `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `TAIL_BYTES` each. Only the
+    last one is written again: at most every `UPLOAD_SECONDS` in the background, by
+    `sync` and by `close`.
 
-    Lines of step `keep_below` and later, and a last line that a crash left incomplete, are removed first. If a line is damaged
-    at the end of the file, all damaged ones are moved aside and reported. A process with `writes=False` leaves the file to
-    another one. `before_upload` raises ConfigError if another process has the run.
+    Lines of step `keep_below` and later, and a last line that a crash left incomplete,
+    are removed first. If a line is damaged at the end of the file, all damaged ones are
+    moved aside and reported. A process with `writes=False` leaves the file to another
+    one. `before_upload` raises ConfigError if another process has the run.
     """
 
     def __init__(
@@ -68,12 +75,14 @@ class StepLog:
         self._before_upload = before_upload
         self._writes = writes
         self._unwritten = b""
-        # Locally the open file. In a bucket None, and then the last part, its content there, and the time of its upload.
+        # Locally the open file. In a bucket None, and then the last part, its content
+        # there, and the time of its upload.
         self._file: int | None = None
         self._part = path
         self._content = b""
         self._uploaded = time.monotonic()
-        # One upload at a time, in the background or in `sync`. Lines are appended meanwhile.
+        # One upload at a time, in the background or in `sync`. Lines are appended
+        # meanwhile.
         self._uploading = threading.Lock()
         self._appending = threading.Lock()
         if not writes:
@@ -99,7 +108,10 @@ class StepLog:
                             if own == part and record is not None
                         ),
                     )
-                problem = f"{problem}; moved to {aside}, so that the steps of these lines are missing"
+                problem = (
+                    f"{problem}; moved to {aside}, so that the steps of these lines are"
+                    " missing"
+                )
                 on_event(StorageFailed(problem=problem))
                 self._part, start, kept, _ = _end_of_kept(path, keep_below)
             done = "written"
@@ -113,7 +125,8 @@ class StepLog:
                 self._file = os.open(
                     path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
                 )
-                # The kept lines are in the file already. Only the last newline may be missing, if a crash cut it off.
+                # The kept lines are in the file already. Only the last newline may be
+                # missing, if a crash cut it off.
                 missing = max(start + len(kept) - os.fstat(self._file).st_size, 0)
                 os.ftruncate(self._file, start + len(kept) - missing)
                 self._unwritten = b"\n" * missing
@@ -135,19 +148,23 @@ class StepLog:
                 time.monotonic() - self._uploaded >= UPLOAD_SECONDS
                 and not self._uploading.locked()
             ):
-                # A bucket that is away takes half a minute to say so, and training does not wait for it.
+                # A bucket that is away takes half a minute to say so, and training does
+                # not wait for it.
                 threading.Thread(
                     target=self._upload_quietly, name="rampup-upload", daemon=True
                 ).start()
 
     def sync(self) -> None:
-        """Wait until every line is on disk, or raise a StorageError: the lines stay in memory, unless the file is gone."""
+        """Wait until every line is on disk, or raise a StorageError: the lines stay in
+        memory, unless the file is gone.
+        """
         end = time.monotonic() + PATIENCE_SECONDS
         while self._writes:
             try:
                 self._store()
                 if self._file is not None:
-                    # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
+                    # A checkpoint may follow: after a power cut it must not be newer
+                    # than the lines of its steps.
                     os.fsync(self._file)
                     if not os.fstat(self._file).st_nlink:
                         raise FileNotFoundError(
@@ -171,7 +188,9 @@ class StepLog:
         self._writes = False
 
     def _store(self) -> None:
-        """Write what is unwritten. A full disk may take a part of the bytes; the rest stays in front."""
+        """Write what is unwritten. A full disk may take a part of the bytes; the rest
+        stays in front.
+        """
         while self._unwritten and self._file is not None:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         if self._file is not None:
@@ -199,12 +218,16 @@ class StepLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of metrics.jsonl or eval.jsonl without those that are damaged; none if there is no such file."""
+    """Yield the complete lines of metrics.jsonl or eval.jsonl without those that are
+    damaged; none if there is no such file.
+    """
     return (record for _, _, record in _parsed_lines(path) if record is not None)
 
 
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what `read_lines` yields, the last line first. A caller that stops early has read only the end of the file."""
+    """Yield what `read_lines` yields, the last line first. A caller that stops early
+    has read only the end of the file.
+    """
     return (
         record
         for _, _, lines in _blocks_backwards(path)
@@ -214,16 +237,20 @@ def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first and the last line of metrics.jsonl or eval.jsonl; {} if there are none."""
+    """Return the first and the last line of metrics.jsonl or eval.jsonl; {} if there
+    are none.
+    """
     return next(read_lines(path), {}), next(read_lines_backwards(path), {})
 
 
 def measured_throughput(
     folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None
 ) -> dict[int, Fraction]:
-    """Return the median tokens per second of a run by global batch size, in samples, or refuse a run without any.
+    """Return the median tokens per second of a run by global batch size, in samples, or
+    refuse a run without any.
 
-    Steps that compiled count only if there are no others of their size. `lines` are those of its metrics, if they are read.
+    Steps that compiled count only if there are no others of their size. `lines` are
+    those of its metrics, if they are read.
     """
     file = as_path(folder) / METRICS_FILE
     if not file.is_file():
@@ -261,7 +288,9 @@ def measured_throughput(
 
 
 def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
-    """Return a whole number in a line of metrics.jsonl, or refuse what is not one, or too large for any count."""
+    """Return a whole number in a line of metrics.jsonl, or refuse what is not one, or
+    too large for any count.
+    """
     value = row.get(key)
     if type(value) is int and 0 <= value < 10**18:
         return value
@@ -273,7 +302,9 @@ def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
-    """Find the last block with lines below a step: return its part, its offset, those lines, and whether damage was seen."""
+    """Find the last block with lines below a step: return its part, its offset, those
+    lines, and whether damage was seen.
+    """
     part = path
     start = 0
     kept = b""
@@ -291,7 +322,9 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
 
 
 def describe_damage(path: Path) -> str:
-    """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence, or ""; not a last one without an end."""
+    """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence, or
+    ""; not a last one without an end.
+    """
     numbers = [
         str(number)
         for number, (_, _, record) in enumerate(_parsed_lines(path), start=1)
@@ -307,7 +340,9 @@ def describe_damage(path: Path) -> str:
 
 
 def describe_gaps(path: Path, steps: int) -> str:
-    """Return which of the first steps have no line in metrics.jsonl, as a sentence; "" if all have one."""
+    """Return which of the first steps have no line in metrics.jsonl, as a sentence; ""
+    if all have one.
+    """
     lines = 0
     for part in _parts(path):
         with part.open("rb") as file:
@@ -336,7 +371,9 @@ def describe_gaps(path: Path, steps: int) -> str:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the files that exist of metrics.jsonl or eval.jsonl: one, or in a bucket any number."""
+    """Return the files that exist of metrics.jsonl or eval.jsonl: one, or in a bucket
+    any number.
+    """
     later = path.parent.glob(f"{path.stem}-*{path.suffix}") if is_bucket(path) else ()
     return [
         *([path] if path.exists() else []),
@@ -350,14 +387,18 @@ def _part_number(part: Path) -> int:
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any] | None]]:
-    """Yield each line with its part, and its record, or None if it is not JSON with a step."""
+    """Yield each line with its part, and its record, or None if it is not JSON with a
+    step.
+    """
     for part in _parts(path):
         with part.open("rb") as file:
             yield from ((part, *found) for found in _parse(file))
 
 
 def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line and its record, or None, but not a last line that is incomplete."""
+    """Yield each line and its record, or None, but not a last line that is
+    incomplete.
+    """
     for line in lines:
         try:
             record = json.loads(line)
@@ -372,7 +413,9 @@ def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | Non
 def _blocks_backwards(
     path: Path,
 ) -> Iterator[tuple[Path, int, list[tuple[bytes, dict[str, Any] | None]]]]:
-    """Yield (part, start, lines as `_parse` yields them) of blocks of about `TAIL_BYTES`, the last block first."""
+    """Yield (part, start, lines as `_parse` yields them) of blocks of about
+    `TAIL_BYTES`, the last block first.
+    """
     for part in reversed(_parts(path)):
         with part.open("rb") as file:
             end, rest = file.seek(0, os.SEEK_END), b""
@@ -381,7 +424,8 @@ def _blocks_backwards(
                 start = 0 if is_bucket(part) else max(end - TAIL_BYTES, 0)
                 file.seek(start)
                 content = file.read(end - start) + rest
-                # The block begins with its first whole line. What is in front of it belongs to the next block.
+                # The block begins with its first whole line. What is in front of it
+                # belongs to the next block.
                 first = (content.find(b"\n") + 1 or len(content)) if start else 0
                 rest, content, end = content[:first], content[first:], start
                 if content:
@@ -393,7 +437,9 @@ def _blocks_backwards(
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Replace a file so that a crash leaves either the old content or the new one, or raise StorageError."""
+    """Replace a file so that a crash leaves either the old content or the new one, or
+    raise StorageError.
+    """
     try:
         if is_bucket(file):  # an object is there as a whole or not at all
             file.write_bytes(content)
@@ -412,7 +458,9 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def run_folder(base: str, name: str) -> Path:
-    """Return the folder of a run in `base`, created if necessary. Without a name, it is new and named after the time."""
+    """Return the folder of a run in `base`, created if necessary. Without a name, it is
+    new and named after the time.
+    """
     new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         folder = as_path(base) / (name or (new if number == 1 else f"{new}-{number}"))
@@ -431,7 +479,9 @@ def run_folder(base: str, name: str) -> Path:
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """Return a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has the same methods."""
+    """Return a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has the
+    same methods.
+    """
     if not is_bucket(path):
         return Path(path)
     from rampup.loop.bucket import bucket_path
@@ -445,7 +495,9 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def absolute_path(path: str | os.PathLike[str], *, follow: bool = True) -> Path:
-    """Return an absolute path; `follow` resolves symbolic links. The URL of a bucket stays as it is."""
+    """Return an absolute path; `follow` resolves symbolic links. The URL of a bucket
+    stays as it is.
+    """
     found = as_path(path)
     return (
         found if is_bucket(found) else found.resolve() if follow else found.absolute()

@@ -1,4 +1,6 @@
-"""A plan in words: its summary, its table of phases, advice, and what a token budget means for its ramp."""
+"""A plan in words: its summary, its table of phases, advice, and what a token budget
+means for its ramp.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PHASE_TITLES = {
 
 
 def describe_plan(plan: RampPlan) -> str:
-    """Return the summary, the table of phases and the advice as lines, with the middle of a long table left out."""
+    """Return the summary, the table of phases and the advice as lines, with the middle
+    of a long table left out.
+    """
 
     def cell(value: int | float | str | None) -> str:
         return (
@@ -94,17 +98,31 @@ def _ramp_summary(plan: RampPlan) -> str:
                 f"{least:,}" if least == most else f"{least:,} to {most:,}"
                 for least, most in ends
             )
-            return f"auto: {listed} samples, by the measured noise scale; {steps} steps and {samples} samples"
-        return f"{constant}; auto only advises: {listed} samples, by the measured noise scale"
+            return (
+                f"auto: {listed} samples, by the measured noise scale; {steps} steps"
+                f" and {samples} samples"
+            )
+        return (
+            f"{constant}; auto only advises: {listed} samples, by the measured noise"
+            " scale"
+        )
     if len(sizes) == 1:
         return constant
     peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
-    last = f"the last from step {plan.ramp.ramp_steps:,}, sample {plan.ramp.ramp_samples:,}"
-    return f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in {len(sizes)} phases, {last}"
+    last = (
+        f"the last from step {plan.ramp.ramp_steps:,}, sample"
+        f" {plan.ramp.ramp_samples:,}"
+    )
+    return (
+        f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in"
+        f" {len(sizes)} phases, {last}"
+    )
 
 
 def phase_table(plan: RampPlan) -> list[dict[str, int | float | str | None]]:
-    """Return one dictionary per phase for printing, with short titles and without columns that have no information."""
+    """Return one dictionary per phase for printing, with short titles and without
+    columns that have no information.
+    """
     left_out = (
         set()
         if plan.splitter.num_stages > 1
@@ -123,19 +141,29 @@ def phase_table(plan: RampPlan) -> list[dict[str, int | float | str | None]]:
 
 
 def last_steps(plan: RampPlan) -> str:
-    """Return the last phase's cell in the column of steps: "auto" if the measured noise scale may end it, else "rest"."""
+    """Return the last phase's cell in the column of steps: "auto" if the measured noise
+    scale may end it, else "rest".
+    """
     can_grow = any(size > plan.ramp.sizes[-1] for size in plan.reserved_sizes)
     return "auto" if plan.follows and can_grow else "rest"
 
 
 def loading(plan: RampPlan) -> str | None:
-    """Return in words which hosts load data by `expansion_factor_real_data`; None if every host loads its own."""
+    """Return in words which hosts load data by `expansion_factor_real_data`; None if
+    every host loads its own.
+    """
     factor = plan.expansion_factor_real_data
     if factor <= 0:
         return None
     shown = plain_number(factor)
-    product = f"global_batch_size * expansion_factor_real_data = {plan.ramp.sizes[-1]:,} * {shown}"
-    rows = f"global_batch_to_load = {product} = {plan.global_batch_to_load:,} rows per step"
+    product = (
+        f"global_batch_size * expansion_factor_real_data = {plan.ramp.sizes[-1]:,} *"
+        f" {shown}"
+    )
+    rows = (
+        f"global_batch_to_load = {product} = {plan.global_batch_to_load:,} rows per"
+        " step"
+    )
     if factor < 1:
         hosts = plain_number(1 / factor)
         turns = f"MaxText's loaders of {hosts} times as many hosts take turns"
@@ -148,16 +176,25 @@ def loading(plan: RampPlan) -> str | None:
 
 
 def advice(plan: RampPlan) -> tuple[str, ...]:
-    """Return sentences about legal settings that cost time or loss, and about phases that the run does not reach."""
+    """Return sentences about legal settings that cost time or loss, and about phases
+    that the run does not reach.
+    """
     notes = []
     most = max(plan.of_all_sizes.clock, key=lambda segment: segment.scale)
     if most.scale > MOST_RATE_SCALE and plan.seesaw is None:
-        rate = f"a batch of {most.global_batch_size:,} has {most.scale:.3g} times the learning rate that was tuned"
+        rate = (
+            f"a batch of {most.global_batch_size:,} has {most.scale:.3g} times the"
+            " learning rate that was tuned"
+        )
         notes.append(
-            f"{rate}; beyond {MOST_RATE_SCALE:g} times, runs that follow such a rule became unstable (marin issue 6044)"
+            f"{rate}; beyond {MOST_RATE_SCALE:g} times, runs that follow such a rule"
+            " became unstable (marin issue 6044)"
         )
     if plan.follows and not plan.scales_learning_rate:
-        kept = "learning_rate_batch_scaling=none keeps the learning rate as it is while the batch grows"
+        kept = (
+            "learning_rate_batch_scaling=none keeps the learning rate as it is while"
+            " the batch grows"
+        )
         notes.append(
             f"{kept}, which can take more steps than a batch that does not grow"
         )
@@ -169,8 +206,14 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         and largest >= 8 * final.microbatch_size
     ):
         passes = size // (final.data_parallel_size * largest)
-        fixed = f"with a fixed microbatch size of {final.microbatch_size}, every step after the ramp runs"
-        other = f"rampup_microbatch=auto would run {passes} of {largest} there, at the cost of a second compilation"
+        fixed = (
+            f"with a fixed microbatch size of {final.microbatch_size}, every step after"
+            " the ramp runs"
+        )
+        other = (
+            f"rampup_microbatch=auto would run {passes} of {largest} there, at the cost"
+            " of a second compilation"
+        )
         notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
     candidates = plan.pipeline_candidates
     used = next(
@@ -187,21 +230,37 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         <= Fraction(19, 20) * used.predicted_time
     ):
         gain = float(1 - best.predicted_time / used.predicted_time)
-        faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
-        cost = f"if a pipeline tick has a fixed cost of {float(plan.assumed_tick_overhead):g} samples"
+        faster = (
+            f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%}"
+            " faster in the last phase"
+        )
+        cost = (
+            "if a pipeline tick has a fixed cost of"
+            f" {float(plan.assumed_tick_overhead):g} samples"
+        )
         notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
     if (
         final.num_microbatches > 1
         and plan.splitter.data_parallel_size == plan.splitter.num_stages == 1
     ):
-        fewer = "a smaller batch with its own adam_b2 learns more per sample (Marek et al. 2025, arXiv 2507.07101)"
+        fewer = (
+            "a smaller batch with its own adam_b2 learns more per sample (Marek et al."
+            " 2025, arXiv 2507.07101)"
+        )
         notes.append(
-            f"one replica accumulates {final.num_microbatches} microbatches, which saves no communication; {fewer}"
+            f"one replica accumulates {final.num_microbatches} microbatches, which"
+            f" saves no communication; {fewer}"
         )
     if plan.splitter.whole_batch:
         sizes = {split.microbatch_size for split in plan.splits}
-        programs = f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits for each"
-        memory = f"a replica holds the activations of up to {max(sizes):,} samples, as nothing is accumulated"
+        programs = (
+            f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs,"
+            " and the run waits for each"
+        )
+        memory = (
+            f"a replica holds the activations of up to {max(sizes):,} samples, as"
+            " nothing is accumulated"
+        )
         notes.append(f"with whole_batch, {programs}; {memory}")
     unreached = [
         phase.index
@@ -210,13 +269,15 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
     ]
     if unreached:
         notes.append(
-            f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those after it"
+            f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those"
+            " after it"
         )
     after = plan.total_steps - plan.schedule_steps
     if after > 0:
         ends = f"the learning rate's schedule ends after {plan.schedule_steps:,} steps"
         notes.append(
-            f"{ends}: the other {after:,} have the rate of its end, which is 0 after a whole decay"
+            f"{ends}: the other {after:,} have the rate of its end, which is 0 after a"
+            " whole decay"
         )
     return tuple(notes)
 
@@ -228,10 +289,12 @@ def token_budget(
     tokens_per_sample: int,
     tokens_per_second: Mapping[int, Fraction] | None = None,
 ) -> dict[str, Any]:
-    """Return what a number of tokens means for a ramp, as `rampup plan --budget --json` prints it.
+    """Return what a number of tokens means for a ramp, as `rampup plan --budget --json`
+    prints it.
 
-    `fewer_steps_than_first` are saved compared with the first batch size, `more_steps_than_final` added compared with the last.
-    A size without throughput uses the nearest one, by ratio.
+    `fewer_steps_than_first` are saved compared with the first batch size,
+    `more_steps_than_final` added compared with the last. A size without throughput uses
+    the nearest one, by ratio.
     """
     for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
         if not 1 <= value <= MAX_COUNT:
@@ -261,8 +324,9 @@ def token_budget(
         "tokens_per_sample": tokens_per_sample,
         "num_samples": samples,
         "steps": steps,
-        "consumed_tokens": ramp.samples_before(steps)
-        * tokens_per_sample,  # with the excess of the last batch
+        "consumed_tokens": (
+            ramp.samples_before(steps) * tokens_per_sample
+        ),  # with the excess of the last batch
         "first_global_batch_size": first,
         "steps_at_first": at_first,
         "fewer_steps_than_first": at_first - steps,

@@ -1,10 +1,13 @@
-"""The learning rate during a ramp: its scale in each phase, and the clock of its schedule.
+"""The learning rate during a ramp: its scale in each phase, and the clock of its
+schedule.
 
-Seesaw makes cuts of the learning rate into growth of the batch (Meterez et al. 2025, arXiv 2510.14717). A cut by a is like a
-cut by sqrt(a) with a batch a times larger, as long as the noise of the gradient dominates, and the second takes fewer steps.
-For SGD, the batch takes the whole cut (Smith et al. 2017, arXiv 1711.00489). In general, the rate is `level *
-growth**exponent`: `level` is the planned rate relative to its peak, `growth` the batch relative to the planned one. So a batch
-that is capped or rounded leaves the rest of the cut to the rate.
+Seesaw makes cuts of the learning rate into growth of the batch (Meterez et al. 2025,
+arXiv 2510.14717). A cut by a is like a cut by sqrt(a) with a batch a times larger, as
+long as the noise of the gradient dominates, and the second takes fewer steps. For SGD,
+the batch takes the whole cut (Smith et al. 2017, arXiv 1711.00489). In general, the
+rate is `level * growth**exponent`: `level` is the planned rate relative to its peak,
+`growth` the batch relative to the planned one. So a batch that is capped or rounded
+leaves the rest of the cut to the rate.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ BatchScaling = Literal["none", "sqrt", "linear"]
 BATCH_SCALING: tuple[BatchScaling, ...] = ("none", "sqrt", "linear")
 Clock = Literal["steps", "samples"]
 CLOCKS: tuple[Clock, ...] = ("steps", "samples")
-# Cuts of the rate in one schedule. With a factor near 1 there would be as many as there are samples.
+# Cuts of the rate in one schedule. With a factor near 1 there would be as many as there
+# are samples.
 MAX_CUTS = 10_000
 
 
 def learning_rate_scale(
     global_batch_size: int, reference_size: int, scaling: BatchScaling
 ) -> float:
-    """Return the factor on the learning rate: linear for SGD (Goyal et al. 2017), sqrt for Adam (Malladi et al. 2022)."""
+    """Return the factor on the learning rate: linear for SGD (Goyal et al. 2017), sqrt
+    for Adam (Malladi et al. 2022).
+    """
     if scaling not in BATCH_SCALING:
         raise choice_error("learning_rate_batch_scaling", scaling, BATCH_SCALING)
     ratio = global_batch_size / reference_size
@@ -45,7 +51,9 @@ def decay_progress(
     decay_style: str,
     xp: Any = None,
 ) -> Any:
-    """Return the completed part of a schedule's decay: the rate is peak + (final - peak) * this. `xp` is numpy or jax.numpy."""
+    """Return the completed part of a schedule's decay: the rate is peak + (final -
+    peak) * this. `xp` is numpy or jax.numpy.
+    """
     clip, cos = (
         (xp.clip, xp.cos)
         if xp
@@ -62,10 +70,13 @@ def decay_progress(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSegment:
-    """Steps of one phase in which the schedule's progress is linear. With Seesaw, a phase has a segment for every cut in it.
+    """Steps of one phase in which the schedule's progress is linear. With Seesaw, a
+    phase has a segment for every cut in it.
 
-    progress(step) = progress + (step - start_step) * progress_per_step, and the rate is peak * shape(progress) * scale. After
-    the warm-up, a `level` replaces shape(progress). A device gets progress and no samples: their number can overflow int32.
+    progress(step) = progress + (step - start_step) * progress_per_step, and the rate is
+    peak * shape(progress) * scale. After the warm-up, a `level` replaces
+    shape(progress). A device gets progress and no samples: their number can overflow
+    int32.
     """
 
     start_step: int  # first optimizer step of the segment
@@ -74,7 +85,9 @@ class ClockSegment:
     scale: float  # factor on the learning rate
     global_batch_size: int  # samples per optimizer step
     level: float | None = (
-        None  # the rate after warm-up relative to the peak; None = that of the schedule's shape
+        # the rate after warm-up relative to the peak; None = that of the schedule's
+        # shape
+        None
     )
 
 
@@ -88,8 +101,8 @@ def clock_segments(
     seesaw: Seesaw | None = None,
     schedule_samples: int | None = None,
 ) -> tuple[ClockSegment, ...]:
-    """Return the schedule's clock, phase by phase. On that of samples, its length is `schedule_samples` or, if None, what the
-    ramp consumes in `schedule_steps`.
+    """Return the schedule's clock, phase by phase. On that of samples, its length is
+    `schedule_samples` or, if None, what the ramp consumes in `schedule_steps`.
     """
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
@@ -134,19 +147,24 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seesaw:
-    """A ramp and a stepwise learning rate in which the batch grows with every cut of the rate.
+    """A ramp and a stepwise learning rate in which the batch grows with every cut of
+    the rate.
 
-    Cuts out of order and limits that contradict the planned ramp raise a RampDefinitionError.
+    Cuts out of order and limits that contradict the planned ramp raise a
+    RampDefinitionError.
 
     Attributes:
         base: the planned ramp.
         cuts: the cuts of the planned learning rate, in order.
         ramp: the ramp that results (derived, unless a checkpoint has it).
         max_batch_size: None = no limit. At the limit, a cut lowers the rate alone.
-        multiple: batches that grow are rounded down to a multiple of this number of samples.
-        total_samples: samples of the run. A batch does not grow beyond the samples that are left.
-        schedule_samples: planned length of the schedule in samples, on which warm-up and cuts are placed. None: what `ramp`
-            consumes in the schedule's steps, which can exceed the plan by a part of a batch.
+        multiple: batches that grow are rounded down to a multiple of this number of
+            samples.
+        total_samples: samples of the run. A batch does not grow beyond the samples that
+            are left.
+        schedule_samples: planned length of the schedule in samples, on which warm-up
+            and cuts are placed. None: what `ramp` consumes in the schedule's steps,
+            which can exceed the plan by a part of a batch.
         exponent: 1/2 for Adam, 1 for SGD.
 
     Example:
@@ -169,7 +187,8 @@ class Seesaw:
         levels = [1.0, *(cut.level for cut in self.cuts)]
         if samples != sorted(set(samples)) or (samples and samples[0] < 1):
             raise RampDefinitionError(
-                f"the cuts of a schedule must be at increasing samples from 1 on: {samples[:10]}"
+                "the cuts of a schedule must be at increasing samples from 1 on:"
+                f" {samples[:10]}"
             )
         if levels != sorted(levels, reverse=True) or levels[-1] < 0:
             raise RampDefinitionError(
@@ -177,7 +196,10 @@ class Seesaw:
             )
         largest = max(self.base.sizes)
         if self.max_batch_size is not None and self.max_batch_size < largest:
-            rule = f"seesaw_max_batch_size={self.max_batch_size} must be at least the largest planned batch, {largest}"
+            rule = (
+                f"seesaw_max_batch_size={self.max_batch_size} must be at least the"
+                f" largest planned batch, {largest}"
+            )
             raise RampDefinitionError(
                 rule, key="seesaw_max_batch_size", nearest=(largest,)
             )
@@ -211,7 +233,9 @@ class Seesaw:
         return self.cuts[index - 1].level if index else 1.0
 
     def steps_of(self, planned_steps: int) -> int:
-        """Return the steps of `ramp` that consume the samples of so many steps of the planned ramp."""
+        """Return the steps of `ramp` that consume the samples of so many steps of the
+        planned ramp.
+        """
         return self.ramp.step_of_sample(self.base.samples_before(planned_steps) - 1) + 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,7 +265,9 @@ class Seesaw:
 def discretize(
     rate: Callable[[float], float], *, factor: float, total_samples: int
 ) -> tuple[Cut, ...]:
-    """Return the cuts of a rate that never increases: cut k is where it has fallen to `factor**-k`, for a factor above 1."""
+    """Return the cuts of a rate that never increases: cut k is where it has fallen to
+    `factor**-k`, for a factor above 1.
+    """
     if not 1 < factor < float("inf"):
         raise RampDefinitionError(
             f"seesaw_factor={factor} must be above 1", key="seesaw_factor", nearest=(2,)
@@ -262,7 +288,10 @@ def discretize(
             cuts.pop()
         cuts.append(Cut(sample=sample, level=level))
         if len(cuts) > MAX_CUTS:
-            problem = f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the learning rate; use a larger factor"
+            problem = (
+                f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the"
+                " learning rate; use a larger factor"
+            )
             raise RampDefinitionError(problem, key="seesaw_factor", nearest=(2,))
         k += 1
     return tuple(cuts)

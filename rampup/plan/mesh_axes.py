@@ -1,4 +1,6 @@
-"""The number of devices along each mesh axis, from MaxText's ici_*/dcn_*_parallelism sizes."""
+"""The number of devices along each mesh axis, from MaxText's ici_*/dcn_*_parallelism
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ class MeshAxes:
         data, fsdp: shard the batch. fsdp shards the parameters too.
         tensor, context, expert: shard the model or the sequence, not the batch.
         pipeline: the number of pipeline stages.
-        slices: slices along each axis of `AXES`, a divisor of its devices. The inter-chip interconnect connects the devices of
-            a slice, the data-center network the slices.
+        slices: slices along each axis of `AXES`, a divisor of its devices. The
+            inter-chip interconnect connects the devices of a slice, the data-center
+            network the slices.
 
     Example:
         >>> axes = MeshAxes.resolve(8, ici={"fsdp": -1}, dcn={"data": 2})
@@ -41,7 +44,10 @@ class MeshAxes:
     def __post_init__(self) -> None:
         for axis, slices in zip(AXES, self.slices, strict=True):
             if slices < 1 or getattr(self, axis) % slices:
-                problem = f"the {axis} axis has {getattr(self, axis)} devices, which {slices} slices do not divide"
+                problem = (
+                    f"the {axis} axis has {getattr(self, axis)} devices, which {slices}"
+                    " slices do not divide"
+                )
                 raise ConfigError(problem, key=_key("dcn", axis), nearest=(1,))
 
     @property
@@ -68,17 +74,21 @@ class MeshAxes:
         dcn: Mapping[str, int] | None = None,
         num_slices: int = AUTO,
     ) -> MeshAxes:
-        """Infer the sizes that are -1, at most one of each group, for a number of devices over all slices. Missing axes are 1.
+        """Infer the sizes that are -1, at most one of each group, for a number of
+        devices over all slices. Missing axes are 1.
 
         Args:
-            ici: devices along each axis within one slice; -1 is inferred from the devices of a slice.
+            ici: devices along each axis within one slice; -1 is inferred from the
+                devices of a slice.
             dcn: slices along each axis; -1 is inferred from the number of slices.
             num_slices: total number of slices. -1 = inferred from `ici` and `dcn`.
 
         Raises:
-            ConfigError: A size is neither -1 nor positive, two sizes of a group are -1, or they do not multiply to the devices.
+            ConfigError: A size is neither -1 nor positive, two sizes of a group are -1,
+                or they do not multiply to the devices.
 
-        Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's base.yml.
+        Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's
+            base.yml.
         """
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
@@ -98,7 +108,10 @@ class MeshAxes:
                 automatic = [
                     _key(group, axis) for axis, size in sizes.items() if size == AUTO
                 ]
-                text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
+                text = (
+                    f"only one {group}_*_parallelism may be -1 (the rest), not"
+                    f" {' and '.join(automatic)}"
+                )
                 problems.append(ConfigError(text, key=automatic[1], nearest=(1,)))
         if problems:
             raise combine(problems)
@@ -153,11 +166,15 @@ def _infer_group(
             for axis, size in sizes.items()
         }
     if known != total:
-        # The key of a single change that fixes the group, with its value; otherwise the first key that is set.
+        # The key of a single change that fixes the group, with its value; otherwise the
+        # first key that is set.
         first = next((axis for axis in sizes if sizes[axis] != 1), "data")
         order = sorted(sizes, key=lambda axis: sizes[axis] == 1)
         fixed = next((axis for axis in order if total * sizes[axis] % known == 0), None)
-        rule = f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)"
+        rule = (
+            f"{_product(group, sizes)} = {known} must be {what} = {total}; set one"
+            f" {group}_*_parallelism to -1 (the rest)"
+        )
         nearest = () if fixed is None else (total * sizes[fixed] // known,)
         raise BatchDivisibilityError(
             rule,
@@ -176,7 +193,9 @@ def _legal_values(
     ici: Mapping[str, int],
     dcn: Mapping[str, int],
 ) -> tuple[Any, ...]:
-    """Return the values of an error's key with which all sizes fit. `_infer` proposes those that meet one condition."""
+    """Return the values of an error's key with which all sizes fit. `_infer` proposes
+    those that meet one condition.
+    """
     key = error.key
     candidates = [*error.nearest]
     if key == "num_devices":

@@ -1,4 +1,6 @@
-"""Exact numbers: parsing, divisors and nearest legal values. Each is an int or a `Fraction`; samples are never floats."""
+"""Exact numbers: parsing, divisors and nearest legal values. Each is an int or a
+`Fraction`; samples are never floats.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,22 @@ from rampup.errors import ConfigError, RampDefinitionError
 
 Number = TypeVar("Number", int, Fraction)
 
-# In a configuration: infer or choose this size. It has nothing to do with `auto`, a value of other keys.
+# In a configuration: infer or choose this size. It has nothing to do with `auto`, a
+# value of other keys.
 AUTO = -1
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Far beyond any training run. The limit keeps "1e999999999" from exhausting memory.
 MAX_COUNT = 10**18
-# `divisors` tries factors up to this one, so it is complete up to 10**10 and fast for any number.
+# `divisors` tries factors up to this one, so it is complete up to 10**10 and fast for
+# any number.
 MAX_FACTOR = 10**5
 GIB, MAX_GIB = 2**30, 10**6
 
 
 def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
-    """Return a whole number up to 10**18 from an int or text, exactly: "1e3", or "117.25B" and "2k" with powers of 1,000."""
+    """Return a whole number up to 10**18 from an int or text, exactly: "1e3", or
+    "117.25B" and "2k" with powers of 1,000.
+    """
     digits = str(text).strip().upper()
     factor = 1
     if digits and digits[-1] in SUFFIXES:
@@ -32,7 +38,10 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
     try:
         number = Decimal(digits)
     except InvalidOperation:
-        rule = "is not a number; write digits with an optional suffix K, M, B or T, for instance 250B"
+        rule = (
+            "is not a number; write digits with an optional suffix K, M, B or T, for"
+            " instance 250B"
+        )
         raise RampDefinitionError(f"{what}={text!r} {rule}", key=key) from None
     if (
         not number.is_finite()
@@ -56,7 +65,9 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
 
 
 def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
-    """Return a memory size in bytes from a number of GiB such as 80, 0.5 or "1/3"; at least one byte, at most 1,000,000 GiB."""
+    """Return a memory size in bytes from a number of GiB such as 80, 0.5 or "1/3"; at
+    least one byte, at most 1,000,000 GiB.
+    """
     size = exact_fraction(value, what=key, key=key)
     if size * GIB < 1 or size > MAX_GIB:
         rule = f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB"
@@ -65,7 +76,9 @@ def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
 
 
 def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fraction:
-    """Return a number exactly as written, 0 or of a magnitude from 10**-18 to 10**18: 0.1 is one tenth; text may be "1/3"."""
+    """Return a number exactly as written, 0 or of a magnitude from 10**-18 to 10**18:
+    0.1 is one tenth; text may be "1/3".
+    """
 
     def refusal(rule: str) -> RampDefinitionError:
         return RampDefinitionError(f"{what}={value!r} {rule}", key=key)
@@ -96,12 +109,16 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
 
 
 def plain_number(value: Fraction) -> int | float:
-    """Return a fraction as an int if it is whole and as the nearest float otherwise, for printing and JSON."""
+    """Return a fraction as an int if it is whole and as the nearest float otherwise,
+    for printing and JSON.
+    """
     return value.numerator if value.denominator == 1 else float(value)
 
 
 def to_yaml_number(value: Fraction) -> int | float | str:
-    """Return a fraction in a form that `exact_fraction` reads back exactly: 4, 0.5 or "1/3"."""
+    """Return a fraction in a form that `exact_fraction` reads back exactly: 4, 0.5 or
+    "1/3".
+    """
     number = plain_number(value)
     return number if Fraction(repr(number)) == value else str(value)
 
@@ -113,7 +130,9 @@ def finite_or_none(value: Any) -> int | float | None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number in ascending order; above 10**10, only each d with d or number / d at most 10**5."""
+    """Return the divisors of a number in ascending order; above 10**10, only each d
+    with d or number / d at most 10**5.
+    """
     if number < 1:
         return []
     small = [
@@ -123,14 +142,18 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
-    """Return the neighbors of `value` in an ascending list, below and above; `value` itself is not one."""
+    """Return the neighbors of `value` in an ascending list, below and above; `value`
+    itself is not one.
+    """
     return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
 
 
 def nearest_multiples(
     value: Number, step: Number, offset: Number | None = None
 ) -> list[Number]:
-    """Return the positive numbers `offset + n * step` next to `value`: the last below it, if any, and the first from it on."""
+    """Return the positive numbers `offset + n * step` next to `value`: the last below
+    it, if any, and the first from it on.
+    """
     start = value * 0 if offset is None else offset
     above = start - (start - value) // step * step
     if above <= 0:
@@ -139,7 +162,9 @@ def nearest_multiples(
 
 
 def format_product(factors: Mapping[str, int]) -> str:
-    """Return a product as text, such as "data_parallel_size * microbatch_size = 64 * 8 = 512". Factors of 1 are left out."""
+    """Return a product as text, such as "data_parallel_size * microbatch_size = 64 * 8
+    = 512". Factors of 1 are left out.
+    """
     used = {name: size for name, size in factors.items() if size != 1} or factors
     names = " * ".join(used)
     values = " * ".join(map(str, used.values()))

@@ -1,13 +1,17 @@
-"""Pipeline stages: their layers, a cost model that chooses the number of microbatches, and schedules as timetables.
+"""Pipeline stages: their layers, a cost model that chooses the number of microbatches,
+and schedules as timetables.
 
-layers = stages * repeats * layers per chunk (MaxText: num_layers_per_pipeline_stage). A tick is the time of one chunk of one
-microbatch. More microbatches make the bubble smaller, but each one is smaller, and every tick has a fixed cost.
+layers = stages * repeats * layers per chunk (MaxText: num_layers_per_pipeline_stage). A
+tick is the time of one chunk of one microbatch. More microbatches make the bubble
+smaller, but each one is smaller, and every tick has a fixed cost.
 
-A `Timetable` simulates a schedule: every operation of every stage, with its start and end. Makespan, bubble, memory and
-communication are counted from that list. `bubble_fraction` is a closed form of it, except for zb-h1. A cost is that of a whole
+A `Timetable` simulates a schedule: every operation of every stage, with its start and
+end. Makespan, bubble, memory and communication are counted from that list.
+`bubble_fraction` is a closed form of it, except for zb-h1. A cost is that of a whole
 stage. With v repeats, one chunk of a stage costs 1/v of it.
 
-    1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 = forward of microbatch 2):
+    1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 =
+    forward of microbatch 2):
 
     tick     0    1    2    3    4    5    6    7    8    9   10   11
     stage 0  F0   F1   F2   .    .    B0   F3   B1   .    B2   .    B3
@@ -32,13 +36,15 @@ from rampup.plan.numbers import (
     plain_number,
 )
 
-# The assumed fixed cost of a tick, if it has not been measured. Moving weights and gradients takes as long as the arithmetic of
-# several hundred tokens on accelerators with about 200 floating-point operations per byte of memory traffic.
+# The assumed fixed cost of a tick, if it has not been measured. Moving weights and
+# gradients takes as long as the arithmetic of several hundred tokens on accelerators
+# with about 200 floating-point operations per byte of memory traffic.
 DEFAULT_OVERHEAD_TOKENS = 512
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")
-# F forward, B backward. The zero-bubble schedule splits B into I, the gradient of the input, and W, that of the weights.
+# F forward, B backward. The zero-bubble schedule splits B into I, the gradient of the
+# input, and W, that of the weights.
 Kind = Literal["F", "B", "I", "W"]
 Order = list[tuple[Kind, int, int]]  # (kind, microbatch, repeat)
 
@@ -52,7 +58,8 @@ def pipeline_repeats(
     num_layers_per_stage: int = 1,
     num_repeats: int = AUTO,
 ) -> int:
-    """Return a stage's layer chunks, after checking that layers = stages * repeats * layers per chunk; -1 repeats are derived.
+    """Return a stage's layer chunks, after checking that layers = stages * repeats *
+    layers per chunk; -1 repeats are derived.
 
     Source: MaxText `configs/types.py`.
     """
@@ -73,7 +80,10 @@ def pipeline_repeats(
         )
     if num_stages == 1:
         if num_repeats not in (AUTO, 1):
-            problem = f"{key}={num_repeats} needs a pipeline, but there is one stage; set it to -1"
+            problem = (
+                f"{key}={num_repeats} needs a pipeline, but there is one stage; set it"
+                " to -1"
+            )
             raise PipelineShapeError(problem, key=key, nearest=(AUTO, 1))
         return 1
     given = num_repeats != AUTO
@@ -85,7 +95,10 @@ def pipeline_repeats(
     product = math.prod(factors.values())
     if num_layers % product or (given and num_layers != product):
         nearest = [product] if given else nearest_multiples(num_layers, product)
-        rule = f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{format_product(factors)}"
+        rule = (
+            f"base_num_decoder_layers={num_layers} must be"
+            f" {'' if given else 'a multiple of '}{format_product(factors)}"
+        )
         problem = f"{rule}; nearest: {', '.join(map(str, nearest))}"
         raise PipelineShapeError(
             problem, key="base_num_decoder_layers", nearest=nearest
@@ -96,7 +109,9 @@ def pipeline_repeats(
 def stage_layer_order(
     num_layers: int, num_stages: int, num_repeats: int = 1
 ) -> list[int]:
-    """Return the layers in stage order: first stage 0 with chunks 0, p, 2p, ... 8 layers, p = v = 2: 0, 1, 4, 5, 2, 3, 6, 7."""
+    """Return the layers in stage order: first stage 0 with chunks 0, p, 2p, ... 8
+    layers, p = v = 2: 0, 1, 4, 5, 2, 3, 6, 7.
+    """
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
         shape = {
@@ -110,14 +125,17 @@ def stage_layer_order(
 
 
 def pass_ticks(num_stages: int, num_microbatches: Any, num_repeats: int = 1) -> Any:
-    """Return the ticks of one pass of the program in which a stage has a forward; as many have a backward.
+    """Return the ticks of one pass of the program in which a stage has a forward; as
+    many have a backward.
 
-    Microbatches go through all repeats in groups of p, and the last group may have fewer: see `rampup.engine.pipeline`, which
-    gives an array for the number of microbatches. If p divides m, these are v * m + p - 1 ticks.
+    Microbatches go through all repeats in groups of p, and the last group may have
+    fewer: see `rampup.engine.pipeline`, which gives an array for the number of
+    microbatches. If p divides m, these are v * m + p - 1 ticks.
     """
     p, m = num_stages, num_microbatches
     groups = (m + p - 1) // p
-    # The last microbatch in its last turn, on stage 0. The last stage runs it p - 1 ticks later.
+    # The last microbatch in its last turn, on stage 0. The last stage runs it p - 1
+    # ticks later.
     last_unit = (groups * num_repeats - 1) * p + (m - 1) % p
     return last_unit + p
 
@@ -158,7 +176,9 @@ def predicted_time(
     num_repeats: int,
     overhead: Fraction,
 ) -> Fraction:
-    """Return T = ticks * (b / v + h), in samples' worth of a stage's arithmetic; h, a tick's fixed cost, is in samples too."""
+    """Return T = ticks * (b / v + h), in samples' worth of a stage's arithmetic; h, a
+    tick's fixed cost, is in samples too.
+    """
     ticks: int = pass_ticks(num_stages, num_microbatches, num_repeats)
     return ticks * (Fraction(microbatch_size, num_repeats) + overhead)
 
@@ -172,7 +192,9 @@ def pipeline_candidates(
     multiple: int = 1,
     minimum: int = 1,
 ) -> tuple[PipelineCandidate, ...]:
-    """Return each split m * b of a replica's samples, m >= `minimum` and a multiple of `multiple`; fastest first, then by m."""
+    """Return each split m * b of a replica's samples, m >= `minimum` and a multiple of
+    `multiple`; fastest first, then by m.
+    """
     candidates = [
         PipelineCandidate(
             num_pipeline_microbatches=m,
@@ -204,7 +226,9 @@ class Operation:
     """One unit of work of one stage."""
 
     stage: int
-    kind: Kind  # F (forward) or B (backward). In zb-h1, I (gradient of the input) and W (of the weights) instead of B.
+    # F (forward) or B (backward). In zb-h1, I (gradient of the input) and W (of the
+    # weights) instead of B.
+    kind: Kind
     microbatch: int
     repeat: int  # the layer chunk of the stage
     # Times, in units of the costs.
@@ -214,7 +238,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timetable:
-    """All operations of one pipeline pass, sorted by stage, then by start. Stages, microbatches and repeats are p, m and v.
+    """All operations of one pipeline pass, sorted by stage, then by start. Stages,
+    microbatches and repeats are p, m and v.
 
     Example:
         >>> table = Timetable.build("1f1b", num_stages=4, num_microbatches=8)
@@ -239,18 +264,23 @@ class Timetable:
         forward_cost: Fraction | float = 1,
         backward_cost: Fraction | float = 2,
     ) -> Timetable:
-        """Simulate a schedule: every operation starts as early as its order and its inputs allow.
+        """Simulate a schedule: every operation starts as early as its order and its
+        inputs allow.
 
-        A schedule that is not defined for the numbers raises a PipelineShapeError with numbers for which it is.
+        A schedule that is not defined for the numbers raises a PipelineShapeError with
+        numbers for which it is.
 
         Args:
-            schedule: `gpipe` (Huang et al. 2018, arXiv 1811.06965); `1f1b` (Narayanan et al. 2021, arXiv 2104.04473);
-                `interleaved`, the same with repeats; `circular`, breadth first with repeats (Lamy-Poirier 2022, arXiv
-                2211.05953; MaxText, praxis); `zb-h1` (Qi et al. 2023, arXiv 2401.10241).
+            schedule: `gpipe` (Huang et al. 2018, arXiv 1811.06965); `1f1b` (Narayanan
+                et al. 2021, arXiv 2104.04473); `interleaved`, the same with repeats;
+                `circular`, breadth first with repeats (Lamy-Poirier 2022, arXiv
+                2211.05953; MaxText, praxis); `zb-h1` (Qi et al. 2023, arXiv
+                2401.10241).
             num_stages, num_microbatches: p and m.
-            num_repeats: v, the number of layer chunks per stage, for `interleaved` and `circular`.
-            forward_cost, backward_cost: the costs of one microbatch in a whole stage. In zb-h1, half of the backward pass is
-                for the gradient of the weights.
+            num_repeats: v, the number of layer chunks per stage, for `interleaved` and
+                `circular`.
+            forward_cost, backward_cost: the costs of one microbatch in a whole stage.
+                In zb-h1, half of the backward pass is for the gradient of the weights.
         """
         if schedule not in SCHEDULES:
             rule = f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}"
@@ -265,15 +295,24 @@ class Timetable:
                     f"{key}={value} must be at least 1", key=key, nearest=(1,)
                 )
         if num_repeats > 1 and schedule not in ("interleaved", "circular"):
-            problem = f"repeats={num_repeats} needs the schedule interleaved or circular, not {schedule}"
+            problem = (
+                f"repeats={num_repeats} needs the schedule interleaved or circular, not"
+                f" {schedule}"
+            )
             raise PipelineShapeError(problem, key="repeats", nearest=(1,))
         if schedule == "zb-h1" and num_microbatches < num_stages:
-            text = f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1"
+            text = (
+                f"microbatches={num_microbatches} must be at least stages={num_stages}"
+                " for zb-h1"
+            )
             raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
         operations = 3 * num_stages * num_microbatches * num_repeats
         if operations > MAX_OPERATIONS:
             largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
-            text = f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}"
+            text = (
+                f"microbatches={num_microbatches} gives up to {operations:,}"
+                f" operations; the limit is {MAX_OPERATIONS:,}"
+            )
             raise PipelineShapeError(
                 text, key="microbatches", nearest=(largest,) if largest else ()
             )
@@ -330,7 +369,9 @@ class Timetable:
 
     @property
     def tick(self) -> Fraction:
-        """The width of one column of the table: the greatest common divisor of all starts and ends."""
+        """The width of one column of the table: the greatest common divisor of all
+        starts and ends.
+        """
         numbers = [
             n for operation in self.operations for n in (operation.start, operation.end)
         ]
@@ -344,9 +385,11 @@ class Timetable:
 
     @property
     def peak_live_microbatches(self) -> tuple[Fraction, ...]:
-        """For each stage, the most microbatches with activations in memory, in units of a whole stage.
+        """For each stage, the most microbatches with activations in memory, in units of
+        a whole stage.
 
-        They are live from the start of a forward pass to the end of its backward pass, in zb-h1 of that of the weights.
+        They are live from the start of a forward pass to the end of its backward pass,
+        in zb-h1 of that of the weights.
         """
         frees = "W" if self.schedule == "zb-h1" else "B"
         peaks = []
@@ -364,11 +407,14 @@ class Timetable:
 
     @property
     def sends_per_stage(self) -> tuple[int, ...]:
-        """For each stage, the number of point-to-point sends, of activations forward and of gradients backward."""
+        """For each stage, the number of point-to-point sends, of activations forward
+        and of gradients backward.
+        """
         last = self.num_stages - 1
         counts = [0] * self.num_stages
         for operation in self.operations:
-            # The pipeline ends at the last chunk of the last stage and, for gradients, at the first chunk of the first stage.
+            # The pipeline ends at the last chunk of the last stage and, for gradients,
+            # at the first chunk of the first stage.
             end = (last, self.num_repeats - 1) if operation.kind == "F" else (0, 0)
             if (
                 last > 0
@@ -412,9 +458,11 @@ class Timetable:
 def bubble_fraction(
     num_stages: int, num_microbatches: int, num_repeats: int = 1
 ) -> Fraction:
-    """Return the idle time of a pass as a fraction of its time; for m >= p or v = 1, it is (p - 1) / (v*m + p - 1).
+    """Return the idle time of a pass as a fraction of its time; for m >= p or v = 1, it
+    is (p - 1) / (v*m + p - 1).
 
-    GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, repeats stall, as in a
+    GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473),
+        section 2.2. For m < p, repeats stall, as in a
     circular pipeline. `rampup.PipelinedLoss` has the bubble of `pass_bubble`.
     """
     ticks = (
@@ -427,7 +475,9 @@ def bubble_fraction(
 
 
 def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
-    """Return the sizes of the groups of microbatches that pass all repeats together: balanced, at least p each if m >= p."""
+    """Return the sizes of the groups of microbatches that pass all repeats together:
+    balanced, at least p each if m >= p.
+    """
     number = max(num_microbatches // num_stages, 1)
     size, larger = divmod(num_microbatches, number)
     return [size + 1] * larger + [size] * (number - larger)
@@ -437,13 +487,17 @@ def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
 
 
 def _gpipe_order(s: int, p: int, m: int, v: int) -> Order:
-    """All forward passes, then all backward passes in reverse. With repeats this is the circular schedule."""
+    """All forward passes, then all backward passes in reverse. With repeats this is the
+    circular schedule.
+    """
     forward: Order = [("F", k, r) for r in range(v) for k in range(m)]
     return forward + [("B", k, r) for _, k, r in reversed(forward)]
 
 
 def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
-    """A warm-up of forward passes, then backward and forward in turn. With repeats this is the interleaved schedule."""
+    """A warm-up of forward passes, then backward and forward in turn. With repeats this
+    is the interleaved schedule.
+    """
     forward: Order = []
     backward: Order = []
     groups, start = group_sizes(m, p), 0
@@ -452,8 +506,9 @@ def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
             forward += [("F", k, r) for k in range(start, start + size)]
             backward += [("B", k, v - 1 - r) for k in range(start, start + size)]
         start += size
-    # The warm-up fills the p - 1 - s stages behind this one. With repeats, the first group goes through all chunks but the
-    # last before its first gradient can come back, and Megatron-LM warms up by two forward passes per stage.
+    # The warm-up fills the p - 1 - s stages behind this one. With repeats, the first
+    # group goes through all chunks but the last before its first gradient can come
+    # back, and Megatron-LM warms up by two forward passes per stage.
     warm_up = min(
         p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * groups[0], len(forward)
     )
@@ -465,7 +520,9 @@ def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
 
 
 def _zero_bubble_order(s: int, p: int, m: int, v: int) -> Order:
-    """1F1B with the backward pass in two parts. Stage s delays s weight gradients, to fill its idle time at the end."""
+    """1F1B with the backward pass in two parts. Stage s delays s weight gradients, to
+    fill its idle time at the end.
+    """
     order: Order = [("F", k, 0) for k in range(min(p - 1 - s, m))]
     for k in range(m):
         if k + p - 1 - s < m:
@@ -479,7 +536,9 @@ def _zero_bubble_order(s: int, p: int, m: int, v: int) -> Order:
 def _simulate(
     orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int
 ) -> Iterator[Operation]:
-    """Run every stage's order. An operation starts as soon as its stage is free and its input is ready."""
+    """Run every stage's order. An operation starts as soon as its stage is free and its
+    input is ready.
+    """
     last, last_repeat = len(orders) - 1, num_repeats - 1
     ends: dict[tuple[int, Kind, int, int], Fraction] = {}
     free = [Fraction(0)] * len(orders)
@@ -528,7 +587,8 @@ def _simulate(
                 progressed = True
         waiting = [stage for stage in waiting if done[stage] < len(orders[stage])]
         assert progressed or not waiting, (
-            f"deadlock: stage {waiting[0]} waits for {orders[waiting[0]][done[waiting[0]]]}"
+            f"deadlock: stage {waiting[0]} waits for"
+            f" {orders[waiting[0]][done[waiting[0]]]}"
         )
     for of_stage in operations:
         yield from of_stage

@@ -1,4 +1,6 @@
-"""RampPlan: the ramp, the split of every batch, and everything that follows from them, phase by phase."""
+"""RampPlan: the ramp, the split of every batch, and everything that follows from them,
+phase by phase.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from rampup.plan.ramp import AutoMode, BatchRamp, Phase
 from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplit, BatchSplitter
 
-# How many phases back a run looks for a compiled shape that it can use instead of one that is still compiling.
+# How many phases back a run looks for a compiled shape that it can use instead of one
+# that is still compiling.
 FALLBACK_PHASES = 8
 
 
@@ -43,7 +46,8 @@ class PlanPosition:
         step: completed optimizer steps, which is also the number of the next step.
         consumed_samples: samples consumed by these steps.
         phase, split: those of the next step.
-        segment: the segment of the learning rate's clock that the next step is in, if the plan follows the run, or None.
+        segment: the segment of the learning rate's clock that the next step is in, if
+            the plan follows the run, or None.
     """
 
     step: int
@@ -55,31 +59,45 @@ class PlanPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RampPlan:
-    """Everything about a run's batches that is known before step 0, or an error with all batches that cannot be split.
+    """Everything about a run's batches that is known before step 0, or an error with
+    all batches that cannot be split.
 
     Attributes:
         ramp: maps samples to the global batch size.
         splitter: the rule that splits each batch.
         num_devices, total_steps: devices and optimizer steps of the run.
-        eval_global_batch_size: samples per evaluation batch. None = no evaluation batch, as if evaluation is off and its
-            batch could not be split: an unused key is no error.
-        learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to `reference_size`.
-        learning_rate_clock: the unit of the learning-rate schedule's progress. A `Config` has another default, `samples`.
-        learning_rate_schedule_steps: length of that schedule in optimizer steps. None = `total_steps`.
-        expansion_factor_real_data: MaxText's key. If positive, the batch to load is this multiple of the training batch.
-        assumed_tick_overhead: fixed cost of a pipeline tick if the splitter has no measured value, for advice only.
-        axes: devices along each mesh axis. By default the splitter's replicas are on the data axis, its stages on the pipeline
-            axis, and the tensor axis has the remaining factor of `num_devices`.
-        reference_batch_size: the batch size for which the hyperparameters were chosen; None = that of the last phase.
+        eval_global_batch_size: samples per evaluation batch. None = no evaluation
+            batch, as if evaluation is off and its batch could not be split: an unused
+            key is no error.
+        learning_rate_batch_scaling: how the learning rate depends on the batch size,
+            relative to `reference_size`.
+        learning_rate_clock: the unit of the learning-rate schedule's progress. A
+            `Config` has another default, `samples`.
+        learning_rate_schedule_steps: length of that schedule in optimizer steps. None =
+            `total_steps`.
+        expansion_factor_real_data: MaxText's key. If positive, the batch to load is
+            this multiple of the training batch.
+        assumed_tick_overhead: fixed cost of a pipeline tick if the splitter has no
+            measured value, for advice only.
+        axes: devices along each mesh axis. By default the splitter's replicas are on
+            the data axis, its stages on the pipeline axis, and the tensor axis has the
+            remaining factor of `num_devices`.
+        reference_batch_size: the batch size for which the hyperparameters were chosen;
+            None = that of the last phase.
         seesaw: the transform that made the ramp; None if there is none.
-        reserved_sizes: global batch sizes that the run may use besides those of the ramp, as with `batch_size_schedule: auto`.
-            They are checked and split with the others, and the buffers of rows have room for them.
-        auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes; None without it.
-        budget_samples: length of the run in samples, if `auto_schedule` follows it: the run ends with the first batch that
-            reaches them, so `total_steps` is that of the ramp so far (`grown`). The clock of samples ends there too.
-        splits, eval_split: the split of every phase's batch and of the evaluation batch (derived).
+        reserved_sizes: global batch sizes that the run may use besides those of the
+            ramp, as with `batch_size_schedule: auto`. They are checked and split with
+            the others, and the buffers of rows have room for them.
+        auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes;
+            None without it.
+        budget_samples: length of the run in samples, if `auto_schedule` follows it: the
+            run ends with the first batch that reaches them, so `total_steps` is that of
+            the ramp so far (`grown`). The clock of samples ends there too.
+        splits, eval_split: the split of every phase's batch and of the evaluation batch
+            (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
-        max_microbatches: for each microbatch size, the most microbatches of a step, fallbacks included (derived).
+        max_microbatches: for each microbatch size, the most microbatches of a step,
+            fallbacks included (derived).
 
     Example:
         >>> ramp = BatchRamp.linear(start=16, increment=8, end=48, samples=500)
@@ -147,10 +165,13 @@ class RampPlan:
             scaling=self.learning_rate_batch_scaling,
             reference_size=self.reference_size,
             seesaw=self.seesaw,
-            # The steps of Seesaw's grown batches may take more samples than are planned; those of `auto` are not known.
-            schedule_samples=self.budget_samples
-            if self.seesaw is None
-            else self.seesaw.schedule_samples,
+            # The steps of Seesaw's grown batches may take more samples than are
+            # planned; those of `auto` are not known.
+            schedule_samples=(
+                self.budget_samples
+                if self.seesaw is None
+                else self.seesaw.schedule_samples
+            ),
         )
         object.__setattr__(self, "clock", segments)
 
@@ -176,7 +197,10 @@ class RampPlan:
         last = self.ramp.sizes[-1]
         if factor > 0 and (last * factor).denominator > 1:
             key = "expansion_factor_real_data"
-            rule = f"global_batch_size * {key} = {last} * {factor} = {float(last * factor):g} must be a whole number of samples"
+            rule = (
+                f"global_batch_size * {key} = {last} * {factor} ="
+                f" {float(last * factor):g} must be a whole number of samples"
+            )
             numbers = {"value": last * factor.numerator, "divisor": factor.denominator}
             yield BatchDivisibilityError(
                 f"{rule}; -1 loads the batch itself", **numbers, key=key, nearest=(-1,)
@@ -189,7 +213,10 @@ class RampPlan:
             )
         needed = self.splitter.data_parallel_size * self.splitter.num_stages
         if self.axes is None and (self.num_devices < 1 or self.num_devices % needed):
-            rule = f"num_devices={self.num_devices} must be a multiple of data_parallel_size * num_stages = {needed}"
+            rule = (
+                f"num_devices={self.num_devices} must be a multiple of"
+                f" data_parallel_size * num_stages = {needed}"
+            )
             nearest = nearest_multiples(self.num_devices, needed)
             yield BatchDivisibilityError(
                 rule,
@@ -216,7 +243,9 @@ class RampPlan:
                 yield ConfigError(f"the mesh axes have {'; '.join(wrong)}", key="axes")
 
     def position(self, step: int) -> PlanPosition:
-        """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
+        """Return the progress of the run after `step` optimizer steps. This is a
+        look-up, not a replay.
+        """
         phase = self.ramp.phase_at(step)
         consumed = self.ramp.samples_before(step)
         split = self.splits[phase.index]
@@ -230,7 +259,9 @@ class RampPlan:
         )
 
     def segment_at(self, step: int) -> ClockSegment:
-        """Return the segment of the learning-rate schedule's clock that an optimizer step is in."""
+        """Return the segment of the learning-rate schedule's clock that an optimizer
+        step is in.
+        """
         return self.clock[self.segment_index(step)]
 
     def segment_index(self, step: int) -> int:
@@ -243,7 +274,9 @@ class RampPlan:
         )
 
     def rows(self, step: int) -> range:
-        """Return the numbers of the samples that optimizer step `step` consumes, counted over all epochs."""
+        """Return the numbers of the samples that optimizer step `step` consumes,
+        counted over all epochs.
+        """
         start = self.ramp.samples_before(step)
         return range(start, start + self.ramp.global_batch_size_at(step))
 
@@ -254,7 +287,9 @@ class RampPlan:
 
     @property
     def reference_size(self) -> int:
-        """The batch size for which the hyperparameters were chosen: by default the last that there may be, before Seesaw."""
+        """The batch size for which the hyperparameters were chosen: by default the last
+        that there may be, before Seesaw.
+        """
         sizes = (
             self.reserved_sizes
             if self.follows
@@ -268,7 +303,9 @@ class RampPlan:
         return self.auto_schedule == "follow"
 
     def grown(self, ramp: BatchRamp) -> RampPlan:
-        """Return this plan with a ramp that continues its own, and the steps that its budget, if it has one, then takes."""
+        """Return this plan with a ramp that continues its own, and the steps that its
+        budget, if it has one, then takes.
+        """
         steps = (
             self.total_steps
             if self.budget_samples is None
@@ -278,7 +315,9 @@ class RampPlan:
 
     @property
     def of_all_sizes(self) -> RampPlan:
-        """This plan, or for a run that follows, one with a step of every size: for what depends on the size alone."""
+        """This plan, or for a run that follows, one with a step of every size: for what
+        depends on the size alone.
+        """
         if not self.follows:
             return self
         sizes = sorted({*self.ramp.sizes, *self.reserved_sizes})
@@ -290,11 +329,15 @@ class RampPlan:
 
     @property
     def num_compiled_shapes(self) -> int:
-        """The number of different microbatch sizes over the ramp. Each is compiled once."""
+        """The number of different microbatch sizes over the ramp. Each is compiled
+        once.
+        """
         return len(self.max_microbatches)
 
     def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
-        """Return a phase's batch in earlier phases' microbatch sizes, nearest first, to run while its own compiles."""
+        """Return a phase's batch in earlier phases' microbatch sizes, nearest first, to
+        run while its own compiles.
+        """
         before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
         sizes = dict.fromkeys(split.microbatch_size for split in reversed(before))
         sizes.pop(self.splits[phase].microbatch_size, None)
@@ -306,7 +349,9 @@ class RampPlan:
         )
 
     def with_whole_batches(self) -> RampPlan:
-        """Return this plan with every batch as one microbatch, for a loss of all rows; a ConfigError with passes or stages."""
+        """Return this plan with every batch as one microbatch, for a loss of all rows;
+        a ConfigError with passes or stages.
+        """
         return replace(
             self,
             splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO),
@@ -314,7 +359,9 @@ class RampPlan:
 
     @property
     def global_batch_to_load(self) -> int:
-        """Samples per step after the ramp if all hosts loaded (MaxText `global_batch_size_to_load`); see `loading`."""
+        """Samples per step after the ramp if all hosts loaded (MaxText
+        `global_batch_size_to_load`); see `loading`.
+        """
         size = self.ramp.sizes[-1]
         return (
             int(size * self.expansion_factor_real_data)
@@ -333,7 +380,9 @@ class RampPlan:
 
     @property
     def pipeline_candidates(self) -> tuple[PipelineCandidate, ...]:
-        """The legal pipeline splits of the last phase, fastest predicted first. Empty if there is no choice."""
+        """The legal pipeline splits of the last phase, fastest predicted first. Empty
+        if there is no choice.
+        """
         splitter = self.splitter
         if splitter.tick_overhead is None:
             splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
@@ -346,10 +395,12 @@ class RampPlan:
 
     @property
     def auto(self) -> dict[str, Any] | None:
-        """What is known of `batch_size_schedule=auto` before the run, as in `rampup plan --json`; None without it.
+        """What is known of `batch_size_schedule=auto` before the run, as in `rampup
+        plan --json`; None without it.
 
-        `sizes` are the global batch sizes that it may still use, or advise; the run takes `min_steps` to `max_steps` and
-        consumes `min_samples` to `max_samples`: the batch stays, or is the largest from the last phase's start on.
+        `sizes` are the global batch sizes that it may still use, or advise; the run
+        takes `min_steps` to `max_steps` and consumes `min_samples` to `max_samples`:
+        the batch stays, or is the largest from the last phase's start on.
         """
         if self.auto_schedule is None:
             return None
@@ -373,10 +424,11 @@ class RampPlan:
         }
 
     def timetable(self, phase: int = -1) -> Timetable:
-        """Return the timetable of one pipeline pass of a phase: 1F1B, or interleaved with repeats; a PipelineShapeError without
-        stages.
+        """Return the timetable of one pipeline pass of a phase: 1F1B, or interleaved
+        with repeats; a PipelineShapeError without stages.
 
-        If they do not divide the microbatches, its groups are balanced; those of the program are not (`pass_ticks`).
+        If they do not divide the microbatches, its groups are balanced; those of the
+        program are not (`pass_ticks`).
         """
         stages = self.splitter.num_stages
         repeats = self.splitter.num_repeats
@@ -442,17 +494,17 @@ class RampPlan:
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,
-            "samples_per_increment": None
-            if increment is None
-            else plain_number(increment),
+            "samples_per_increment": (
+                None if increment is None else plain_number(increment)
+            ),
             "ramp_steps": self.ramp.ramp_steps,
             "ramp_samples": self.ramp.ramp_samples,
             "total_steps": self.total_steps,
             "num_compiled_shapes": self.num_compiled_shapes,
             "phases": self.phase_rows(),
-            "eval": None
-            if self.eval_split is None
-            else self._sizes_of(self.eval_split, 1),
+            "eval": (
+                None if self.eval_split is None else self._sizes_of(self.eval_split, 1)
+            ),
             "global_batch_to_load": self.global_batch_to_load,
             **({} if self.auto is None else {"auto": self.auto}),
             **(

@@ -1,4 +1,6 @@
-"""The batch-size ramp: a table of phases that maps samples consumed, and therefore steps, to a global batch size."""
+"""The batch-size ramp: a table of phases that maps samples consumed, and therefore
+steps, to a global batch size.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from rampup.plan.numbers import exact_fraction, parse_count
 MAX_PHASES = 200_000
 # Phases that an error message shows of two ramps.
 MAX_COMPARED = 12
-# `batch_size_schedule: auto`: the gradient noise that a run measures chooses the batch size, in `rampup.batch_size.auto`.
-# `follow` changes the batch; `advise` only reports the size that it would have.
+# `batch_size_schedule: auto`: the gradient noise that a run measures chooses the batch
+# size, in `rampup.batch_size.auto`. `follow` changes the batch; `advise` only reports
+# the size that it would have.
 AutoMode = Literal["advise", "follow"]
 AUTO_MODES: tuple[AutoMode, ...] = ("advise", "follow")
 
@@ -30,8 +33,10 @@ class Phase:
 
     Attributes:
         index: counted from 0.
-        start_step, start_sample: the first optimizer step, and the samples consumed before it.
-        num_steps: optimizer steps in the phase. None for the last one, which has no end.
+        start_step, start_sample: the first optimizer step, and the samples consumed
+            before it.
+        num_steps: optimizer steps in the phase. None for the last one, which has no
+            end.
         global_batch_size: samples per optimizer step.
     """
 
@@ -45,13 +50,17 @@ class Phase:
         return f"phase {self.index}, from sample {self.start_sample:,}"
 
 
-# Samples are the primary clock. A threshold is a number of samples after which a size begins, counted from the start of a run
-# or, in a linear ramp without `carry_overshoot`, of the phase before. A step is never cut: the size begins with the first at
-# or past it. So `samples_before` and `step_of_sample` are exact inverses at the first sample of every step.
+# Samples are the primary clock. A threshold is a number of samples after which a size
+# begins, counted from the start of a run or, in a linear ramp without
+# `carry_overshoot`, of the phase before. A step is never cut: the size begins with the
+# first at or past it. So `samples_before` and `step_of_sample` are exact inverses at
+# the first sample of every step.
 #
-# Resuming and `batch_size_schedule: auto` rest on one guarantee: the batches before a step depend only on the phases up to it.
-# Phases may be appended, and `spliced_at(step, other)` keeps the batches before `step`: equal batches mean equal steps, samples
-# and rows of data. The last phase has no end: a run is made longer by the plan's number of steps and never by the ramp.
+# Resuming and `batch_size_schedule: auto` rest on one guarantee: the batches before a
+# step depend only on the phases up to it. Phases may be appended, and `spliced_at(step,
+# other)` keeps the batches before `step`: equal batches mean equal steps, samples and
+# rows of data. The last phase has no end: a run is made longer by the plan's number of
+# steps and never by the ramp.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRamp:
     """An immutable table of phases with closed-form look-ups by step and by sample.
@@ -59,8 +68,10 @@ class BatchRamp:
     Attributes:
         phases: the phases in order. The last one never ends.
         sizes: the global batch size of every phase, in samples (derived).
-        num_increments: the number of requested changes of size; one large step can skip a size. From rows, that of actual ones.
-        samples_per_increment: the requested samples per change of a linear ramp, exactly. None for other ramps and from rows.
+        num_increments: the number of requested changes of size; one large step can skip
+            a size. From rows, that of actual ones.
+        samples_per_increment: the requested samples per change of a linear ramp,
+            exactly. None for other ramps and from rows.
 
     Example:
         >>> ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -87,7 +98,8 @@ class BatchRamp:
                 sample,
             ):
                 raise RampDefinitionError(
-                    f"phase {index} must start at step {step}, sample {sample}; it is {phase}"
+                    f"phase {index} must start at step {step}, sample {sample}; it is"
+                    f" {phase}"
                 )
             if (
                 phase.global_batch_size < 1
@@ -95,11 +107,13 @@ class BatchRamp:
                 or phase.num_steps == 0
             ):
                 raise RampDefinitionError(
-                    f"phase {index} must have a positive batch, and steps unless it is the last: {phase}"
+                    f"phase {index} must have a positive batch, and steps unless it is"
+                    f" the last: {phase}"
                 )
             step += phase.num_steps or 0
             sample += (phase.num_steps or 0) * phase.global_batch_size
-        # Once, because looking a size up in a loop over the phases would otherwise take time with their square.
+        # Once, because looking a size up in a loop over the phases would otherwise take
+        # time with their square.
         object.__setattr__(
             self, "sizes", tuple(phase.global_batch_size for phase in self.phases)
         )
@@ -125,12 +139,14 @@ class BatchRamp:
         samples: int,
         carry_overshoot: bool = False,
     ) -> Self:
-        """Return a ramp that grows from `start` to `end` by `increment` over `samples`, all in samples; phases have equal
-        shares, before rounding to whole steps.
+        """Return a ramp that grows from `start` to `end` by `increment` over `samples`,
+        all in samples; phases have equal shares, before rounding to whole steps.
 
-        Without `carry_overshoot`, each phase counts from zero and has at least one step (MaxText, `RampupBatchManager.update`).
-        With it, the size changes at the first step at or past each multiple of the share, counted over the whole run, so a size
-        can be skipped (Megatron-LM, `--rampup-batch-size`). Sizes that do not grow to `end` raise a RampDefinitionError.
+        Without `carry_overshoot`, each phase counts from zero and has at least one step
+        (MaxText, `RampupBatchManager.update`). With it, the size changes at the first
+        step at or past each multiple of the share, counted over the whole run, so a
+        size can be skipped (Megatron-LM, `--rampup-batch-size`). Sizes that do not grow
+        to `end` raise a RampDefinitionError.
 
         Example:
             >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
@@ -146,12 +162,18 @@ class BatchRamp:
                     f"{name}={value} must be at least 1", key=name, nearest=(1,)
                 )
         if end <= start:
-            rule = f"end={end} must be greater than start={start}; for a decreasing batch size use piecewise"
+            rule = (
+                f"end={end} must be greater than start={start}; for a decreasing batch"
+                " size use piecewise"
+            )
             raise RampDefinitionError(rule, key="end")
         num_increments, rest = divmod(end - start, increment)
         if rest:
             nearest = [end - rest] * (num_increments > 0) + [end - rest + increment]
-            rule = f"end - start = {end} - {start} = {end - start} must be a multiple of increment={increment}"
+            rule = (
+                f"end - start = {end} - {start} = {end - start} must be a multiple of"
+                f" increment={increment}"
+            )
             problem = f"{rule}; nearest end: {', '.join(map(str, nearest))}"
             raise RampDefinitionError(problem, key="end", nearest=nearest)
         check_num_phases(num_increments + 1)
@@ -173,10 +195,12 @@ class BatchRamp:
 
     @classmethod
     def piecewise(cls, thresholds: Iterable[tuple[int, int]]) -> Self:
-        """Return a ramp that changes size at the first step at or past each threshold, counted over the whole run.
+        """Return a ramp that changes size at the first step at or past each threshold,
+        counted over the whole run.
 
-        `thresholds` are pairs (samples consumed, global batch size). Thresholds begin with 0 and increase, or raise a
-        RampDefinitionError; sizes may decrease. One is skipped if a step passes its threshold and the next.
+        `thresholds` are pairs (samples consumed, global batch size). Thresholds begin
+        with 0 and increase, or raise a RampDefinitionError; sizes may decrease. One is
+        skipped if a step passes its threshold and the next.
 
         Example:
             >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
@@ -194,14 +218,16 @@ class BatchRamp:
             )
         problems: list[RampupError] = [
             RampDefinitionError(
-                f"thresholds must increase, but {after:,} samples comes after {before:,} samples"
+                f"thresholds must increase, but {after:,} samples comes after"
+                f" {before:,} samples"
             )
             for (before, _), (after, _) in itertools.pairwise(pairs)
             if after <= before
         ]
         problems += [
             RampDefinitionError(
-                f"global batch size {size} from sample {threshold:,} must be at least 1",
+                f"global batch size {size} from sample {threshold:,} must be at"
+                " least 1",
                 nearest=(1,),
             )
             for threshold, size in pairs
@@ -224,15 +250,19 @@ class BatchRamp:
         budget: int | Fraction | None = None,
         key: str = "batch_size_schedule",
     ) -> Self:
-        """Parse a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's `--step-batch-size-schedule`).
+        """Parse a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's
+        `--step-batch-size-schedule`).
 
-        A pair that cannot be parsed, or that `piecewise` rejects, raises a RampDefinitionError.
+        A pair that cannot be parsed, or that `piecewise` rejects, raises a
+        RampDefinitionError.
 
         Args:
-            text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes K, M, B and T. A threshold such as 2.5%
-                is a share of the budget. Thresholds are rounded down to whole samples.
+            text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes
+                K, M, B and T. A threshold such as 2.5% is a share of the budget.
+                Thresholds are rounded down to whole samples.
             sequence_length: tokens per sample, if thresholds are tokens.
-            budget: samples of the whole run, exactly, for thresholds that are shares of it.
+            budget: samples of the whole run, exactly, for thresholds that are shares of
+                it.
             key: the configuration key that errors refer to.
 
         Example:
@@ -256,7 +286,9 @@ class BatchRamp:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
-        """Return a ramp with the phases that `to_rows` returned as rows: each starts where the one before it ends."""
+        """Return a ramp with the phases that `to_rows` returned as rows: each starts
+        where the one before it ends.
+        """
         table = [tuple(row) for row in rows]
         steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
         phases = [
@@ -277,14 +309,17 @@ class BatchRamp:
         return cls(phases=tuple(phases), num_increments=changes)
 
     def to_rows(self) -> list[list[int]]:
-        """Return start step, start sample and global batch size of every phase: all that its batches depend on."""
+        """Return start step, start sample and global batch size of every phase: all
+        that its batches depend on.
+        """
         return [
             [phase.start_step, phase.start_sample, phase.global_batch_size]
             for phase in self.phases
         ]
 
     def spliced_at(self, step: int, other: BatchRamp) -> BatchRamp:
-        """Return this ramp before `step`, followed by the sizes that `other` has for the same samples consumed.
+        """Return this ramp before `step`, followed by the sizes that `other` has for
+        the same samples consumed.
 
         Example:
             >>> BatchRamp.constant(8).spliced_at(14, BatchRamp.from_schedule("0:4 100:16 200:32")).to_rows()
@@ -316,7 +351,9 @@ class BatchRamp:
         num_increments: int = 0,
         samples_per_increment: Fraction | None = None,
     ) -> Self:
-        """Return the ramp of these steps and sizes, with neighbors of one size as one phase. The last has no end: None."""
+        """Return the ramp of these steps and sizes, with neighbors of one size as one
+        phase. The last has no end: None.
+        """
         phases, step, sample = [], 0, 0
         for index, (size, parts) in enumerate(
             itertools.groupby(segments, key=lambda segment: segment[1])
@@ -352,11 +389,15 @@ class BatchRamp:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the rows. Runs with the same digest consume the same samples at the same steps."""
+        """A digest of the rows. Runs with the same digest consume the same samples at
+        the same steps.
+        """
         return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()[:16]
 
     def differences(self, rows: Sequence[Sequence[int]]) -> str:
-        """Return the phases of a checkpoint's ramp, its `to_rows`, and of this one side by side, for an error message."""
+        """Return the phases of a checkpoint's ramp, its `to_rows`, and of this one side
+        by side, for an error message.
+        """
         before, now = BatchRamp.from_rows(rows).phases, self.phases
         shown = [f"  {'in the checkpoint':<40} here"]
         for pair in itertools.islice(itertools.zip_longest(before, now), MAX_COMPARED):
@@ -382,18 +423,24 @@ class BatchRamp:
         return self.phase_at(step).global_batch_size
 
     def samples_before(self, step: int) -> int:
-        """Return the samples consumed by the first `step` steps, which is the first sample of step `step`."""
+        """Return the samples consumed by the first `step` steps, which is the first
+        sample of step `step`.
+        """
         phase = self.phase_at(step)
         return phase.start_sample + (step - phase.start_step) * phase.global_batch_size
 
     def phase_of_sample(self, sample: int) -> Phase:
-        """Return the phase whose steps consume sample number `sample`, counted from 0."""
+        """Return the phase whose steps consume sample number `sample`, counted from
+        0.
+        """
         if sample < 0:
             raise _negative(sample, "sample")
         return self.phases[bisect.bisect_right(self._start_samples, sample) - 1]
 
     def step_of_sample(self, sample: int) -> int:
-        """Return the step that consumes sample number `sample`, counted from 0. `samples_before` gives its first sample."""
+        """Return the step that consumes sample number `sample`, counted from 0.
+        `samples_before` gives its first sample.
+        """
         phase = self.phase_of_sample(sample)
         return (
             phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
@@ -406,11 +453,14 @@ def parse_schedule(
     sequence_length: int | None = None,
     budget: int | Fraction | None = None,
 ) -> list[tuple[int, int]]:
-    """Return a schedule's pairs (threshold in samples, global batch size), in the same order; see `BatchRamp.from_schedule`."""
+    """Return a schedule's pairs (threshold in samples, global batch size), in the same
+    order; see `BatchRamp.from_schedule`.
+    """
     entries = text.replace(",", " ").split()
     if not entries:
         raise RampDefinitionError(
-            'the schedule is empty; write for instance "0:768 250B:1536", or null for none'
+            'the schedule is empty; write for instance "0:768 250B:1536", or null for'
+            " none"
         )
     check_num_phases(len(entries))
     pairs, problems = [], list[RampupError]()
@@ -428,7 +478,10 @@ def _parse_entry(
 ) -> tuple[int, int]:
     threshold, colon, size = entry.partition(":")
     if not colon:
-        problem = f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
+        problem = (
+            f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries"
+            " (write 1_000 or 1K, not 1,000)"
+        )
         raise RampDefinitionError(problem)
     if not threshold.endswith("%"):
         return parse_count(threshold, what="threshold") // (
@@ -440,22 +493,32 @@ def _parse_entry(
             f"threshold={threshold!r} must be between 0% and 100% of the budget"
         )
     if budget is None:
-        problem = f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
+        problem = (
+            f"threshold={threshold!r} is a share of the budget, but there is none; set"
+            " train_tokens or train_samples"
+        )
         raise RampDefinitionError(problem)
     return math.floor(share * budget / 100), parse_count(size, what="global batch size")
 
 
 def check_num_phases(number: int, *, key: str | None = None) -> None:
-    """Raise a RampDefinitionError if a ramp has so many phases that it could exhaust memory."""
+    """Raise a RampDefinitionError if a ramp has so many phases that it could exhaust
+    memory.
+    """
     if number > MAX_PHASES:
-        problem = f"{number:,} phases are too many; the maximum is {MAX_PHASES:,}; use a larger increment"
+        problem = (
+            f"{number:,} phases are too many; the maximum is {MAX_PHASES:,}; use a"
+            " larger increment"
+        )
         raise RampDefinitionError(problem, key=key)
 
 
 def segments_counted_per_phase(
     sizes: Iterable[int], samples: int, num_increments: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size), at least 1."""
+    """Yield (steps, size) with every phase counted from zero: steps = ceil(samples /
+    num_increments / size), at least 1.
+    """
     for size in sizes:
         yield max(-(-samples // (num_increments * size)), 1), size
 
@@ -463,7 +526,9 @@ def segments_counted_per_phase(
 def _segments_counted_over_run(
     pairs: Sequence[tuple[int, int]], consumed: int = 0
 ) -> Iterator[tuple[int | None, int]]:
-    """Yield (steps, size): each size until the first step at or past the next threshold, unless that is passed already."""
+    """Yield (steps, size): each size until the first step at or past the next
+    threshold, unless that is passed already.
+    """
     for (_, size), (threshold, _) in itertools.pairwise(pairs):
         num_steps = -(-(threshold - consumed) // size)
         if num_steps > 0:

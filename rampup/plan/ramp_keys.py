@@ -1,4 +1,6 @@
-"""The ramp that configuration keys describe, from sizes per device or a schedule, and MaxText's manager of batch sizes."""
+"""The ramp that configuration keys describe, from sizes per device or a schedule, and
+MaxText's manager of batch sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 SCHEDULE_UNITS = ("samples", "tokens")
 
-# The value of `batch_size_schedule` that follows the measured gradient noise, see `AutoMode`; unknown to `ramp_from_config`.
+# The value of `batch_size_schedule` that follows the measured gradient noise, see
+# `AutoMode`; unknown to `ramp_from_config`.
 AUTO_SCHEDULE = "auto"
 
 
@@ -45,18 +48,24 @@ def ramp_from_config(
     """Return the ramp that a configuration's keys describe.
 
     Args:
-        config: any object with MaxText's attributes `per_device_batch_size` and, unless `enable_rampup_batch_size` is False,
-            those of the linear ramp, `per_device_batch_size_start`, `per_device_batch_size_increment` and
-            `global_rampup_samples`. Optional are `gradient_accumulation_steps`, a factor of every batch,
-            `rampup_carry_overshoot` (see `BatchRamp.linear`), `batch_size_schedule`, whose sizes include that factor,
-            `batch_size_schedule_unit` and, for thresholds in tokens, `max_target_length`.
-        num_devices: a global batch is devices * size per device * gradient_accumulation_steps.
+        config: any object with MaxText's attributes `per_device_batch_size` and, unless
+            `enable_rampup_batch_size` is False, those of the linear ramp,
+            `per_device_batch_size_start`, `per_device_batch_size_increment` and
+            `global_rampup_samples`. Optional are `gradient_accumulation_steps`, a
+            factor of every batch, `rampup_carry_overshoot` (see `BatchRamp.linear`),
+            `batch_size_schedule`, whose sizes include that factor,
+            `batch_size_schedule_unit` and, for thresholds in tokens,
+            `max_target_length`.
+        num_devices: a global batch is devices * size per device *
+            gradient_accumulation_steps.
         budget: samples of the whole run, for thresholds that are shares of it.
-        splitter: if given, sizes per device must be legal for it; `RampPlan` checks the sizes of a schedule.
+        splitter: if given, sizes per device must be legal for it; `RampPlan` checks the
+            sizes of a schedule.
 
     Raises:
-        ConfigError: Attributes are missing or invalid. One error has all problems of the sizes, or of the ramp if the sizes are
-            legal, with the nearest legal values.
+        ConfigError: Attributes are missing or invalid. One error has all problems of
+            the sizes, or of the ramp if the sizes are legal, with the nearest legal
+            values.
 
     Example:
         >>> from types import SimpleNamespace
@@ -77,7 +86,10 @@ def ramp_from_config(
         )
     if schedule is not None:
         if linear:
-            text = "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false"
+            text = (
+                "batch_size_schedule and enable_rampup_batch_size: true are two ramps;"
+                " set one of them to null or false"
+            )
             problem = RampDefinitionError(text, key="batch_size_schedule")
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
@@ -100,7 +112,10 @@ def ramp_from_config(
         "null" if given is None else given, what=RAMP_SAMPLES, key=RAMP_SAMPLES
     )
     if samples < 1 or samples.denominator != 1:
-        rule = "must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false"
+        rule = (
+            "must be a whole number of at least 1; for no ramp set"
+            " enable_rampup_batch_size: false"
+        )
         nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
         raise RampDefinitionError(
             f"{RAMP_SAMPLES}={to_yaml_number(samples)} {rule}",
@@ -124,7 +139,9 @@ def ramp_from_config(
 def global_batch_sizes(
     values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None
 ) -> dict[str, int]:
-    """Return the global batch, size * factor, of each size per device of one ramp; a splitter must allow all. By key."""
+    """Return the global batch, size * factor, of each size per device of one ramp; a
+    splitter must allow all. By key.
+    """
     sizes = {
         key: exact_fraction("null" if x is None else x, what=key, key=key)
         for key, x in values.items()
@@ -136,9 +153,14 @@ def global_batch_sizes(
 
 
 def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
-    """Return the sizes that the batch can have: `start` doubled as long as it fits, and `largest`. 4, 24: 4, 8, 16, 24."""
+    """Return the sizes that the batch can have: `start` doubled as long as it fits, and
+    `largest`. 4, 24: 4, 8, 16, 24.
+    """
     if start < 1 or largest < start:
-        growth = f"from {start} samples ({START}) to {largest} ({END}), which must not be less"
+        growth = (
+            f"from {start} samples ({START}) to {largest} ({END}), which must not be"
+            " less"
+        )
         raise RampDefinitionError(
             f"batch_size_schedule=auto grows the batch {growth}",
             key=END,
@@ -146,7 +168,10 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
         )
     if largest % start:
         nearest = (largest - largest % start, largest - largest % start + start)
-        rule = f"the largest batch of {largest} samples ({END}) must be a multiple of the first of {start} ({START})"
+        rule = (
+            f"the largest batch of {largest} samples ({END}) must be a multiple of the"
+            f" first of {start} ({START})"
+        )
         fix = (
             f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
         )
@@ -161,26 +186,34 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
 
 
 class RampupBatchManager:
-    """Counts optimizer steps and returns the size of the next batch. A drop-in replacement for MaxText's manager.
+    """Counts optimizer steps and returns the size of the next batch. A drop-in
+    replacement for MaxText's manager.
 
-    It fixes three defects of MaxText's (`utils/rampup_batch.py`): batches include `gradient_accumulation_steps`, batch sizes
-    that are not whole numbers are errors, and resuming is a look-up instead of a replay. MaxText saves a checkpoint
-    after s + 1 batches under the label s, so a caller that restores label s passes `step_num=s + 1`.
+    It fixes three defects of MaxText's (`utils/rampup_batch.py`): batches include
+    `gradient_accumulation_steps`, batch sizes that are not whole numbers are errors,
+    and resuming is a look-up instead of a replay. MaxText saves a checkpoint after s +
+    1 batches under the label s, so a caller that restores label s passes `step_num=s +
+    1`.
 
     Args:
-        config: an object as for `ramp_from_config`, with the attribute num_target_devices too.
+        config: an object as for `ramp_from_config`, with the attribute
+            num_target_devices too.
         step_num: batches already consumed. -1 and 0 mean none.
 
     Attributes:
         ramp: the ramp, for look-ups by step or sample without stepping.
         step: batches consumed so far.
-        global_batch_size_start, global_batch_size_end: samples in the first batch, and in each after the ramp.
-        samples_per_increment: requested samples per change of a linear ramp, exactly. None for other ramps.
-        global_rampup_samples: samples of a linear ramp as requested, or of a schedule as consumed; 0 for a constant batch.
+        global_batch_size_start, global_batch_size_end: samples in the first batch, and
+            in each after the ramp.
+        samples_per_increment: requested samples per change of a linear ramp, exactly.
+            None for other ramps.
+        global_rampup_samples: samples of a linear ramp as requested, or of a schedule
+            as consumed; 0 for a constant batch.
         total_rampup_steps: optimizer steps before the last phase.
 
     Raises:
-        ConfigError: An attribute is missing, or the attributes do not define a valid ramp.
+        ConfigError: An attribute is missing, or the attributes do not define a valid
+            ramp.
 
     Example:
         >>> from types import SimpleNamespace
@@ -246,7 +279,9 @@ class RampupBatchManager:
 
     @property
     def increment(self) -> int:
-        """Growth per phase of a linear ramp in samples. 0 for a constant batch, an error if phases grow unequally."""
+        """Growth per phase of a linear ramp in samples. 0 for a constant batch, an
+        error if phases grow unequally.
+        """
         if self.ramp.num_increments == 0:
             return 0
         if self.ramp.samples_per_increment is None:

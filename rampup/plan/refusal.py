@@ -1,6 +1,8 @@
-"""Errors about sizes that a plan refuses: the rule, both numbers and the nearest legal values.
+"""Errors about sizes that a plan refuses: the rule, both numbers and the nearest legal
+values.
 
-Nothing here runs for a legal size. Who refuses a size has checked it; these functions search what it could be instead.
+Nothing here runs for a legal size. Who refuses a size has checked it; these functions
+search what it could be instead.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ from rampup.plan.numbers import (
 if TYPE_CHECKING:
     from rampup.plan.split import BatchSplitter
 
-# MaxText's keys of a linear ramp: sizes per device, and samples of the whole ramp. `ramp_keys`, which reads them, imports this.
+# MaxText's keys of a linear ramp: sizes per device, and samples of the whole ramp.
+# `ramp_keys`, which reads them, imports this.
 START = "per_device_batch_size_start"
 INCREMENT = "per_device_batch_size_increment"
 END = "per_device_batch_size"
 RAMP_SAMPLES = "global_rampup_samples"
 
 
-# Whether a batch B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as
-# the smallest that the pipeline allows. Each product in `BatchSplitter.conditions` must divide B, so `unit`, their least common
-# multiple, must. A batch of at least `smallest` is enough for G passes. What remains of B is for the factors that are free. So
-# the legal sizes are one arithmetic progression, and "nearest" are its members next to B, whatever their microbatch.
+# Whether a batch B can be split is decided by division alone. d and G are given, and m
+# and b may be; an automatic m counts as the smallest that the pipeline allows. Each
+# product in `BatchSplitter.conditions` must divide B, so `unit`, their least common
+# multiple, must. A batch of at least `smallest` is enough for G passes. What remains of
+# B is for the factors that are free. So the legal sizes are one arithmetic progression,
+# and "nearest" are its members next to B, whatever their microbatch.
 def nearest_batches(splitter: BatchSplitter, global_batch_size: int) -> tuple[int, ...]:
     """Return the nearest legal global batch sizes below and above."""
     legal = [
@@ -51,10 +56,15 @@ def batch_error(
     key: str | None = None,
     fix: str = "",
 ) -> BatchDivisibilityError:
-    """Return the error about a global batch that a splitter refuses. `fix` ends the message: a way out besides other sizes."""
+    """Return the error about a global batch that a splitter refuses. `fix` ends the
+    message: a way out besides other sizes.
+    """
     rules = f"a multiple of {unit_rule(splitter)}"
     if global_batch_size % splitter.unit == 0:
-        rules = f"at least {splitter.smallest}, so that accumulation_steps >= gradient_accumulation_steps"
+        rules = (
+            f"at least {splitter.smallest}, so that accumulation_steps >="
+            " gradient_accumulation_steps"
+        )
     nearest = nearest_batches(splitter, global_batch_size)
     offered = f"nearest: {', '.join(map(str, nearest))}{fix}"
     text = f"global_batch_size={global_batch_size} ({where}) must be {rules}; {offered}"
@@ -64,7 +74,9 @@ def batch_error(
 
 
 def unit_rule(splitter: BatchSplitter) -> str:
-    """Return `splitter.unit` as text: the products of keys that it is the least common multiple of."""
+    """Return `splitter.unit` as text: the products of keys that it is the least common
+    multiple of.
+    """
     conditions = splitter.conditions
     last = math.prod(conditions[-1].values())
     needed = [
@@ -76,7 +88,9 @@ def unit_rule(splitter: BatchSplitter) -> str:
 def size_errors(
     sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter | None
 ) -> list[RampupError]:
-    """Return the errors about sizes per device of one ramp, by key, whose `factor`-fold is no whole or legal global batch."""
+    """Return the errors about sizes per device of one ramp, by key, whose `factor`-fold
+    is no whole or legal global batch.
+    """
     step = _step(factor, splitter)
     unit = 1 if splitter is None else splitter.unit
     rule = "a whole number of samples"
@@ -89,7 +103,10 @@ def size_errors(
         )
         offered = [to_yaml_number(n) for n in nearest]
         if size <= 0:
-            text = f"{key}={_format(size)} must be greater than 0; nearest: {_format(*nearest)}"
+            text = (
+                f"{key}={_format(size)} must be greater than 0; nearest:"
+                f" {_format(*nearest)}"
+            )
             problems.append(RampDefinitionError(text, key=key, nearest=offered))
         elif size % step:
             factors = (
@@ -98,7 +115,10 @@ def size_errors(
                 else "num_devices * gradient_accumulation_steps"
             )
             samples = f"{_format(size * factor)} samples ({factors} = {factor})"
-            text = f"{key}={_format(size)} gives {samples}, which must be {rule}; nearest {key}: {_format(*nearest)}"
+            text = (
+                f"{key}={_format(size)} gives {samples}, which must be {rule}; nearest"
+                f" {key}: {_format(*nearest)}"
+            )
             number = math.floor(size * factor)
             problems.append(
                 BatchDivisibilityError(
@@ -111,7 +131,9 @@ def size_errors(
 def growth_error(
     batches: Mapping[str, int], factor: int, splitter: BatchSplitter | None
 ) -> RampDefinitionError:
-    """Return the error about a linear ramp of legal batches, by key, whose increments do not lead from its start to its end."""
+    """Return the error about a linear ramp of legal batches, by key, whose increments
+    do not lead from its start to its end.
+    """
     sizes = {key: Fraction(batch, factor) for key, batch in batches.items()}
     start = sizes[START]
     increment = sizes[INCREMENT]
@@ -132,7 +154,10 @@ def growth_error(
     offered = [
         f"{key} {_format(*legal[key], separator=' or ')}" for key in (END, INCREMENT)
     ]
-    text = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; nearest: {', or '.join(offered)}"
+    text = (
+        f"{span} must be a multiple of {INCREMENT}={_format(increment)}; nearest:"
+        f" {', or '.join(offered)}"
+    )
     problem = RampDefinitionError(
         text, key=END, nearest=[to_yaml_number(n) for n in legal.pop(END)]
     )
@@ -150,7 +175,9 @@ def _step(factor: int, splitter: BatchSplitter | None) -> Fraction:
 def _nearest_sizes(
     sizes: Mapping[str, Fraction], key: str, step: Fraction
 ) -> list[Fraction]:
-    """Return the nearest values of a key with which the ramp is legal if the other keys stay. Empty if they must change too."""
+    """Return the nearest values of a key with which the ramp is legal if the other keys
+    stay. Empty if they must change too.
+    """
     others = [size for name, size in sizes.items() if name != key]
     if not others or any(size <= 0 or size % step for size in others):
         return []

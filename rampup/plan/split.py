@@ -1,7 +1,8 @@
 """Splits a global batch, B = d * a * m * b, and checks that it can be split.
 
-Each of the d replicas, the shards of the rows over data and fsdp, runs a number `a` of passes, one after the other. A pass is
-one forward and one backward of m pipeline microbatches of b samples. Without a pipeline m is 1. `BatchSplitter` has G, p and v.
+Each of the d replicas, the shards of the rows over data and fsdp, runs a number `a` of
+passes, one after the other. A pass is one forward and one backward of m pipeline
+microbatches of b samples. Without a pipeline m is 1. `BatchSplitter` has G, p and v.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
-    """The factors of one global batch: replicas * accumulation steps * pipeline microbatches * microbatch size.
+    """The factors of one global batch: replicas * accumulation steps * pipeline
+    microbatches * microbatch size.
 
     Other factors than those of the batch raise a BatchDivisibilityError.
 
@@ -38,7 +40,8 @@ class BatchSplit:
         global_batch_size: samples per optimizer step, B.
         data_parallel_size: replicas, d.
         accumulation_steps: sequential passes per optimizer step, a.
-        num_pipeline_microbatches: microbatches in one pipeline pass, m. It is 1 without a pipeline.
+        num_pipeline_microbatches: microbatches in one pipeline pass, m. It is 1 without
+            a pipeline.
         microbatch_size: samples per replica and forward pass, b.
     """
 
@@ -56,42 +59,59 @@ class BatchSplit:
             self.microbatch_size,
         )
         if min(factors) < 1 or math.prod(factors) != self.global_batch_size:
-            product = "data_parallel_size * accumulation_steps * num_pipeline_microbatches * microbatch_size"
-            rule = f"global_batch_size={self.global_batch_size} must be {product} = {' * '.join(map(str, factors))}"
+            product = (
+                "data_parallel_size * accumulation_steps * num_pipeline_microbatches *"
+                " microbatch_size"
+            )
+            rule = (
+                f"global_batch_size={self.global_batch_size} must be {product} ="
+                f" {' * '.join(map(str, factors))}"
+            )
             raise BatchDivisibilityError(
                 rule, value=self.global_batch_size, divisor=max(math.prod(factors), 1)
             )
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one replica per optimizer step, a * m (Megatron's `num_microbatches`)."""
+        """Microbatches of one replica per optimizer step, a * m (Megatron's
+        `num_microbatches`).
+        """
         return self.accumulation_steps * self.num_pipeline_microbatches
 
 
-# A compiled program depends on the microbatch size alone. The number of microbatches is an argument of the program: its loop
-# runs that many times over buffers with room for the maximum, `RampPlan.max_microbatches`.
+# A compiled program depends on the microbatch size alone. The number of microbatches is
+# an argument of the program: its loop runs that many times over buffers with room for
+# the maximum, `RampPlan.max_microbatches`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplitter:
     """The rule that splits every global batch of a run.
 
     Attributes:
         data_parallel_size: replicas, d.
-        gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G passes, unless a pipeline's m is automatic:
-            then `fixed` and `auto` merge all passes into one, and G only bounds b.
-        num_stages, num_repeats: pipeline stages p, 1 without a pipeline, and layer chunks per stage v.
-        num_pipeline_microbatches, microbatch_size: m and b; -1 = the splitter chooses it.
-        rampup_microbatch: the factor that absorbs the growth of B. `fixed`: the number of microbatches, so that one compiled
-            shape serves the whole ramp. `per_phase`: the microbatch size, with one shape per phase. `auto`: `fixed` until the
-            last phase, which has the largest possible microbatch; two shapes.
+        gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G
+            passes, unless a pipeline's m is automatic: then `fixed` and `auto` merge
+            all passes into one, and G only bounds b.
+        num_stages, num_repeats: pipeline stages p, 1 without a pipeline, and layer
+            chunks per stage v.
+        num_pipeline_microbatches, microbatch_size: m and b; -1 = the splitter chooses
+            it.
+        rampup_microbatch: the factor that absorbs the growth of B. `fixed`: the number
+            of microbatches, so that one compiled shape serves the whole ramp.
+            `per_phase`: the microbatch size, with one shape per phase. `auto`: `fixed`
+            until the last phase, which has the largest possible microbatch; two shapes.
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
         delay_activation_forwarding: m must be at least 2p (MaxText).
-        min_microbatches: with an automatic b, the microbatches per replica and step to aim for. If no b gives so many, b is 1.
-        whole_batch: every batch is one microbatch, whatever `rampup_microbatch` says, for a loss that has to see all its rows.
-            One shape for each batch size. Needs G = 1, p = 1 and an automatic b.
-        tick_overhead: fixed cost of a pipeline tick, in samples per replica. If set, an automatic m is the one with the lowest
-            predicted time: in every phase with `per_phase`; in the last phase with `fixed`, whose microbatch size then serves
-            all phases. If None, m is the smallest legal one.
-        unit, smallest: every legal global batch is a multiple of the one and at least the other, in samples (derived).
+        min_microbatches: with an automatic b, the microbatches per replica and step to
+            aim for. If no b gives so many, b is 1.
+        whole_batch: every batch is one microbatch, whatever `rampup_microbatch` says,
+            for a loss that has to see all its rows. One shape for each batch size.
+            Needs G = 1, p = 1 and an automatic b.
+        tick_overhead: fixed cost of a pipeline tick, in samples per replica. If set, an
+            automatic m is the one with the lowest predicted time: in every phase with
+            `per_phase`; in the last phase with `fixed`, whose microbatch size then
+            serves all phases. If None, m is the smallest legal one.
+        unit, smallest: every legal global batch is a multiple of the one and at least
+            the other, in samples (derived).
 
     Example:
         >>> splitter = BatchSplitter(data_parallel_size=4)
@@ -153,7 +173,10 @@ class BatchSplitter:
                 "rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH
             )
         if b != AUTO and self.rampup_microbatch == "per_phase":
-            rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
+            rule = (
+                "fixes the microbatch size, but rampup_microbatch=per_phase lets it"
+                " grow"
+            )
             fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
             yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
         if self.whole_batch:
@@ -163,7 +186,10 @@ class BatchSplitter:
                 ("microbatch_size", AUTO),
             ):
                 if (size := getattr(self, name)) != legal:
-                    rule = f"whole_batch=true makes every batch one microbatch, so it needs {name}={legal}, not {size}"
+                    rule = (
+                        "whole_batch=true makes every batch one microbatch, so it"
+                        f" needs {name}={legal}, not {size}"
+                    )
                     key = "ici_pipeline_parallelism" if name == "num_stages" else name
                     yield ConfigError(
                         f"{rule}; set it, or whole_batch=false",
@@ -183,25 +209,38 @@ class BatchSplitter:
                 nearest=(AUTO, p),
             )
         elif p == 1 and m > 1:
-            problem = f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1"
-            fix = "set it to -1, or split the batch with gradient_accumulation_steps or microbatch_size"
+            problem = (
+                f"{key}={m} needs a pipeline, but ici_pipeline_parallelism *"
+                " dcn_pipeline_parallelism = 1"
+            )
+            fix = (
+                "set it to -1, or split the batch with gradient_accumulation_steps or"
+                " microbatch_size"
+            )
             yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
         elif p > 1 and (strict or late):
             rules = [
-                f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}"
+                "a multiple of num_stages = ici_pipeline_parallelism *"
+                f" dcn_pipeline_parallelism = {p}"
             ] * strict
             rules += [
-                f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)"
+                f"at least 2 * num_stages = {minimum}"
+                " (pipeline_delay_activation_forwarding)"
             ] * late
             nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
             hint = (
                 "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
             )
-            rule = f"{key}={m} must be {' and '.join(rules)}; nearest: {', '.join(map(str, nearest))}{hint}"
+            rule = (
+                f"{key}={m} must be {' and '.join(rules)}; nearest:"
+                f" {', '.join(map(str, nearest))}{hint}"
+            )
             yield PipelineShapeError(rule, key=key, nearest=nearest)
 
     def for_eval(self) -> BatchSplitter:
-        """Return the rule for evaluation: the same rule without the accumulation factor."""
+        """Return the rule for evaluation: the same rule without the accumulation
+        factor.
+        """
         return replace(
             self,
             gradient_accumulation_steps=1,
@@ -215,7 +254,9 @@ class BatchSplitter:
         return global_batch_size % self.unit == 0 and global_batch_size >= self.smallest
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
-        """Split all phases' batches, then the sizes reserved for later, or raise an error about all that cannot be split."""
+        """Split all phases' batches, then the sizes reserved for later, or raise an
+        error about all that cannot be split.
+        """
         if refused := [
             batch_error(self, size, f"phase {i}")
             for i, size in enumerate(sizes)
@@ -247,15 +288,17 @@ class BatchSplitter:
     def split_with(
         self, global_batch_size: int, microbatch_size: int
     ) -> BatchSplit | None:
-        """Return the split of a batch into microbatches of a given size, or None if they do not divide it or must not."""
+        """Return the split of a batch into microbatches of a given size, or None if
+        they do not divide it or must not.
+        """
         replicas = self.data_parallel_size * self._pass_unit
         if global_batch_size % (replicas * microbatch_size) or self.whole_batch:
             return None
         return self._make_split(global_batch_size, microbatch_size, merge_passes=True)
 
     def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
-        """Return the splits of the last batch whose microbatch divides all, fastest first; none without p > 1, automatic m and
-        b, and `tick_overhead`.
+        """Return the splits of the last batch whose microbatch divides all, fastest
+        first; none without p > 1, automatic m and b, and `tick_overhead`.
         """
         chooses = (
             self.num_stages > 1
@@ -269,8 +312,9 @@ class BatchSplitter:
             if self.rampup_microbatch == "per_phase"
             else 1
         )
-        # b = samples / m divides all batches if m is a multiple of samples / shared, and is at most the largest legal b of
-        # every batch if m is at least samples divided by it.
+        # b = samples / m divides all batches if m is a multiple of samples / shared,
+        # and is at most the largest legal b of every batch if m is at least samples
+        # divided by it.
         samples = sizes[-1] // (self.data_parallel_size * passes)
         shared = math.gcd(*sizes) // (
             self.data_parallel_size * passes * self._pass_unit
@@ -285,9 +329,12 @@ class BatchSplitter:
         )
 
     def largest_microbatch(self, global_batch_size: int) -> int:
-        """Return the largest microbatch size that a legal global batch allows, in samples per replica."""
-        # B = d * m * a * b with m a multiple of `_pass_unit`, so every legal b divides `samples`, and one that serves several
-        # batches divides their greatest common divisor; G passes only bound it from above, for each batch. A search over the
+        """Return the largest microbatch size that a legal global batch allows, in
+        samples per replica.
+        """
+        # B = d * m * a * b with m a multiple of `_pass_unit`, so every legal b divides
+        # `samples`, and one that serves several batches divides their greatest common
+        # divisor; G passes only bound it from above, for each batch. A search over the
         # divisors therefore leaves none out.
         samples = global_batch_size // (self.data_parallel_size * self._pass_unit)
         largest = samples // self.gradient_accumulation_steps
@@ -308,7 +355,9 @@ class BatchSplitter:
         )
 
     def legal_microbatches(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return every microbatch size that divides all of these batches, in ascending order."""
+        """Return every microbatch size that divides all of these batches, in ascending
+        order.
+        """
         largest = min(map(self.largest_microbatch, sizes))
         common = math.gcd(*sizes) // (self.data_parallel_size * self._pass_unit)
         return tuple(n for n in divisors(common) if n <= largest)
@@ -316,7 +365,9 @@ class BatchSplitter:
     def _make_split(
         self, size: int, microbatch_size: int, *, merge_passes: bool
     ) -> BatchSplit:
-        """Split a batch. With `merge_passes`, an automatic m makes one long pass: its bubble is smaller than several."""
+        """Split a batch. With `merge_passes`, an automatic m makes one long pass: its
+        bubble is smaller than several.
+        """
         num_microbatches = size // (self.data_parallel_size * microbatch_size)
         per_pass = self._pass_unit
         if self.num_stages > 1 and self.num_pipeline_microbatches == AUTO:
@@ -333,7 +384,9 @@ class BatchSplitter:
 
     @property
     def _pass_factors(self) -> dict[str, int]:
-        """The factors of `_pass_unit`, the fewest microbatches in one pass: m, or the least that the pipeline allows."""
+        """The factors of `_pass_unit`, the fewest microbatches in one pass: m, or the
+        least that the pipeline allows.
+        """
         if self.num_stages == 1:
             return {}
         if self.num_pipeline_microbatches != AUTO:

@@ -1,7 +1,8 @@
-"""TPU slices by name: their chips, shape, torus links and published figures, to plan and compile for slices without having one.
+"""TPU slices by name: their chips, shape, torus links and published figures, to plan
+and compile for slices without having one.
 
-Names are those of the TPU compiler (`v5e:4x4`), Google's product names (`v5litepod-16`, `v5p-128`, `v6e-256`), and either with
-a number of slices in front (`2*v5e:4x4`).
+Names are those of the TPU compiler (`v5e:4x4`), Google's product names (`v5litepod-16`,
+`v5p-128`, `v6e-256`), and either with a number of slices in front (`2*v5e:4x4`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ _DOCS = "https://docs.cloud.google.com/tpu/docs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """A TPU generation. The figures are per chip and published, but the HBM is what the compiler lets programs use."""
+    """A TPU generation. The figures are per chip and published, but the HBM is what the
+    compiler lets programs use.
+    """
 
     name: str  # the name that the compiler takes
     product: str  # the prefix of Google's product names, followed by `-` and a count
     aliases: tuple[str, ...] = ()  # other prefixes of such names
-    counts_cores: bool  # whether the number in a product name counts TensorCores, two a chip, and not chips
+    # whether the number in a product name counts TensorCores, two a chip, and not chips
+    counts_cores: bool
     devices: int = 1  # JAX devices of a chip
     dimensions: int  # of the torus
-    hbm_gib: float  # memory that the compiler lets the programs of one *device* use (libtpu 0.0.50)
+    # memory that the compiler lets the programs of one *device* use (libtpu 0.0.50)
+    hbm_gib: float
     peak_flops: float  # bfloat16 matrix products, FLOP/s
     hbm_bandwidth: float  # bytes/s
-    ici_bandwidth: float  # bytes/s that a chip sends to its neighbors over all its links, in one direction each
+    # bytes/s that a chip sends to its neighbors over all its links, in one direction
+    # each
+    ici_bandwidth: float
     max_chips: int  # chips of the largest slice
     source: str  # where the figures are published
     config: str | None = None  # `chip_config_name` of the compiler
@@ -44,7 +51,9 @@ class Chip:
 
 @functools.cache
 def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Return the most compact shape for each number of chips, in ascending order of chips."""
+    """Return the most compact shape for each number of chips, in ascending order of
+    chips.
+    """
     shapes = dict(_FLAT if chip.dimensions == 2 else _SMALL_CUBES)
     for cubes in (
         range(1, chip.max_chips // _CUBE**3 + 1) if chip.dimensions == 3 else ()
@@ -60,8 +69,12 @@ def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     return {chips: shape for chips, shape in shapes.items() if chips <= chip.max_chips}
 
 
-_LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
-# The bandwidth of the links is half of Google's bidirectional figure, or its figure in Gbps divided by 8.
+_LINKS = (
+    "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and"
+    " TPUv3' (IEEE Micro 2021)"
+)
+# The bandwidth of the links is half of Google's bidirectional figure, or its figure in
+# Gbps divided by 8.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -83,7 +96,8 @@ CHIPS = {
              peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x"),
     )
 }  # fmt: skip
-# The shapes of slices in two dimensions, and of small ones in three: larger ones are built of cubes of 4 x 4 x 4 chips.
+# The shapes of slices in two dimensions, and of small ones in three: larger ones are
+# built of cubes of 4 x 4 x 4 chips.
 _FLAT = {
     1: (1, 1),
     4: (2, 2),
@@ -102,7 +116,8 @@ _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]{1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """One or several equal slices of a TPU generation, with `shape` chips along each dimension of a slice.
+    """One or several equal slices of a TPU generation, with `shape` chips along each
+    dimension of a slice.
 
     Example:
         >>> topology = Topology.parse("v5p-128")
@@ -116,11 +131,14 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Return the topology of a name, or raise a ConfigError about its generation, shape or size."""
+        """Return the topology of a name, or raise a ConfigError about its generation,
+        shape or size.
+        """
         match = _NAME.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
             raise _error(
-                f"topology={str(text)[:60]!r} must be a name such as v5e:4x4, v5litepod-16 or 2*v5p:4x4x4"
+                f"topology={str(text)[:60]!r} must be a name such as v5e:4x4,"
+                " v5litepod-16 or 2*v5p:4x4x4"
             )
         slices, prefix, separator, size = match.groups()
         chip = CHIPS.get(prefix) or next(
@@ -128,13 +146,15 @@ class Topology:
         )
         if chip is None:
             raise _error(
-                f"topology={text}: {prefix!r} is not a TPU generation; choose from {', '.join(CHIPS)}",
+                f"topology={text}: {prefix!r} is not a TPU generation; choose from"
+                f" {', '.join(CHIPS)}",
                 *CHIPS,
             )
         num_slices = int(slices or 1)
         if not 1 <= num_slices <= MAX_SLICES:
             raise _error(
-                f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}"
+                f"topology={text}: the number of slices must be between 1 and"
+                f" {MAX_SLICES}"
             )
         if separator == ":":
             shape = tuple(int(side) for side in size.split("x") if side)
@@ -146,14 +166,18 @@ class Topology:
             ):
                 example = cls(chip=chip, shape=_shapes(chip)[64]).name
                 raise _error(
-                    f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}",
+                    f"topology={text}: a slice of {chip.name} has {chip.dimensions}"
+                    f" sides, such as {example}",
                     example,
                 )
             if chip.dimensions == 2 and shape not in _shapes(chip).values():
                 raise _nearest_error(chip, text, chips, "is not a shape of its slices")
             if chip.dimensions == 3 and shape not in _SMALL_CUBES.values():
                 if any(side % _CUBE for side in shape) or list(shape) != sorted(shape):
-                    rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4"
+                    rule = (
+                        "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have"
+                        " sides that are multiples of 4"
+                    )
                     raise _nearest_error(
                         chip, text, chips, f"{rule} in ascending order"
                     )
@@ -168,7 +192,10 @@ class Topology:
             unit = 2 if chip.counts_cores else 1
             number = int(size) if size.isdecimal() else 0
             if number % unit or number // unit not in _shapes(chip):
-                what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
+                what = (
+                    f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is"
+                    " not a size of its slices"
+                )
                 raise _nearest_error(chip, text, number // unit, what)
             shape = _shapes(chip)[number // unit]
         return cls(chip=chip, shape=shape, num_slices=num_slices)
@@ -180,7 +207,9 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """The compiler's name, with the number of slices in front if there are several."""
+        """The compiler's name, with the number of slices in front if there are
+        several.
+        """
         return (
             self.slice_name
             if self.num_slices == 1
@@ -199,9 +228,11 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """Whether the links along each dimension close to a ring: sides of 16 in two dimensions, whole cubes of 4 in three.
+        """Whether the links along each dimension close to a ring: sides of 16 in two
+        dimensions, whole cubes of 4 in three.
 
-        The compiler has to be told: it else replaces collectives that need a ring, such as every all-gather over a v5p:4x4x4.
+        The compiler has to be told: it else replaces collectives that need a ring, such
+        as every all-gather over a v5p:4x4x4.
         Source: `utils/accelerator_to_spec_map.py` of MaxText.
         """
         if self.chip.dimensions == 2:
@@ -219,7 +250,9 @@ class Topology:
         return (1, 1, 1) if math.prod(self.shape) == 1 else (2, 2, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return name and published figures, for JSON; those of a device are its share of the chip."""
+        """Return name and published figures, for JSON; those of a device are its share
+        of the chip.
+        """
         chip = self.chip
         return {
             "name": self.name,
@@ -239,7 +272,9 @@ class Topology:
 
 
 def known_topologies() -> Iterator[Topology]:
-    """Yield one slice for each power of two of chips that has a product name, up to 1,024: larger ones have the same cubes."""
+    """Yield one slice for each power of two of chips that has a product name, up to
+    1,024: larger ones have the same cubes.
+    """
     for chip in CHIPS.values():
         for chips, shape in _shapes(chip).items():
             if chips.bit_count() == 1 and (
@@ -249,7 +284,9 @@ def known_topologies() -> Iterator[Topology]:
 
 
 def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
-    """Return the error about a size that does not exist, with the nearest ones that do."""
+    """Return the error about a size that does not exist, with the nearest ones that
+    do.
+    """
     near = [chips] if chips in _shapes(chip) else nearest_in(chips, [*_shapes(chip)])
     names = [Topology(chip=chip, shape=_shapes(chip)[n]).name for n in near]
     return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
@@ -259,7 +296,8 @@ def _error(message: str, *nearest: str) -> ConfigError:
     return ConfigError(message, key="topology", nearest=nearest)
 
 
-# Dense bfloat16 FLOP/s of GPUs, from the vendor's data sheets. The first name that occurs in a device's kind counts.
+# Dense bfloat16 FLOP/s of GPUs, from the vendor's data sheets. The first name that
+# occurs in a device's kind counts.
 _GPU_PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -273,7 +311,9 @@ _GPU_PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the peak FLOP/s of a JAX device, by its `device_kind`, in bfloat16 without sparsity; None for an unknown one."""
+    """Return the peak FLOP/s of a JAX device, by its `device_kind`, in bfloat16 without
+    sparsity; None for an unknown one.
+    """
     for chip in CHIPS.values():
         if device_kind in chip.kinds:
             return chip.peak_flops / chip.devices

@@ -1,6 +1,8 @@
-"""The configuration of a rollout: the keys of configs/rl.yml, its loading, and the `RolloutPlan` that it describes.
+"""The configuration of a rollout: the keys of configs/rl.yml, its loading, and the
+`RolloutPlan` that it describes.
 
-Keys and meanings are those of MaxText RL. `python -m rampup.rl.config configs` writes configs/rl.yml and its JSON schema.
+Keys and meanings are those of MaxText RL. `python -m rampup.rl.config configs` writes
+configs/rl.yml and its JSON schema.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def _shared(name: str, default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Settings):
-    """A complete, checked configuration of a rollout. Every attribute is a key of the YAML file, in the group `rl` or not."""
+    """A complete, checked configuration of a rollout. Every attribute is a key of the
+    YAML file, in the group `rl` or not.
+    """
 
     # A key: its default, its properties, and its documentation, where a line break counts as a space.
     # fmt: off
@@ -242,7 +246,9 @@ class RolloutConfig(Settings):
 
     @property
     def eval_prompts(self) -> int:
-        """Prompts of one evaluation: the full batches from test_batch_start_index on."""
+        """Prompts of one evaluation: the full batches from test_batch_start_index
+        on.
+        """
         size = self.eval_batch
         return max(
             (self.num_test_batches * size - self.test_batch_start_index) // size * size,
@@ -260,7 +266,10 @@ class RolloutConfig(Settings):
         ]
         problems: list[RampupError] = []
         if len(given) > 1:
-            text = f"{' and '.join(given)} all set the size of a pass; set all but one of them to -1"
+            text = (
+                f"{' and '.join(given)} all set the size of a pass; set all but one of"
+                " them to -1"
+            )
             problems.append(
                 ConfigError(text, key=given[1].partition("=")[0], nearest=(AUTO,))
             )
@@ -268,13 +277,17 @@ class RolloutConfig(Settings):
             self.max_prompt_length + self.max_response_length
         )
         if AUTO != self.token_batch_size < largest:
-            text = f"token_batch_size={self.token_batch_size} must have room for one prompt: rl.num_generations * "
+            text = (
+                f"token_batch_size={self.token_batch_size} must have room for one"
+                " prompt: rl.num_generations * "
+            )
             text += f"(max_prompt_length + max_response_length) = {largest:,} tokens"
             problems.append(
                 ConfigError(text, key="token_batch_size", nearest=(largest,))
             )
         if self.is_auto:
-            # A step is one optimizer step of each model and epoch, whatever its prompts, and its size is that of the noise.
+            # A step is one optimizer step of each model and epoch, whatever its
+            # prompts, and its size is that of the noise.
             needed = {
                 "measure_gradient_noise": True,
                 "rl.num_generations_schedule": None,
@@ -287,12 +300,16 @@ class RolloutConfig(Settings):
                     shown, found = (
                         "null" if x is None else str(x).lower() for x in (value, given)
                     )
-                    text = f"rl.batch_size_schedule={self.batch_size_schedule!r} follows the noise, and needs {name}={shown}; "
+                    text = (
+                        f"rl.batch_size_schedule={self.batch_size_schedule!r} follows"
+                        f" the noise, and needs {name}={shown}; "
+                    )
                     problems.append(
                         ConfigError(f"{text}it is {found}", key=name, nearest=(value,))
                     )
         if self.num_steps < 1:
-            # The keys that leave fewer prompts than one batch: of the run, of the data set, or both.
+            # The keys that leave fewer prompts than one batch: of the run, of the data
+            # set, or both.
             minimum = -(-self.batch_size // self.num_epoch)
             enough = dict[str, Any]()
             if self.num_prompts is not None and self.num_prompts < minimum:
@@ -308,15 +325,24 @@ class RolloutConfig(Settings):
                     else {"train_fraction": fraction}
                 )
             for key, value in enough.items():
-                text = f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not "
+                text = (
+                    f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts *"
+                    f" num_epoch={self.num_epoch}, which do not "
+                )
                 text += f"fill a batch_size={self.batch_size}; nearest: {value}"
                 problems.append(ConfigError(text, key=key, nearest=(value,)))
         problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
             size = self.eval_batch
             most = (self.num_test_batches - 1) * size
-            text = f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
-            text += f"{size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation"
+            text = (
+                f"test_batch_start_index={self.test_batch_start_index} leaves no full"
+                f" batch of the {self.num_test_batches} * "
+            )
+            text += (
+                f"{size} prompts of an evaluation; nearest: {most}, or"
+                " num_test_batches=0 for no evaluation"
+            )
             problems.append(
                 ConfigError(text, key="test_batch_start_index", nearest=(most,))
             )
@@ -327,7 +353,9 @@ ROLLOUT_KEYS = RolloutConfig.keys()
 
 
 def is_rollout_file(path: str | Path) -> bool:
-    """Return whether a file configures a rollout, like configs/rl.yml, judged by the keys that only one kind of file has."""
+    """Return whether a file configures a rollout, like configs/rl.yml, judged by the
+    keys that only one kind of file has.
+    """
     rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
     # A name that other systems use, such as batch_size, tells nothing.
     names = {name for name in names_in(path) if not keys_for_alias(name, RAMP_KEYS)}
@@ -342,17 +370,21 @@ def load_rollout_config(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> RolloutConfig:
-    """Load the configuration of a rollout, as `rampup.load_config` does that of a ramp."""
+    """Load the configuration of a rollout, as `rampup.load_config` does that of a
+    ramp.
+    """
     return load_settings(RolloutConfig, path, overrides, environ=environ)
 
 
 def build_rollout_plan(
     config: RolloutConfig, num_devices: int | None = None
 ) -> RolloutPlan:
-    """Return the plan that a configuration describes. Without `num_devices`, its own, which then must not be -1.
+    """Return the plan that a configuration describes. Without `num_devices`, its own,
+    which then must not be -1.
 
     Raises:
-        RampupError: the sizes are invalid. One error has all problems and the nearest legal values.
+        RampupError: the sizes are invalid. One error has all problems and the nearest
+            legal values.
     """
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
@@ -392,9 +424,11 @@ def build_rollout_plan(
             policy,
             mini_batch=prompts("critic_mini_batch_size") or mini_batch,
             microbatch=prompts("critic_train_micro_batch_size") or microbatch,
-            num_epochs=config.num_iterations
-            if config.critic_num_iterations == AUTO
-            else config.critic_num_iterations,
+            num_epochs=(
+                config.num_iterations
+                if config.critic_num_iterations == AUTO
+                else config.critic_num_iterations
+            ),
         )
         return RolloutPlan(
             rollout_batch=prompts("batch_size"),
@@ -430,7 +464,9 @@ def build_rollout_plan(
 def build_rollout_schedule(
     config: RolloutConfig, num_devices: int | None = None
 ) -> RolloutSchedule:
-    """Return the rollouts of a configuration's run, whose batch grows if it has a schedule; see `build_rollout_plan`."""
+    """Return the rollouts of a configuration's run, whose batch grows if it has a
+    schedule; see `build_rollout_plan`.
+    """
     problems: list[RampupError] = []
     growth: dict[
         str, dict[int, int]
@@ -452,7 +488,10 @@ def build_rollout_schedule(
                 rule = " must start at step 0, and its steps must increase"
             elif min(sizes) < 1 or max(sizes) > largest:
                 size = f"rl.{name}" if name == "num_generations" else name
-                rule = f" must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
+                rule = (
+                    f" must have sizes from 1 to {size}={largest}, the largest; set"
+                    f" that key to {max(sizes)} or more"
+                )
             growth[name] = dict(pairs)
         except RampupError as error:
             rule = (
@@ -495,14 +534,22 @@ def build_rollout_schedule(
     smallest = stages[0][1].samples_per_step
     rows = schedule.pass_samples("policy")
     if config.is_auto and smallest * stages[0][1].policy.data_parallel_size < 2 * rows:
-        text = f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise between the passes of a step, but its "
-        text += f"first {smallest} samples are one pass of one replica; set a smaller train_micro_batch_size"
+        text = (
+            f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise"
+            " between the passes of a step, but its "
+        )
+        text += (
+            f"first {smallest} samples are one pass of one replica; set a smaller"
+            " train_micro_batch_size"
+        )
         raise ConfigError(text, key="train_micro_batch_size")
     return schedule
 
 
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
-    """Return sentences about legal settings that drop data or differ from MaxText RL."""
+    """Return sentences about legal settings that drop data or differ from MaxText
+    RL.
+    """
     notes = []
     grows = (
         config.batch_size_schedule is not None
@@ -513,7 +560,8 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     )
     if dropped and not grows:
         notes.append(
-            f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and are dropped"
+            f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,}"
+            " and are dropped"
         )
     varying = {
         "zero_spread_groups": "keep",
@@ -526,7 +574,8 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
         if getattr(config, name) != usual
     ]:
         notes.append(
-            f"with {' and '.join(given)}, the sizes of a step are the largest it may have"
+            f"with {' and '.join(given)}, the sizes of a step are the largest it may"
+            " have"
         )
         updates = plan.policy_updates
         padded = (
@@ -536,18 +585,21 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
         )
         if padded > MUCH_PADDING:
             notes.append(
-                f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less"
+                f"their last passes are partly padding, {padded:.0%} of a step on"
+                " average; smaller passes have less"
             )
     if config.is_auto:
         notes.append(
-            f"the noise between prompts decides when a step doubles its prompts, to {config.batch_size:,} at most"
+            "the noise between prompts decides when a step doubles its prompts, to"
+            f" {config.batch_size:,} at most"
         )
     lost = (
         config.num_test_batches * config.eval_batch - config.test_batch_start_index
     ) % config.eval_batch
     if config.num_test_batches and lost:
         notes.append(
-            f"{lost:,} prompts of an evaluation do not fill a batch of {config.eval_batch:,} and are left out"
+            f"{lost:,} prompts of an evaluation do not fill a batch of"
+            f" {config.eval_batch:,} and are left out"
         )
     maxtext_steps = int(
         config.num_batches
@@ -558,12 +610,14 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     if maxtext_steps != plan.total_optimizer_steps and not grows:
         steps = f"{plan.total_optimizer_steps:,} optimizer steps"
         notes.append(
-            f"the run has {steps}; MaxText RL would schedule its learning rate for {maxtext_steps:,}"
+            f"the run has {steps}; MaxText RL would schedule its learning rate for"
+            f" {maxtext_steps:,}"
         )
     return tuple(notes)
 
 
-# By default nothing is split, so that a file of a few keys has no mini batches unless it sets them; rl.yml shows some.
+# By default nothing is split, so that a file of a few keys has no mini batches unless
+# it sets them; rl.yml shows some.
 ROLLOUT_FILE = ConfigFile(
     name="rl.yml",
     schema_name="rl.schema.json",

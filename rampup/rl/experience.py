@@ -1,6 +1,8 @@
-"""The samples of a rollout on the host: rewards, advantages, their order in mini batches, and the rows that the losses take.
+"""The samples of a rollout on the host: rewards, advantages, their order in mini
+batches, and the rows that the losses take.
 
-Shape suffixes: S samples, G samples of a prompt, R tokens of the longest response, T tokens of a row.
+Shape suffixes: S samples, G samples of a prompt, R tokens of the longest response, T
+tokens of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
 def check_rewards(
     reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str
 ) -> np.ndarray:
-    """Call a reward function, and return one finite float32 per sample. If it gives something else, a DataError shows where."""
+    """Call a reward function, and return one finite float32 per sample. If it gives
+    something else, a DataError shows where.
+    """
     where = f"the reward function, in {where},"
     try:
         found = reward(prompts, responses)
@@ -37,10 +41,16 @@ def check_rewards(
     try:
         values = list(found)
     except TypeError:
-        text = f"{where} returned {found!r:.80} and not a sequence of {len(prompts)} numbers, one per sample"
+        text = (
+            f"{where} returned {found!r:.80} and not a sequence of {len(prompts)}"
+            " numbers, one per sample"
+        )
         raise DataError(text, key="reward") from None
     if len(values) != len(prompts):
-        text = f"{where} returned {len(values)} rewards for {len(prompts)} samples; it must return one number per sample"
+        text = (
+            f"{where} returned {len(values)} rewards for {len(prompts)} samples; it"
+            " must return one number per sample"
+        )
         raise DataError(text, key="reward", nearest=(len(prompts),))
     rewards = np.full(len(values), np.nan, np.float32)
     for number, value in enumerate(values):
@@ -50,7 +60,10 @@ def check_rewards(
         ):
             rewards[number] = float(value)
         if not np.isfinite(rewards[number]):
-            text = f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
+            text = (
+                f"{where} returned {value!r:.80} for sample {number} (prompt"
+                f" {prompts[number]!r:.80}, response "
+            )
             raise DataError(
                 f"{text}{responses[number]!r:.80}); a reward is a finite number",
                 key="reward",
@@ -59,10 +72,11 @@ def check_rewards(
 
 
 def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
-    """Return the advantage of each sample over its group: (r - mean) / (standard deviation + 1e-6), float32.
+    """Return the advantage of each sample over its group: (r - mean) / (standard
+    deviation + 1e-6), float32.
 
-    A group of equal rewards has advantages 0, and teaches nothing (Shao et al. 2024, arXiv 2402.03300, with the standard
-    deviation of a sample, ddof=1).
+    A group of equal rewards has advantages 0, and teaches nothing (Shao et al. 2024,
+    arXiv 2402.03300, with the standard deviation of a sample, ddof=1).
 
     Raises:
         ConfigError: a group has one sample, whose advantage would always be 0.
@@ -72,7 +86,10 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
         [0.7099999785423279, -0.7099999785423279, 0.0, 0.0]
     """
     if samples_per_prompt < 2:
-        text = f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; "
+        text = (
+            f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose"
+            " advantage over the group is always 0; "
+        )
         text += "set rl.num_generations=2 or more, or enable_critic=true"
         raise ConfigError(text, key="rl.num_generations", nearest=(2,))
     groups = np.asarray(rewards_S, np.float64).reshape(-1, samples_per_prompt)
@@ -85,7 +102,9 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
 
 
 def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
-    """Return whether the rewards of each group are all equal, so that all their advantages are 0."""
+    """Return whether the rewards of each group are all equal, so that all their
+    advantages are 0.
+    """
     groups = np.asarray(rewards_S).reshape(-1, samples_per_prompt)
     return (groups == groups[:, :1]).all(axis=1)  # type: ignore[no-any-return]
 
@@ -98,10 +117,12 @@ def generalized_advantages(
     gamma: float,
     lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and returns by generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438), float32.
+    """Return advantages and returns by generalized advantage estimation (Schulman et
+    al. 2016, arXiv 1506.02438), float32.
 
-    delta_t = r_t + gamma * V_{t+1} - V_t and A_t = delta_t + gamma * lam * A_{t+1}, where the value after the last token is 0.
-    Returns are A + V. Advantages are then normalized over all tokens of the rollout to mean 0 and standard deviation 1.
+    delta_t = r_t + gamma * V_{t+1} - V_t and A_t = delta_t + gamma * lam * A_{t+1},
+    where the value after the last token is 0. Returns are A + V. Advantages are then
+    normalized over all tokens of the rollout to mean 0 and standard deviation 1.
 
     Example:
         >>> rewards, values = np.array([[0.0, 1.0]]), np.array([[0.5, 0.5]])
@@ -131,9 +152,13 @@ def generalized_advantages(
 
 
 class Tally(NamedTuple):
-    """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths."""
+    """The true numbers of the current rollout and of the run up to it, which depend on
+    rewards and lengths.
+    """
 
-    groups: float = 0  # prompts that the rollout trains on, whose samples are the first rows of the experience
+    # prompts that the rollout trains on, whose samples are the first rows of the
+    # experience
+    groups: float = 0
     carried: float = 0  # prompts that wait for the next rollout, in the rows after them
     dropped: float = (
         0  # prompts whose samples this rollout had, and neither trains on nor carries
@@ -146,7 +171,9 @@ class Tally(NamedTuple):
     spread: float = np.nan  # mean standard deviation of the rewards of a prompt
 
     def to_words(self) -> np.ndarray:
-        """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the types of JAX are."""
+        """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the
+        types of JAX are.
+        """
         return np.array(self, np.float64).view(np.int32)
 
     @classmethod
@@ -166,9 +193,11 @@ def divide_groups(
     mini_batch: int,
     partial_step: str,
 ) -> tuple[int, int]:
-    """Return how many groups of some tokens, from the first on, a step trains on, and how many of those after them it carries.
+    """Return how many groups of some tokens, from the first on, a step trains on, and
+    how many of those after them it carries.
 
-    A full step has `most` groups, or with `token_batch_size` as many as fit; it then is one mini batch.
+    A full step has `most` groups, or with `token_batch_size` as many as fit; it then is
+    one mini batch.
     """
     fits = (
         len(tokens)
@@ -179,7 +208,8 @@ def divide_groups(
     if partial_step != "train" and token_batch_size is None:
         trained -= fit % mini_batch
     elif partial_step != "train" and fit < most and sum(tokens) < token_batch_size:
-        # A budget is full also if the groups fill it exactly, and none is left that does not fit.
+        # A budget is full also if the groups fill it exactly, and none is left that
+        # does not fit.
         trained = 0
     return trained, len(tokens) - trained if partial_step == "carry" else 0
 
@@ -204,19 +234,23 @@ def mini_batches(
 ) -> Iterator[MiniBatch]:
     """Return the mini batches of one model on one rollout, epoch by epoch.
 
-    Every sample is in exactly one mini batch of every epoch. Train the models in the order of `plan.order`. A rollout of fewer
-    prompts than planned fills the first mini batches of an epoch; the next has the rest, and those after it are empty.
+    Every sample is in exactly one mini batch of every epoch. Train the models in the
+    order of `plan.order`. A rollout of fewer prompts than planned fills the first mini
+    batches of an epoch; the next has the rest, and those after it are empty.
 
     Args:
         step: the rollout that generated the samples, counted from 0.
-        seed: of the order, which every rollout, epoch and model has its own of; None = the order of generation.
+        seed: of the order, which every rollout, epoch and model has its own of; None =
+            the order of generation.
         start: the optimizer step within this rollout to start at.
-        keep_prompts_together: shuffle prompts with all their responses, which are adjacent, instead of single samples.
+        keep_prompts_together: shuffle prompts with all their responses, which are
+            adjacent, instead of single samples.
         num_prompts: the prompts of the rollout, if they are fewer than planned.
 
     Raises:
         ResumeMismatchError: the plan has no such step or start.
-        ConfigError: the plan has no such model, the seed is invalid, or mini batches would separate a prompt's responses.
+        ConfigError: the plan has no such model, the seed is invalid, or mini batches
+            would separate a prompt's responses.
 
     Example:
         >>> from rampup.rl.plan import Size, Training
@@ -242,7 +276,10 @@ def mini_batches(
             )
     group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
     if updates.mini_batch_samples % group:
-        text = f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
+        text = (
+            f"mini batches of {updates.mini_batch_samples} samples would separate the"
+            f" samples_per_prompt={group} responses of "
+        )
         text += (
             "a prompt; set keep_prompts_together=False or count mini batches in prompts"
         )
@@ -265,7 +302,8 @@ def mini_batches(
         epoch, number = divmod(update, updates.num_mini_batches)
         order = np.arange(samples)
         if seed is not None:
-            # From the identity of the epoch alone, so that a resumed run needs no state of a generator.
+            # From the identity of the epoch alone, so that a resumed run needs no state
+            # of a generator.
             groups = stable_permutation(
                 (seed, step, epoch, *model.encode()), samples // group
             )
@@ -295,12 +333,15 @@ def loss_rows(
     """Return samples as the rows of a loss: one sample per row, all of one length.
 
     Args:
-        experience: arrays over samples: `tokens` (S, T), `prompt_length` and `response_length` (S,), and over the tokens of the
-            response (S, R) those that the loss reads: `log_probabilities` (of the policy that sampled), `advantages`,
-            `reference_log_probabilities`, `values`, `returns`. The aggregation by groups needs the number of the prompt of each
-            sample, `group` (S,), and all samples of each prompt.
+        experience: arrays over samples: `tokens` (S, T), `prompt_length` and
+            `response_length` (S,), and over the tokens of the response (S, R) those
+            that the loss reads: `log_probabilities` (of the policy that sampled),
+            `advantages`, `reference_log_probabilities`, `values`, `returns`. The
+            aggregation by groups needs the number of the prompt of each sample, `group`
+            (S,), and all samples of each prompt.
         rows: the samples, all by default.
-        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.plan.AGGREGATIONS`.
+        loss_agg_mode: how the losses of tokens add up, one of
+            `rampup.rl.plan.AGGREGATIONS`.
 
     Example:
         >>> rows = loss_rows({"tokens": np.array([[7, 8, 9, 0]]), "prompt_length": [1], "response_length": [2]})
@@ -316,13 +357,15 @@ def loss_rows(
         np.asarray(experience[name])[chosen]
         for name in ("prompt_length", "response_length")
     )
-    # Entry t predicts token t + 1, so the first token of the response belongs to the last entry of the prompt.
+    # Entry t predicts token t + 1, so the first token of the response belongs to the
+    # last entry of the prompt.
     number_BT = np.arange(tokens_BT.shape[1]) - (prompt_B[:, None] - 1)
     counts_BT = (number_BT >= 0) & (number_BT < response_B[:, None])
     found = {"tokens": tokens_BT, "targets": np.roll(tokens_BT, -1, axis=1)}
     found["targets"][:, -1] = 0
-    # The loss of each token is multiplied by its coefficient, and their sum is divided by that of the weights. Transfers to the
-    # devices make float32 of both, unless the run is in float64.
+    # The loss of each token is multiplied by its coefficient, and their sum is divided
+    # by that of the weights. Transfers to the devices make float32 of both, unless the
+    # run is in float64.
     found["coefficients"] = found["weights"] = counts_BT.astype(np.float64)
     if loss_agg_mode != "token-mean":
         # The first token of a sequence carries the weight of the sequence.
@@ -358,7 +401,8 @@ def loss_rows(
 def padded_rows(rows: Arrays, width: int) -> Arrays:
     """Return rows of one sample as passes of one width, arrays (n, width, ...).
 
-    Padding repeats the first row with weight 0, so that no computation on it is undefined.
+    Padding repeats the first row with weight 0, so that no computation on it is
+    undefined.
     """
     samples = len(rows["tokens"])
     n = -(-samples // width)
@@ -374,10 +418,11 @@ def padded_rows(rows: Arrays, width: int) -> Arrays:
 def packed_rows(
     rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
 ) -> Arrays:
-    """Return the rows of `loss_rows`, packed, as arrays (n, replicas, budget, ...) of a mini batch's passes.
+    """Return the rows of `loss_rows`, packed, as arrays (n, replicas, budget, ...) of a
+    mini batch's passes.
 
-    They also have `positions`, `segments` (1, 2, ...; padding is 0) and `shape` (n, replicas), the number of the shape on the
-    ladder that a pass is computed with.
+    They also have `positions`, `segments` (1, 2, ...; padding is 0) and `shape` (n,
+    replicas), the number of the shape on the ladder that a pass is computed with.
     """
     n = packed.num_microbatches
     replicas = len(packed.replicas)

@@ -1,6 +1,7 @@
 """Generation: one compiled scan of static length over the mesh.
 
-Shape suffixes: B rows, P tokens of a padded prompt, R tokens of the longest response, V vocabulary.
+Shape suffixes: B rows, P tokens of a padded prompt, R tokens of the longest response, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class Samples(NamedTuple):
     Attributes:
         tokens: int32 (B, P + R). A prompt and its response without a gap, then padding.
         prompt_length: int32 (B,).
-        response_length: int32 (B,). The end token counts, so an empty response has length 1. R if no end token came.
-        log_probabilities: float32 (B, R), of every token of the response under the policy at the sampling temperature, or None.
+        response_length: int32 (B,). The end token counts, so an empty response has
+            length 1. R if no end token came.
+        log_probabilities: float32 (B, R), of every token of the response under the
+            policy at the sampling temperature, or None.
     """
 
     tokens: Any
@@ -44,7 +47,8 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 takes the most probable token.
         top_k: sample from this many most probable tokens; 0 = from all.
-        top_p: sample from the most probable tokens whose probabilities add up to at least this (nucleus sampling); 1 = all.
+        top_p: sample from the most probable tokens whose probabilities add up to at
+            least this (nucleus sampling); 1 = all.
     """
 
     temperature: float = 1.0
@@ -98,12 +102,17 @@ class Sampling:
 def pad_prompts(
     prompts: Sequence[Sequence[int]], max_prompt_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompts as an array (B, P), padded after their ends, and their lengths (B,)."""
+    """Return prompts as an array (B, P), padded after their ends, and their lengths
+    (B,).
+    """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for number, length in enumerate(lengths.tolist()):
         if not 1 <= length <= max_prompt_length:
             nearest = (int(lengths.max()),) if length else ()
-            text = f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; "
+            text = (
+                f"prompt {number} has {length} tokens, but a prompt has from 1 to"
+                f" max_prompt_length={max_prompt_length}; "
+            )
             text += (
                 f"leave it out or set max_prompt_length={nearest[0]}"
                 if nearest
@@ -128,12 +137,15 @@ def generate(
     mesh: Mesh | None = None,
     log_probabilities: bool = False,
 ) -> Samples:
-    """Sample one response to each prompt. Every call with new sizes compiles; `rollout_step` compiles once.
+    """Sample one response to each prompt. Every call with new sizes compiles;
+    `rollout_step` compiles once.
 
     Args:
-        model: see `as_policy`; a language model of rampup decodes with a cache, others run the whole row for every token.
+        model: see `as_policy`; a language model of rampup decodes with a cache, others
+            run the whole row for every token.
         max_response_length: R, the length at which a response is cut off.
-        end_token: ends a response and is its last token; None = every response has R tokens.
+        end_token: ends a response and is its last token; None = every response has R
+            tokens.
         sampling: temperature and the like; None = the policy's own probabilities.
         seed: of the random numbers, which depend on it and on the row alone.
         mesh: the devices of `params`; None = one device.
@@ -171,7 +183,9 @@ def make_generate(
     *,
     log_probabilities: bool = False,
 ) -> Any:
-    """Return the function to compile: a scan of R iterations, in which a row that has ended writes padding."""
+    """Return the function to compile: a scan of R iterations, in which a row that has
+    ended writes padding.
+    """
     R = max_response_length
 
     def run(
@@ -251,7 +265,9 @@ def _sample(
     top_k: Any,
     top_p: Any,
 ) -> jax.Array:
-    """Return one token per row. The row's key and the number of the token decide, whatever the other rows are."""
+    """Return one token per row. The row's key and the number of the token decide,
+    whatever the other rows are.
+    """
     logits_BV = logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32))
     scaled_BV = logits_BV / jnp.where(temperature > 0, temperature, 1)
     is_cut = (top_k > 0) | (top_p < 1)

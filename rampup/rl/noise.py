@@ -1,35 +1,46 @@
-"""The noise of RL gradients: its part between prompts, its part within a prompt's responses, and the sizes that follow.
+"""The noise of RL gradients: its part between prompts, its part within a prompt's
+responses, and the sizes that follow.
 
-Let response i have the weight w_i (such as its tokens) and the gradient sum x_i, with E x_i = w_i G on average over lengths.
-Responses to different prompts are independent; E(x_i x_i') = w_i w_i' (|G|^2 + B) for two responses to one prompt. Nothing is
-assumed about the size of a single x_i: the tokens of a response share an advantage, so its noise need not fall with its length.
-A step sums over blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j; w_pj of it
-belong to prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W. Sorting the products of responses,
+Let response i have the weight w_i (such as its tokens) and the gradient sum x_i, with E
+x_i = w_i G on average over lengths. Responses to different prompts are independent;
+E(x_i x_i') = w_i w_i' (|G|^2 + B) for two responses to one prompt. Nothing is assumed
+about the size of a single x_i: the tokens of a response share an advantage, so its
+noise need not fall with its length. A step sums over blocks, one microbatch on one
+replica each. Block j has the gradient sum G_j and the weight W_j; w_pj of it belong to
+prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W. Sorting the
+products of responses,
 
     E sum(|G_j|^2) = |G|^2 sum(W_j^2) + B (sum_jp(w_pj^2) - sum(w_i^2)) + D,
     E W^2 |g|^2    = |G|^2 W^2        + B (sum_p(w_p^2)   - sum(w_i^2)) + D,
 
-where D = sum(E |x_i|^2 - w_i^2 |G|^2). A block has all responses to one prompt, or one response to each of several, as the
-steps take turns: their rows are ordered by prompts, then by the numbers of the responses. So there are two equations of the
-first kind and one of the second for |G|^2, B and D / W. Each is summed over many steps before it is divided by their weight, as
-the mean of a quotient would be biased where few prompts make a step. If blocks have whole prompts, |G|^2 is the mean product of
-the gradients of different prompts, so that no error of the noise enters it.
+where D = sum(E |x_i|^2 - w_i^2 |G|^2). A block has all responses to one prompt, or one
+response to each of several, as the steps take turns: their rows are ordered by prompts,
+then by the numbers of the responses. So there are two equations of the first kind and
+one of the second for |G|^2, B and D / W. Each is summed over many steps before it is
+divided by their weight, as the mean of a quotient would be biased where few prompts
+make a step. If blocks have whole prompts, |G|^2 is the mean product of the gradients of
+different prompts, so that no error of the noise enters it.
 
-A step of P prompts with n responses each has the noise (B (sum_p(w_p^2) - sum(w_i^2)) + D) / W^2 = (b + s / n) / P. Here b is B
-times the mean of w_i w_i' over pairs of responses to a prompt, divided by the square of the mean w of w_i; and s is D / (W w)
+A step of P prompts with n responses each has the noise (B (sum_p(w_p^2) - sum(w_i^2)) +
+D) / W^2 = (b + s / n) / P. Here b is B times the mean of w_i w_i' over pairs of
+responses to a prompt, divided by the square of the mean w of w_i; and s is D / (W w)
 less b. The noise scale in prompts is thus
 
     N(n) = (b + s / n) / |G|^2,
 
-as in McCandlish et al. 2018, arXiv 1812.06162, with a prompt as the unit. If a prompt costs c and each of its responses 1, the
-noise at a given cost P (c + n) is least at n^2 = c s / b (two-stage sampling: Cochran 1977, Sampling Techniques, chapter 10).
-That takes |G|^2 as fixed. It falls with fewer responses: a group of equal rewards has no gradient, and the mean reward of a
-group contains the response's own. So a number below the measured one is never recommended.
+as in McCandlish et al. 2018, arXiv 1812.06162, with a prompt as the unit. If a prompt
+costs c and each of its responses 1, the noise at a given cost P (c + n) is least at n^2
+= c s / b (two-stage sampling: Cochran 1977, Sampling Techniques, chapter 10). That
+takes |G|^2 as fixed. It falls with fewer responses: a group of equal rewards has no
+gradient, and the mean reward of a group contains the response's own. So a number below
+the measured one is never recommended.
 
-r updates on the same samples at the same learning rate add up the same noise: they move the parameters r times as far, in the
-mean and in the noise, while r updates on fresh samples have sqrt(r) times the noise. So a batch that is used r times needs r
-times the prompts for the same ratio of noise to progress. In GRPO, the responses of a group share a baseline, which correlates
-them a little: what is within a prompt is what the rest of a group leaves.
+r updates on the same samples at the same learning rate add up the same noise: they move
+the parameters r times as far, in the mean and in the noise, while r updates on fresh
+samples have sqrt(r) times the noise. So a batch that is used r times needs r times the
+prompts for the same ratio of noise to progress. In GRPO, the responses of a group share
+a baseline, which correlates them a little: what is within a prompt is what the rest of
+a group leaves.
 """
 
 from __future__ import annotations
@@ -55,17 +66,20 @@ RESPONSES = (2, 4, 8, 16, 32, 64)
 _RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
 _PARTS = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
 UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
-# Entry of a checkpoint's record: first rollout, prompts generated before it, and size of every phase so far.
+# Entry of a checkpoint's record: first rollout, prompts generated before it, and size
+# of every phase so far.
 PROMPT_ROWS = "prompt_rows"
 
 
 def block_facts(
     weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int
 ) -> np.ndarray:
-    """Return what the estimates need to know of a step, from the weights and prompts of the rows of each pass; 0 is padding.
+    """Return what the estimates need to know of a step, from the weights and prompts of
+    the rows of each pass; 0 is padding.
 
-    Divided by the weight W of the step: sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2, sum_p(w_p^2) - sum(w_i^2), the number of
-    responses, and that of ordered pairs of responses to one prompt. NaN with fewer than two blocks.
+    Divided by the weight W of the step: sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2,
+    sum_p(w_p^2) - sum(w_i^2), the number of responses, and that of ordered pairs of
+    responses to one prompt. NaN with fewer than two blocks.
     """
     blocks = len(weights_nR) * replicas
     weights = weights_nR.reshape(blocks, -1)
@@ -98,7 +112,8 @@ def block_facts(
 
 @dataclass(slots=True)
 class _Means:
-    """Weighted means over steps of sum(|G_j|^2) / W, W |g|^2 and the numbers of `block_facts`, with their covariance.
+    """Weighted means over steps of sum(|G_j|^2) / W, W |g|^2 and the numbers of
+    `block_facts`, with their covariance.
 
     See `rampup.NoiseScale` for the recurrences.
     """
@@ -136,7 +151,9 @@ class _Means:
 
 @dataclass(slots=True, kw_only=True)
 class PromptNoise:
-    """Running averages of the noise of RL gradients, from which its two parts follow with 90% intervals."""
+    """Running averages of the noise of RL gradients, from which its two parts follow
+    with 90% intervals.
+    """
 
     half_life_samples: float  # samples after which a step counts half
     means: tuple[_Means, _Means] = field(
@@ -153,7 +170,8 @@ class PromptNoise:
         square: float,
         facts: Sequence[float] | np.ndarray,
     ) -> None:
-        """Add a step of weight W with sum(|G_j|^2) and, before clipping, |g|^2; its layout is 0 or 1, by the order of the rows.
+        """Add a step of weight W with sum(|G_j|^2) and, before clipping, |g|^2; its
+        layout is 0 or 1, by the order of the rows.
 
         One whose values are not finite, or without weight, only ages the others.
         """
@@ -189,7 +207,9 @@ class PromptNoise:
     def estimates(
         self, responses: int
     ) -> tuple[NoiseEstimate, NoiseEstimate, NoiseEstimate]:
-        """Return both parts of the noise, b and s above, and the noise scale in prompts for some responses per prompt."""
+        """Return both parts of the noise, b and s above, and the noise scale in prompts
+        for some responses per prompt.
+        """
         one, two = self.means
         if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(
             one.mean[3] - two.mean[3]
@@ -200,7 +220,8 @@ class PromptNoise:
         equations = np.array(
             [[*one.mean[2:4], 1], [*two.mean[2:4], 1], [weight, pair_weight, 1]]
         )
-        # From the means of both kinds in the first layout, then in the second, to |G|^2, B and D / W.
+        # From the means of both kinds in the first layout, then in the second, to
+        # |G|^2, B and D / W.
         solution = np.linalg.inv(equations) @ [
             [1, 0, 0, 0],
             [0, 0, 1, 0],
@@ -214,7 +235,8 @@ class PromptNoise:
             np.array([[0, relative, 0], [0, -relative, per_weight], [1, 0, 0]])
             @ solution
         )
-        # What the known weights of the steps make the means scatter is no uncertainty of what is found.
+        # What the known weights of the steps make the means scatter is no uncertainty
+        # of what is found.
         residuals = np.array(
             [[1, 0, -square, -B, 0, 0, 0, 0], [0, 1, 0, 0, -square, -B, 0, 0]]
         )
@@ -245,13 +267,18 @@ def advice_from_line(
     cost_per_prompt: float = 0.0,
     reuse: int = 1,
 ) -> dict[str, Any]:
-    """Return how many prompts and responses are worth it by a line of metrics.jsonl, as `rampup design` prints them.
+    """Return how many prompts and responses are worth it by a line of metrics.jsonl, as
+    `rampup design` prints them.
 
-    `responses` per prompt are those of the run, a prompt costs as much as `cost_per_prompt` responses, and a sample is used in
-    `reuse` updates; the estimates of the line are for one.
+    `responses` per prompt are those of the run, a prompt costs as much as
+    `cost_per_prompt` responses, and a sample is used in `reuse` updates; the estimates
+    of the line are for one.
     """
     if line.get(_PARTS[0]) is None:
-        text = "the run has measured no noise between prompts: train it with measure_gradient_noise=true, for some steps"
+        text = (
+            "the run has measured no noise between prompts: train it with"
+            " measure_gradient_noise=true, for some steps"
+        )
         raise DataError(text, key="measure_gradient_noise", nearest=(True,))
     between, within, scale = (
         NoiseEstimate(
@@ -304,9 +331,11 @@ def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
 
 @dataclass(frozen=True, slots=True)
 class AutoPrompts(Component):
-    """The decisions of `rl.batch_size_schedule="0:N auto"`; see `rampup.batch_size.auto`, with rollouts as steps.
+    """The decisions of `rl.batch_size_schedule="0:N auto"`; see
+    `rampup.batch_size.auto`, with rollouts as steps.
 
-    The averages come before it in a loop. The noise scale counts prompts that are trained on, and the schedule those that are
+    The averages come before it in a loop. The noise scale counts prompts that are
+    trained on, and the schedule those that are
     generated: if groups are dropped, it grows later.
     """
 
@@ -317,7 +346,9 @@ class AutoPrompts(Component):
     on_event: OnEvent
 
     def state(self) -> dict[str, Any]:
-        """Return the decisions, from which `rampup.rl.train` makes the schedule of a resumed run."""
+        """Return the decisions, from which `rampup.rl.train` makes the schedule of a
+        resumed run.
+        """
         return {PROMPT_ROWS: self.auto.rows}
 
     def may_change_plan(self, done: int) -> bool:
@@ -332,7 +363,9 @@ class AutoPrompts(Component):
     def after_step(
         self, line: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Decide about the prompts, after every tenth rollout. The decision is in the line before it is used."""
+        """Decide about the prompts, after every tenth rollout. The decision is in the
+        line before it is used.
+        """
         if not self.may_change_plan(line["step"] + 1):
             return {}
         noise = _times(self.reuse, self.noise.scale)
@@ -358,7 +391,9 @@ class AutoPrompts(Component):
 
 @dataclass(slots=True)
 class PromptNoiseAverages(Component):
-    """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in that of Adam; see `PromptNoise`."""
+    """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in
+    that of Adam; see `PromptNoise`.
+    """
 
     half_life_samples: float
     responses: int

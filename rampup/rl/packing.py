@@ -1,6 +1,8 @@
-"""Packs sequences of different lengths into microbatches of few shapes, by best-fit decreasing onto a ladder of shapes.
+"""Packs sequences of different lengths into microbatches of few shapes, by best-fit
+decreasing onto a ladder of shapes.
 
-The result is deterministic: the same lengths give the same microbatches on every machine.
+The result is deterministic: the same lengths give the same microbatches on every
+machine.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from rampup.plan.numbers import MAX_COUNT
 
 Bins = Sequence[Sequence[int]]
 
-# More empty microbatches than this are an error, so that a typing error does not exhaust memory.
+# More empty microbatches than this are an error, so that a typing error does not
+# exhaust memory.
 MAX_EMPTY = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMicrobatches:
-    """Sequences in microbatches of a few static shapes, with the same number of microbatches on every replica.
+    """Sequences in microbatches of a few static shapes, with the same number of
+    microbatches on every replica.
 
     `replicas[r][j]` has the indices of the sequences in microbatch j of replica r.
     """
@@ -59,13 +63,16 @@ class PackedMicrobatches:
 
 
 def make_ladder(token_budget: int, rungs: int = 4) -> tuple[int, ...]:
-    """Return as many evenly spaced shapes as there are rungs, up to the token budget of a microbatch.
+    """Return as many evenly spaced shapes as there are rungs, up to the token budget of
+    a microbatch.
 
-    All microbatches except the last are nearly full, and the last may have any number of tokens. Even spacing pads it least on
-    average, and by at most token_budget / rungs. Each shape is compiled once.
+    All microbatches except the last are nearly full, and the last may have any number
+    of tokens. Even spacing pads it least on average, and by at most token_budget /
+    rungs. Each shape is compiled once.
 
     Raises:
-        ConfigError: either is not a whole number of at least 1, or there are more rungs than tokens.
+        ConfigError: either is not a whole number of at least 1, or there are more rungs
+            than tokens.
 
     Example:
         >>> make_ladder(16384, 4)
@@ -83,10 +90,12 @@ def pack(
     *,
     num_replicas: int = 1,
 ) -> PackedMicrobatches:
-    """Pack sequences into as few microbatches as it can find, each within the budget and of a shape on the ladder.
+    """Pack sequences into as few microbatches as it can find, each within the budget
+    and of a shape on the ladder.
 
-    All replicas run one program, so microbatch j has the same shape on all of them. Larger shapes come first. A microbatch is
-    empty, so all padding, only if there are fewer sequences than microbatches.
+    All replicas run one program, so microbatch j has the same shape on all of them.
+    Larger shapes come first. A microbatch is empty, so all padding, only if there are
+    fewer sequences than microbatches.
 
     Args:
         lengths: tokens of each sequence, as a list or an integer array.
@@ -95,7 +104,8 @@ def pack(
         num_replicas: data-parallel replicas. Each gets the same number of microbatches.
 
     Raises:
-        ConfigError: a sequence is longer than the budget, the ladder does not end there, or a number is out of range.
+        ConfigError: a sequence is longer than the budget, the ladder does not end
+            there, or a number is out of range.
 
     Example:
         >>> packed = pack([100, 200, 300, 400, 500, 600], 1000, make_ladder(1000, 4))
@@ -105,7 +115,10 @@ def pack(
     values = _to_integers(lengths, "lengths")
     for limit, extreme in ((1, min(values)), (MAX_COUNT, max(values))):
         if not 1 <= extreme <= MAX_COUNT:
-            text = f"lengths[{values.index(extreme)}]={extreme:,} tokens must be between 1 and 10**18"
+            text = (
+                f"lengths[{values.index(extreme)}]={extreme:,} tokens must be between 1"
+                " and 10**18"
+            )
             raise ConfigError(text, key="lengths", nearest=[limit])
     _check_count(token_budget, "token_budget")
     rungs = tuple(_to_integers(ladder, "ladder"))
@@ -127,11 +140,18 @@ def pack(
         index for index, length in enumerate(values) if length > token_budget
     ]:
         others = f" (and {len(too_long) - 1:,} more)" if len(too_long) > 1 else ""
-        text = f"lengths[{too_long[0]}]={values[too_long[0]]:,} tokens{others} exceeds token_budget={token_budget:,}, and a "
-        text += f"sequence is never split; nearest token_budget: {max(values):,}, or leave the sequence out"
+        text = (
+            f"lengths[{too_long[0]}]={values[too_long[0]]:,} tokens{others} exceeds"
+            f" token_budget={token_budget:,}, and a "
+        )
+        text += (
+            f"sequence is never split; nearest token_budget: {max(values):,}, or leave"
+            " the sequence out"
+        )
         raise ConfigError(text, key="token_budget", nearest=[max(values)])
     order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
-    # Best-fit opens a microbatch only if no other has room, so any two of them have more than one budget together.
+    # Best-fit opens a microbatch only if no other has room, so any two of them have
+    # more than one budget together.
     most = min(len(values), 2 * sum(values) // token_budget + 1)
     filled = [
         members
@@ -140,7 +160,10 @@ def pack(
     ]
     num_microbatches = -(-len(filled) // num_replicas)
     if num_microbatches * num_replicas - len(values) > MAX_EMPTY:
-        text = f"num_replicas={num_replicas:,} gives {num_microbatches * num_replicas:,} microbatches for {len(values):,} "
+        text = (
+            f"num_replicas={num_replicas:,} gives {num_microbatches * num_replicas:,}"
+            f" microbatches for {len(values):,} "
+        )
         raise ConfigError(
             f"{text}sequences; at most {MAX_EMPTY:,} may be empty", key="num_replicas"
         )
@@ -157,9 +180,11 @@ def pack(
 def _best_fit(
     lengths: Sequence[int], order: Sequence[int], capacities: Sequence[int]
 ) -> list[list[int]] | None:
-    """Put each sequence, in the given order, into the bin with the least room for it. Return None if one has no room anywhere.
+    """Put each sequence, in the given order, into the bin with the least room for it.
+    Return None if one has no room anywhere.
 
-    For descending lengths and equal bins it needs at most 11/9 of the fewest bins plus a constant (Johnson 1974).
+    For descending lengths and equal bins it needs at most 11/9 of the fewest bins plus
+    a constant (Johnson 1974).
     """
     free = sorted((capacity, number) for number, capacity in enumerate(capacities))
     bins: list[list[int]] = [[] for _ in capacities]
@@ -180,10 +205,12 @@ def _pack_onto_ladder(
     rows: int,
     width: int,
 ) -> Bins | None:
-    """Pack into rows of bins of one shape: first full rows, then one row of a middle shape, then rows of the smallest shape.
+    """Pack into rows of bins of one shape: first full rows, then one row of a middle
+    shape, then rows of the smallest shape.
 
-    Among such layouts, numbered by their capacity, doubling and bisection find the smallest into which best-fit places every
-    sequence. None if it fails even with full rows only.
+    Among such layouts, numbered by their capacity, doubling and bisection find the
+    smallest into which best-fit places every sequence. None if it fails even with full
+    rows only.
     """
     steps = len(ladder) - 1
     last = rows * steps
@@ -222,9 +249,11 @@ def _arrange(
     num_microbatches: int,
     num_replicas: int,
 ) -> PackedMicrobatches:
-    """Return bins as microbatches, fullest first, so that those of similar size share a row of replicas and its rung.
+    """Return bins as microbatches, fullest first, so that those of similar size share a
+    row of replicas and its rung.
 
-    If there are fewer bins than places, the fullest bins give up their shortest sequences until every place has one.
+    If there are fewer bins than places, the fullest bins give up their shortest
+    sequences until every place has one.
     """
     filled = [
         sorted(members, key=lambda index: (-lengths[index], index))
@@ -232,7 +261,8 @@ def _arrange(
         if members
     ]
     num_places = num_microbatches * num_replicas
-    # Taken from the fullest bin each time, so that the rows of replicas stay even. A bin of one sequence has nothing to give.
+    # Taken from the fullest bin each time, so that the rows of replicas stay even. A
+    # bin of one sequence has nothing to give.
     divisible = [
         (-sum(lengths[i] for i in members), members)
         for members in filled

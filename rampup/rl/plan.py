@@ -1,9 +1,13 @@
-"""RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the microbatches of each replica.
+"""RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the
+microbatches of each replica.
 
-`Size` converts what users write into samples of the whole job, which everything else counts. A step's samples are divided three
-times: among the calls of the generator, among mini batches (one optimizer step each), and among the passes of a mini batch.
-The plan checks from the outside in, and stops where an error would only repeat one before it: the numbers, then the batch, for
-which some legal mini batch must exist, then the mini batches and passes of each model, and the calls of the generator.
+`Size` converts what users write into samples of the whole job, which everything else
+counts. A step's samples are divided three
+times: among the calls of the generator, among mini batches (one optimizer step each),
+    and among the passes of a mini batch.
+The plan checks from the outside in, and stops where an error would only repeat one
+before it: the numbers, then the batch, for which some legal mini batch must exist, then
+the mini batches and passes of each model, and the calls of the generator.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from rampup.errors import (
 )
 from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 
-# How the losses of tokens add up; see `rl.loss_agg_mode` in configs/rl.yml. A sequence without a token counts in none of them.
+# How the losses of tokens add up; see `rl.loss_agg_mode` in configs/rl.yml. A sequence
+# without a token counts in none of them.
 AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",
@@ -44,7 +49,9 @@ MAX_SAMPLES = 10**9
 
 
 def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupError]:
-    """Return an error for every count that is not a whole number between `minimum` and 10**9."""
+    """Return an error for every count that is not a whole number between `minimum` and
+    10**9.
+    """
     problems: list[RampupError] = []
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
@@ -68,11 +75,15 @@ def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A size with its unit and its scope, which the configurations of RL systems leave implicit."""
+    """A size with its unit and its scope, which the configurations of RL systems leave
+    implicit.
+    """
 
     count: int  # the number
     unit: Unit  # what it counts. A sample is one response to a prompt.
-    scope: Scope = "job"  # the whole job, each data-parallel replica, or each process that is a replica (trlX)
+    # the whole job, each data-parallel replica, or each process that is a replica
+    # (trlX)
+    scope: Scope = "job"
     key: str | None = None  # the configuration key that errors refer to
 
     def __post_init__(self) -> None:
@@ -99,7 +110,9 @@ class Size:
     def arithmetic(
         self, role: str, *, samples_per_prompt: int, data_parallel_size: int
     ) -> str:
-        """Return the conversion of the size into samples of the job as text: 'micro=4 prompts * samples_per_prompt=5 = ...'."""
+        """Return the conversion of the size into samples of the job as text: 'micro=4
+        prompts * samples_per_prompt=5 = ...'.
+        """
         factors = (
             [f"samples_per_prompt={samples_per_prompt}"]
             if self.unit == "prompts"
@@ -124,7 +137,8 @@ class Size:
         multiple: int = 1,
         **factors: int,
     ) -> BatchDivisibilityError:
-        """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix.
+        """Return the error that the size breaks a rule, with the nearest of the legal
+        counts, or else another fix.
 
         By the rule, the size in samples of the job is a multiple of `multiple`.
         """
@@ -152,7 +166,9 @@ class Size:
         least: int = 1,
         **factors: int,
     ) -> list[RampupError]:
-        """Return an error unless the size divides a number of samples and keeps the rule, or with padding is no larger."""
+        """Return an error unless the size divides a number of samples and keeps the
+        rule, or with padding is no larger.
+        """
         per_count = self.factor(**factors)
         counts = divisors(samples // per_count) if samples % per_count == 0 else []
         legal = [
@@ -183,11 +199,14 @@ class Training:
     """The requested sizes of one model's training on the samples of a step."""
 
     mini_batch: Size  # samples of one optimizer step
-    # Samples of one forward and backward pass, or a token budget per replica. None = the whole mini batch.
+    # Samples of one forward and backward pass, or a token budget per replica. None =
+    # the whole mini batch.
     microbatch: Size | None = None
     data_parallel_size: int = 1  # replicas of this model
     num_epochs: int = 1  # passes over the samples of a step
-    num_stages: int = 1  # pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
+    # pipeline stages. The number of microbatches of an optimizer step is a multiple of
+    # it.
+    num_stages: int = 1
 
     @property
     def token_budget(self) -> int | None:
@@ -215,8 +234,9 @@ class Updates:
     token_budget: int | None = (
         None  # tokens of one pass of one replica. None without a budget.
     )
-    # With a token budget, the passes of an optimizer step if every sample has the maximum length. A first-fit packing
-    # never needs more. None if the lengths are unknown.
+    # With a token budget, the passes of an optimizer step if every sample has the
+    # maximum length. A first-fit packing never needs more. None if the lengths are
+    # unknown.
     max_passes: int | None = None
 
     @property
@@ -231,7 +251,9 @@ class Updates:
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Forward and backward passes of each replica per optimizer step. With a token budget the maximum, if known."""
+        """Forward and backward passes of each replica per optimizer step. With a token
+        budget the maximum, if known.
+        """
         return (
             self.max_passes
             if self.microbatch_size is None
@@ -257,7 +279,9 @@ class Updates:
         return passes * self.microbatch_samples - self.samples_per_step
 
     def num_passes(self, samples: int) -> int:
-        """Return the passes over a mini batch of some samples, without a token budget: whole passes of every stage."""
+        """Return the passes over a mini batch of some samples, without a token budget:
+        whole passes of every stage.
+        """
         assert self.microbatch_samples is not None, (
             "with a token budget, the lengths decide"
         )
@@ -266,7 +290,9 @@ class Updates:
         )
 
     def mini_batch_range(self, number: int) -> range:
-        """Return the positions of a mini batch's samples in the epoch's order. With padding the last may be short."""
+        """Return the positions of a mini batch's samples in the epoch's order. With
+        padding the last may be short.
+        """
         start = number * self.mini_batch_samples
         return range(start, min(start + self.mini_batch_samples, self.samples_per_step))
 
@@ -301,17 +327,20 @@ def split_updates(
     pad: bool = False,
     max_length: int | None = None,
 ) -> Updates:
-    """Split the samples of a step into mini batches and microbatches of one model, or raise an error with the nearest sizes.
+    """Split the samples of a step into mini batches and microbatches of one model, or
+    raise an error with the nearest sizes.
 
-    `pad` fills sizes that do not divide with rows of weight 0; `max_length` is in tokens, for a token budget.
+    `pad` fills sizes that do not divide with rows of weight 0; `max_length` is in
+    tokens, for a token budget.
     """
     replicas = training.data_parallel_size
     stages = training.num_stages
     budget = training.token_budget
     factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": replicas}
     mini_batch = training.mini_batch.samples(**factors)
-    # Every stage of every replica has as many samples as the others, so a mini batch is a multiple of this. With a token budget
-    # the lengths decide which replica has how many, but each of them needs a sample.
+    # Every stage of every replica has as many samples as the others, so a mini batch is
+    # a multiple of this. With a token budget the lengths decide which replica has how
+    # many, but each of them needs a sample.
     unit = 1 if pad or budget is not None else replicas * stages
     least = 1 if pad or budget is None else replicas
     rule = ""
@@ -343,7 +372,10 @@ def split_updates(
     elif budget is not None:
         if max_length is not None and budget < max_length:
             key = training.microbatch.key or f"{model}.microbatch"
-            text = f"{key}={training.microbatch} must be at least the longest sample, max_prompt_length + "
+            text = (
+                f"{key}={training.microbatch} must be at least the longest sample,"
+                " max_prompt_length + "
+            )
             text += f"max_response_length = {max_length} tokens; nearest: {max_length}"
             problems.append(ConfigError(text, key=key, nearest=(max_length,)))
         elif max_length is not None:
@@ -379,7 +411,9 @@ def split_updates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """The arrays stored for every sample between generation and training, padded to the maximum lengths."""
+    """The arrays stored for every sample between generation and training, padded to the
+    maximum lengths.
+    """
 
     max_prompt_length: int  # tokens of the longest prompt
     max_response_length: int  # tokens of the longest response
@@ -410,9 +444,11 @@ class Experience:
         return self.max_prompt_length + self.max_response_length
 
     def fields(self, *, critic: bool) -> dict[str, tuple[str, int]]:
-        """Return type and elements per sample of each stored array. A critic adds values and returns.
+        """Return type and elements per sample of each stored array. A critic adds
+        values and returns.
 
-        Per-token arrays cover the response. Tokens and attention mask also cover the prompt.
+        Per-token arrays cover the response. Tokens and attention mask also cover the
+        prompt.
         """
         per_response = [
             "log_probabilities",
@@ -438,24 +474,32 @@ class Experience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The batches of one step of reinforcement learning: generation, and the training of each model.
+    """The batches of one step of reinforcement learning: generation, and the training
+    of each model.
 
-    A step generates `rollout_batch`, trains the critic through all of its epochs if there is one, then trains the policy
-    (SkyRL's order), and sends the new weights to the generator.
+    A step generates `rollout_batch`, trains the critic through all of its epochs if
+    there is one, then trains the policy (SkyRL's order), and sends the new weights to
+    the generator.
 
     Attributes:
         rollout_batch: the batch that one step generates.
         samples_per_prompt: responses to each prompt.
         policy, critic: the sizes of the training of each model. None without a critic.
-        generation: the batch of one call of the generator (a rollout microbatch). None = the whole batch.
+        generation: the batch of one call of the generator (a rollout microbatch). None
+            = the whole batch.
         num_steps: steps of the run.
-        pad: pad sizes that do not divide with rows of weight 0; a last mini batch may be short. False = raise an error.
-        eval_prompts, eval_samples_per_prompt: prompts of one evaluation, and responses to each.
-        experience: lengths and types of the stored arrays. None = unknown; `rollout_step` takes the lengths of its options.
-        policy_updates, critic_updates: the resulting optimizer steps of each model (derived).
+        pad: pad sizes that do not divide with rows of weight 0; a last mini batch may
+            be short. False = raise an error.
+        eval_prompts, eval_samples_per_prompt: prompts of one evaluation, and responses
+            to each.
+        experience: lengths and types of the stored arrays. None = unknown;
+            `rollout_step` takes the lengths of its options.
+        policy_updates, critic_updates: the resulting optimizer steps of each model
+            (derived).
 
     Raises:
-        ConfigError, BatchDivisibilityError: sizes are invalid. One error has all problems and the nearest legal values.
+        ConfigError, BatchDivisibilityError: sizes are invalid. One error has all
+            problems and the nearest legal values.
 
     Example:
         >>> micro = Size(count=4, unit="samples", scope="replica")
@@ -511,17 +555,22 @@ class RolloutPlan:
         check_unit("generation", self.generation)
         raise_together(problems)
 
-        # Whether the configured mini batch divides the batch is another question: `split_updates` blames the mini batch then.
-        # Here the batch is to blame, because no size of a mini batch would do.
+        # Whether the configured mini batch divides the batch is another question:
+        # `split_updates` blames the mini batch then. Here the batch is to blame,
+        # because no size of a mini batch would do.
         size = self.rollout_batch
         samples = self.samples_per_step
         factors = self._factors
         if samples > MAX_SAMPLES:
             largest = max(MAX_SAMPLES // size.factor(**factors), 1)
-            text = f"{size.arithmetic('rollout_batch', **factors)} must be at most {MAX_SAMPLES:,} samples"
+            text = (
+                f"{size.arithmetic('rollout_batch', **factors)} must be at most"
+                f" {MAX_SAMPLES:,} samples"
+            )
             raise ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))
-        # The batch must be a multiple of each of these. One count of a mini batch may be several samples, and without padding a
-        # mini batch gives every stage of every replica the same number; with a token budget the lengths decide that.
+        # The batch must be a multiple of each of these. One count of a mini batch may
+        # be several samples, and without padding a mini batch gives every stage of
+        # every replica the same number; with a token budget the lengths decide that.
         units = [self.samples_per_prompt]
         replicas = []
         for model, training in models.items():
@@ -546,7 +595,10 @@ class RolloutPlan:
             )
         divisor = math.lcm(*units)
         if samples % divisor:
-            rule = f"must be a multiple of {divisor} samples, the smallest number that has whole prompts and divides evenly "
+            rule = (
+                f"must be a multiple of {divisor} samples, the smallest number that has"
+                " whole prompts and divides evenly "
+            )
             rule += f"over {' and '.join(replicas)}"
             legal = nearest_multiples(
                 size.count, divisor // math.gcd(divisor, size.factor(**factors))
@@ -568,7 +620,8 @@ class RolloutPlan:
                 )
             except RampupError as error:
                 problems += error.problems or (error,)
-        # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
+        # A key may set the size of a mini batch, of a pass and of a call at once; one
+        # error about it is enough.
         call = self.generation
         if call is not None and (call.key or "generation") not in {
             problem.key for problem in problems
@@ -619,7 +672,9 @@ class RolloutPlan:
 
     @property
     def total_optimizer_steps(self) -> int:
-        """The policy's optimizer steps over the run: the length of its learning-rate schedule."""
+        """The policy's optimizer steps over the run: the length of its learning-rate
+        schedule.
+        """
         return self.num_steps * self.policy_updates.optimizer_steps
 
     @property
@@ -646,9 +701,11 @@ class RolloutPlan:
         return found[model]
 
     def timetable(self) -> list[dict[str, Any]]:
-        """Return a step in its order, from prompts to optimizer steps: what there is, how many of it, and the sizes of each.
+        """Return a step in its order, from prompts to optimizer steps: what there is,
+        how many of it, and the sizes of each.
 
-        Tokens are those of samples of the maximum lengths; None if these are unknown or there is no fixed size.
+        Tokens are those of samples of the maximum lengths; None if these are unknown or
+        there is no fixed size.
         """
         stored = self.experience
         length, prompt = (
@@ -739,8 +796,10 @@ class RolloutPlan:
             stored = {
                 "bytes_per_sample": per_sample,
                 "bytes_per_step": per_sample * self.samples_per_step,
-                "bytes_per_replica": per_sample
-                * -(-self.samples_per_step // self.policy.data_parallel_size),
+                "bytes_per_replica": (
+                    per_sample
+                    * -(-self.samples_per_step // self.policy.data_parallel_size)
+                ),
                 "fields": self.experience.field_bytes(critic=self.critic is not None),
             }
         return {
@@ -750,9 +809,9 @@ class RolloutPlan:
             "generate_calls": self.generate_calls,
             "sequences_per_generate_call": self.sequences_per_call,
             **self.policy_updates.to_dict(),
-            "critic": None
-            if self.critic_updates is None
-            else self.critic_updates.to_dict(),
+            "critic": (
+                None if self.critic_updates is None else self.critic_updates.to_dict()
+            ),
             "weight_syncs": self.num_steps,
             "total_optimizer_steps": self.total_optimizer_steps,
             "eval_prompts": self.eval_prompts,
@@ -763,7 +822,9 @@ class RolloutPlan:
 
     @property
     def _factors(self) -> dict[str, int]:
-        """What turns a size of the rollout into samples of the job. `per replica` means those of the policy."""
+        """What turns a size of the rollout into samples of the job. `per replica` means
+        those of the policy.
+        """
         return {
             "samples_per_prompt": self.samples_per_prompt,
             "data_parallel_size": self.policy.data_parallel_size,

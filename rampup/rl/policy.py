@@ -1,13 +1,16 @@
 """The models of an RL run, a policy and a critic, and the losses that train them.
 
-A row of tokens is a prompt and its response without a gap, then padding. A model must be causal, so that padding after a row
-does not change it.
+A row of tokens is a prompt and its response without a gap, then padding. A model must
+be causal, so that padding after a row does not change it.
 
-A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum of the weights, so that a mini batch
-has the same gradient however it is split, padded or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the
-rows; their coefficients say how the losses of tokens add up. Entry t of a row is the prediction of the token after token t.
+A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum
+of the weights, so that a mini batch has the same gradient however it is split, padded
+or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the rows; their
+coefficients say how the losses of tokens add up. Entry t of a row is the prediction of
+the token after token t.
 
-Shape suffixes: B rows, T tokens of a row, P tokens of a padded prompt, E width, V vocabulary, S slots of a cache.
+Shape suffixes: B rows, T tokens of a row, P tokens of a padded prompt, E width, V
+vocabulary, S slots of a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from rampup.engine.mesh import BatchAxes, auto_view, replicated
 from rampup.errors import ConfigError, a_type
 from rampup.lm.transformer import LanguageModel, decode, packed_hidden, prefill
 
-# Beyond it, the exponential of a difference of log-probabilities says nothing and may overflow.
+# Beyond it, the exponential of a difference of log-probabilities says nothing and may
+# overflow.
 MAX_LOG_RATIO = 20.0
 
 
@@ -38,11 +42,13 @@ class Policy:
 
     Attributes:
         logits: `(params, tokens_BT) -> logits_BTV`, of every next token.
-        packed: `(params, tokens_BT, positions_BT, segments_BT) -> logits_BTV`, for rows of several sequences. None: the model
-            cannot be packed.
-        prefill: `(params, tokens_BP, length_B, num_slots) -> (logits_BV, cache)`, which reads the prompts.
-        decode: `(params, cache, token_B, position_B) -> (logits_BV, cache)`, which reads one token per row. Without both,
-            generation runs the whole row for every token.
+        packed: `(params, tokens_BT, positions_BT, segments_BT) -> logits_BTV`, for rows
+            of several sequences. None: the model cannot be packed.
+        prefill: `(params, tokens_BP, length_B, num_slots) -> (logits_BV, cache)`, which
+            reads the prompts.
+        decode: `(params, cache, token_B, position_B) -> (logits_BV, cache)`, which
+            reads one token per row. Without both, generation runs the whole row for
+            every token.
     """
 
     logits: Callable[[Any, jax.Array], jax.Array]
@@ -55,8 +61,9 @@ def as_policy(model: Any) -> Policy:
     """Return the policy of a model.
 
     Args:
-        model: a `Policy`, rampup's `LanguageModel`, a Flax linen module whose call maps tokens (B, T) to logits (B, T, V), or
-            a function `(params, tokens) -> logits`. For a Flax NNX module use `split_policy`.
+        model: a `Policy`, rampup's `LanguageModel`, a Flax linen module whose call maps
+            tokens (B, T) to logits (B, T, V), or a function `(params, tokens) ->
+            logits`. For a Flax NNX module use `split_policy`.
     """
     if isinstance(model, Policy):
         return model
@@ -86,21 +93,25 @@ def as_policy(model: Any) -> Policy:
         )
     if isinstance(model, nnx.Module):
         raise ConfigError(
-            "an NNX model contains its parameters; use policy, params = split_policy(model)",
+            "an NNX model contains its parameters; use policy, params ="
+            " split_policy(model)",
             key="model",
         )
     if callable(model):
         return Policy(logits=model)
     raise ConfigError(
-        f"{a_type(model)} is no policy; give a Flax module or a function (params, tokens) -> logits",
+        f"{a_type(model)} is no policy; give a Flax module or a function (params,"
+        " tokens) -> logits",
         key="model",
     )
 
 
 def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, Any]:
-    """Return the policy of a Flax NNX model, whose call maps tokens (B, T) to logits (B, T, V), and its parameters.
+    """Return the policy of a Flax NNX model, whose call maps tokens (B, T) to logits
+    (B, T, V), and its parameters.
 
-    Variables other than `wrt`, as in `nnx.Optimizer`, are not trained and keep their values, so dropout must be off.
+    Variables other than `wrt`, as in `nnx.Optimizer`, are not trained and keep their
+    values, so dropout must be off.
 
     Example:
         >>> class Bigram(nnx.Module):
@@ -119,7 +130,8 @@ def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, An
     graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
-        # Copied: an NNX variable may only be written in the trace in which it was created.
+        # Copied: an NNX variable may only be written in the trace in which it was
+        # created.
         kept = jax.tree.map(lambda leaf: leaf, rest)
         return nnx.merge(graphdef, params, kept)(tokens_BT)  # type: ignore[no-any-return,operator]
 
@@ -127,7 +139,9 @@ def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, An
 
 
 def over_rows(model: Any, mesh: Mesh) -> Policy:
-    """Return the policy of a model for programs whose rows the compiler spreads over the mesh, as generation."""
+    """Return the policy of a model for programs whose rows the compiler spreads over
+    the mesh, as generation.
+    """
     if isinstance(model, LanguageModel):
         model = replace(
             model,
@@ -139,7 +153,9 @@ def over_rows(model: Any, mesh: Mesh) -> Policy:
 
 
 def in_replica(model: Any, mesh: Mesh) -> Policy:
-    """Return the policy of a model for the training step, in which a replica sees its own rows."""
+    """Return the policy of a model for the training step, in which a replica sees its
+    own rows.
+    """
     return as_policy(
         model.on(auto_view(mesh)) if isinstance(model, LanguageModel) else model
     )
@@ -153,7 +169,8 @@ def token_log_probabilities(
         logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
         / temperature
     )
-    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
+    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary
+    # is sharded over the tensor axis.
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(
         logits_BTV, -1
@@ -165,7 +182,9 @@ ValuesFn = Callable[[Any, Mapping[str, jax.Array]], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """A value function: `(params, rows) -> values_BT`, the value before the token after each token of `rows["tokens"]`."""
+    """A value function: `(params, rows) -> values_BT`, the value before the token after
+    each token of `rows["tokens"]`.
+    """
 
     spread: ValuesFn  # for programs whose rows the compiler spreads over the mesh
     in_replica: ValuesFn  # for the training step, in which a replica sees its own rows
@@ -183,7 +202,9 @@ def critic_of(model: LanguageModel, mesh: Mesh) -> Critic:
 def critic_params(
     model: LanguageModel, params: Mapping[str, Any], mesh: Mesh
 ) -> dict[str, Any]:
-    """Return the critic's parameters before training: a policy's layers, and a value of 0 everywhere."""
+    """Return the critic's parameters before training: a policy's layers, and a value of
+    0 everywhere.
+    """
     kept = {name: params[name] for name in ("embedding", "layers", "final_norm")}
     value = jnp.zeros((model.width,), jnp.dtype(model.param_dtype))
     return kept | {"value": jax.device_put(value, replicated(mesh))}
@@ -216,11 +237,13 @@ def grpo_loss(
     temperature: float = 1.0,
     shapes: tuple[int, ...] = (),
 ) -> LossFn:
-    """Return the loss of GRPO and PPO: the clipped ratio, and the KL divergence from a reference policy.
+    """Return the loss of GRPO and PPO: the clipped ratio, and the KL divergence from a
+    reference policy.
 
-    Per token, -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * KL (Schulman et al. 2017, arXiv 1707.06347;
-    Shao et al. 2024, arXiv 2402.03300). KL is the estimator r - 1 - log r with r = p_reference / p, which is never negative.
-    Its auxiliary sums are `kl` and `clip_fraction`.
+    Per token, -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * KL
+    (Schulman et al. 2017, arXiv 1707.06347; Shao et al. 2024, arXiv 2402.03300). KL is
+    the estimator r - 1 - log r with r = p_reference / p, which is never negative. Its
+    auxiliary sums are `kl` and `clip_fraction`.
 
     Args:
         model: see `as_policy`.
@@ -271,9 +294,11 @@ def value_loss(
     epsilon: float = 0.2,
     shapes: tuple[int, ...] = (),
 ) -> LossFn:
-    """Return the critic's loss: half the squared error of the value, clipped as in PPO around the value of the rollout.
+    """Return the critic's loss: half the squared error of the value, clipped as in PPO
+    around the value of the rollout.
 
-    `values_fn` is `(params, rows) -> values_BT`, the value before the token after each token; for `shapes` see `grpo_loss`.
+    `values_fn` is `(params, rows) -> values_BT`, the value before the token after each
+    token; for `shapes` see `grpo_loss`.
     """
 
     def token_losses(
@@ -284,15 +309,21 @@ def value_loss(
         returns_BT = rows["returns"]
         near_BT = old_BT + jnp.clip(values_BT - old_BT, -epsilon, epsilon)
         return {
-            "loss": 0.5
-            * jnp.maximum((values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2)
+            "loss": (
+                0.5
+                * jnp.maximum(
+                    (values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2
+                )
+            )
         }
 
     return _summed(token_losses, shapes)
 
 
 def supervised_loss(model: Any) -> LossFn:
-    """Return the mean of -log p over the response tokens, for a warm start on right answers."""
+    """Return the mean of -log p over the response tokens, for a warm start on right
+    answers.
+    """
     policy = as_policy(model)
 
     def token_losses(
@@ -312,7 +343,10 @@ def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.A
     if "segments" not in rows:
         return policy.logits(params, rows["tokens"])
     if policy.packed is None:
-        text = "token_budget packs several samples into a row, which this model has no function for"
+        text = (
+            "token_budget packs several samples into a row, which this model has no"
+            " function for"
+        )
         raise ConfigError(text, key="token_budget")
     return policy.packed(params, rows["tokens"], rows["positions"], rows["segments"])
 
@@ -320,7 +354,9 @@ def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.A
 def _summed(
     token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int, ...]
 ) -> LossFn:
-    """Return a loss function that adds up the losses of tokens with their coefficients."""
+    """Return a loss function that adds up the losses of tokens with their
+    coefficients.
+    """
 
     def sums(
         params: Any, rows: Mapping[str, jax.Array]
@@ -338,7 +374,8 @@ def _summed(
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         if "shape" not in batch:
             return sums(params, batch)
-        # The rows of a pass are computed with as many tokens as its shape has: one branch for each, in one program.
+        # The rows of a pass are computed with as many tokens as its shape has: one
+        # branch for each, in one program.
         rows = {name: x for name, x in batch.items() if name != "shape"}
         branches = [
             lambda params, rows, n=n: sums(

@@ -1,17 +1,23 @@
-"""A step of reinforcement learning: generate, reward, and train each model on the samples, one program per role.
+"""A step of reinforcement learning: generate, reward, and train each model on the
+samples, one program per role.
 
-The story of one optimizer step is `RolloutStep.update`: before the first one of a rollout, `_collect` makes its experience,
-arrays on the host with one row per sample; `_mini_batch` takes the rows of this update from it, `_passes` makes passes of one
-shape of them, padded or packed, and `_train` sums the loss over the passes and runs the optimizer once. The number of passes is
-data, so that one program serves every mini batch. An update for which no samples are left changes no parameter.
+The story of one optimizer step is `RolloutStep.update`: before the first one of a
+rollout, `_collect` makes its experience, arrays on the host with one row per sample;
+`_mini_batch` takes the rows of this update from it, `_passes` makes passes of one shape
+of them, padded or packed, and `_train` sums the loss over the passes and runs the
+optimizer once. The number of passes is data, so that one program serves every mini
+batch. An update for which no samples are left changes no parameter.
 
-The state, with the experience and its `Tally`, and the position say everything that these functions need, so that a checkpoint
-between two updates is complete; `RolloutStep` itself changes only by compiling and by the clock of the rollout.
+The state, with the experience and its `Tally`, and the position say everything that
+these functions need, so that a checkpoint between two updates is complete;
+`RolloutStep` itself changes only by compiling and by the clock of the rollout.
 
-Several processes all have the whole experience, and put their own rows of each pass on their devices. They generate together,
-and process 0 alone calls the reward function, so that everything that a step decides is the same in all of them.
+Several processes all have the whole experience, and put their own rows of each pass on
+their devices. They generate together, and process 0 alone calls the reward function, so
+that everything that a step decides is the same in all of them.
 
-Shape suffixes: S samples of a rollout, G of a prompt, B rows of a call, R tokens of the longest response, T tokens of a row.
+Shape suffixes: S samples of a rollout, G of a prompt, B rows of a call, R tokens of the
+longest response, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -80,29 +86,38 @@ from rampup.rl.policy import (
 )
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 
-# How long the other processes wait for the rewards of process 0. If it fails or is gone, the watchdog ends them, after as many
-# seconds without a heartbeat as in runs on text.
+# How long the other processes wait for the rewards of process 0. If it fails or is
+# gone, the watchdog ends them, after as many seconds without a heartbeat as in runs on
+# text.
 REWARD_SECONDS, HEARTBEAT_SECONDS = 24 * 3600, 60
 _reward_numbers = itertools.count()
 
-# From the numbers of the first prompt and of the one after the last, counted over the run, to the tokens of the prompts.
+# From the numbers of the first prompt and of the one after the last, counted over the
+# run, to the tokens of the prompts.
 Prompts = Callable[[int, int], Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """How samples are generated and what is learned from them. What is not listed is the key of configs/rl.yml of that name.
+    """How samples are generated and what is learned from them. What is not listed is
+    the key of configs/rl.yml of that name.
 
     Attributes:
-        end_token: ends a response; None = every response has `max_response_length` tokens.
-        epsilon, beta: see `rampup.rl.grpo_loss`. Without `beta`, no reference is needed.
+        end_token: ends a response; None = every response has `max_response_length`
+            tokens.
+        epsilon, beta: see `rampup.rl.grpo_loss`. Without `beta`, no reference is
+            needed.
         token_batch_size: tokens of a step; None = the plan alone decides.
-        measure_gradient_noise: in the first pass over the samples; see `rampup.rl.noise`. The order of the rows in a mini batch
-            then changes from step to step.
-        gamma, lam, value_epsilon: of generalized advantage estimation, and of the critic's loss.
-        shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
+        measure_gradient_noise: in the first pass over the samples; see
+            `rampup.rl.noise`. The order of the rows in a mini batch then changes from
+            step to step.
+        gamma, lam, value_epsilon: of generalized advantage estimation, and of the
+            critic's loss.
+        shuffle_seed: of the order of samples in mini batches; None keeps the order of
+            generation.
         rungs: shapes that passes are padded to with a token budget.
-        decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
+        decode: from the tokens of a prompt or a response, without its end token, to
+            what the reward function gets.
     """
 
     max_prompt_length: int
@@ -136,8 +151,10 @@ class RolloutState(struct.PyTreeNode):
     """The values that training changes, and the samples of the current rollout.
 
     Attributes:
-        step: optimizer steps done, of all models; `policy_step` and `critic_step` are those of one.
-        params, opt_state: of the policy; `critic_params` and `critic_opt_state` of the critic, None without one.
+        step: optimizer steps done, of all models; `policy_step` and `critic_step` are
+            those of one.
+        params, opt_state: of the policy; `critic_params` and `critic_opt_state` of the
+            critic, None without one.
         reference: parameters of the reference policy; None without one.
         experience: NumPy arrays over the samples of the current rollout.
         tally: the words of a `rampup.rl.experience.Tally`.
@@ -159,7 +176,9 @@ class RolloutState(struct.PyTreeNode):
 
 
 class RolloutStep:
-    """Generates rollouts and trains on them, as a plan describes. `rollout_step` makes it, and says what its arguments are."""
+    """Generates rollouts and trains on them, as a plan describes. `rollout_step` makes
+    it, and says what its arguments are.
+    """
 
     def __init__(
         self,
@@ -254,7 +273,9 @@ class RolloutStep:
 
     @property
     def compilations(self) -> dict[str, int]:
-        """Programs built so far by role. The critic's forward pass counts as `logprobs`, its update as `update`."""
+        """Programs built so far by role. The critic's forward pass counts as
+        `logprobs`, its update as `update`.
+        """
         forward = {
             role: compiler.num_compilations
             for role, compiler in self._compilers.items()
@@ -281,7 +302,9 @@ class RolloutStep:
     def create_state(
         self, params: Any, *, reference: Any = None, critic_params: Any = None
     ) -> RolloutState:
-        """Return the state before the first rollout, with copies of the parameters; by default the reference has them."""
+        """Return the state before the first rollout, with copies of the parameters; by
+        default the reference has them.
+        """
         given = {"policy": params, "critic": critic_params}
         found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         for name, step in self._steps.items():
@@ -293,9 +316,11 @@ class RolloutStep:
         return RolloutState(**found, experience=self._empty_experience())
 
     def check_memory(self, state: RolloutState) -> None:
-        """Refuse updates that do not fit into the devices' memory, by their compiled programs, before anything is generated.
+        """Refuse updates that do not fit into the devices' memory, by their compiled
+        programs, before anything is generated.
 
-        The size of the passes alone decides. Devices without a limit, such as CPUs, are not checked.
+        The size of the passes alone decides. Devices without a limit, such as CPUs, are
+        not checked.
         """
         limits = [
             limit
@@ -333,21 +358,27 @@ class RolloutStep:
             if used > min(limits):
                 training = getattr(position.plan, name)
                 key = (training.microbatch or training.mini_batch).key or "microbatch"
-                text = f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}"
+                text = (
+                    f"an update of the {name} takes {used:,} bytes of a device, which"
+                    f" has {min(limits):,}"
+                )
                 raise ConfigError(f"{text}; set a smaller {key}", key=key)
             start += updates.optimizer_steps
 
     def __call__(
         self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts
     ) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one whole rollout: generate samples for prompts, then train every model on them.
+        """Run one whole rollout: generate samples for prompts, then train every model
+        on them.
 
         Args:
             state: from `create_state` or the last call, whose memory is reused.
-            prompts: the tokens of the prompts of this rollout, or a function as of `update` for a step that may need more.
+            prompts: the tokens of the prompts of this rollout, or a function as of
+                `update` for a step that may need more.
 
         Returns:
-            The new state, and the metrics of the policy's last update with the facts of the rollout.
+            The new state, and the metrics of the policy's last update with the facts of
+            the rollout.
 
         Raises:
             DataError: a prompt or a reward is invalid. The state is unchanged.
@@ -359,22 +390,26 @@ class RolloutStep:
             if position.is_last:
                 break
         host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
-        return state, {name: float(value) for name, value in host.items()} | metrics[
-            "facts"
-        ]
+        return (
+            state,
+            {name: float(value) for name, value in host.items()} | metrics["facts"],
+        )
 
     def update(
         self, state: RolloutState, position: UpdatePosition, prompts: Prompts
     ) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one optimizer step; before the first one of a rollout, generate its samples.
+        """Run one optimizer step; before the first one of a rollout, generate its
+        samples.
 
         Args:
             state: the state before it, whose memory is reused.
             position: from `self.schedule.at`.
-            prompts: from the numbers of the first prompt and of the one after the last, counted over the run, to their tokens.
+            prompts: from the numbers of the first prompt and of the one after the last,
+                counted over the run, to their tokens.
 
         Returns:
-            The new state and the step's metrics, as `rampup.train_step` returns them, with the numbers of the host in `facts`.
+            The new state and the step's metrics, as `rampup.train_step` returns them,
+            with the numbers of the host in `facts`.
         """
         if position.is_first:
             experience, tally = self._collect(state, position, prompts)
@@ -412,7 +447,9 @@ class RolloutStep:
         seed: int = 0,
         sampling: Any = None,
     ) -> Any:
-        """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout or by `sampling`."""
+        """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as
+        in a rollout or by `sampling`.
+        """
         samples = self._generate(
             params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling
         )
@@ -425,7 +462,9 @@ class RolloutStep:
     def _collect(
         self, state: RolloutState, position: UpdatePosition, prompts: Prompts
     ) -> tuple[Arrays, Tally]:
-        """Generate the samples of a rollout, and return their stored arrays and numbers."""
+        """Generate the samples of a rollout, and return their stored arrays and
+        numbers.
+        """
         options = self.options
         plan = position.plan
         G = plan.samples_per_prompt
@@ -455,14 +494,18 @@ class RolloutStep:
                     most - len(tokens), options.max_num_gen_batches * most - generated
                 )
             if budget is not None:
-                # One call of the generator at a time, because the lengths decide how many it takes.
+                # One call of the generator at a time, because the lengths decide how
+                # many it takes.
                 missing = min(missing, max(self.rows_per_call // G, 1))
             if missing <= 0:
                 break
             first = before.prompts + generated
             asked = prompts(first, first + missing)
             if len(asked) != missing:
-                text = f"rollout {position.rollout} has {missing} prompts, but {len(asked)} were given"
+                text = (
+                    f"rollout {position.rollout} has {missing} prompts, but"
+                    f" {len(asked)} were given"
+                )
                 raise DataError(text, key="batch_size", nearest=(missing,))
             part = self._generate(state.params, asked, G, key, first_row=generated * G)
             rewards = self._rewards(part, where=f"rollout {position.rollout}")
@@ -478,8 +521,14 @@ class RolloutStep:
             tokens += lengths[teaches].tolist()
             generated += missing
         if is_refilling and not tokens:
-            text = f"rollout {position.rollout} found no prompt whose responses have different rewards among the {generated:,} "
-            text += f"of max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly "
+            text = (
+                f"rollout {position.rollout} found no prompt whose responses have"
+                f" different rewards among the {generated:,} "
+            )
+            text += (
+                f"of max_num_gen_batches={options.max_num_gen_batches} batches; give"
+                " prompts that the policy answers rightly "
+            )
             raise DataError(
                 f"{text}now and then, or set zero_spread_groups=drop",
                 key="zero_spread_groups",
@@ -500,7 +549,8 @@ class RolloutStep:
             if found
             else np.zeros(0, np.float32)
         )
-        # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
+        # Samples that are dropped are the last ones. They are not scored: normalized
+        # advantages must not depend on them.
         kept = groups + waiting - before.carried
         if kept > 0:
             taught = np.flatnonzero(
@@ -544,21 +594,26 @@ class RolloutStep:
         samples: Samples,
         rewards_S: np.ndarray,
     ) -> Arrays:
-        """Return the stored arrays of new samples. Normalized advantages are relative to these samples alone."""
+        """Return the stored arrays of new samples. Normalized advantages are relative
+        to these samples alone.
+        """
         options = self.options
         response_S = samples.response_length
         places_R = np.arange(options.max_response_length)
         counts_SR = places_R < response_S[:, None]
         arrays = {
             "tokens": samples.tokens,
-            "attention_mask": np.arange(samples.tokens.shape[1])
-            < (samples.prompt_length + response_S)[:, None],
+            "attention_mask": (
+                np.arange(samples.tokens.shape[1])
+                < (samples.prompt_length + response_S)[:, None]
+            ),
             "response_mask": counts_SR,
             # The reward of a sample belongs to the last token of its response.
             "rewards": np.where(
                 places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)
             ),
-            # Not those of the generator, which decodes with a cache: the ratio compares two numbers of one computation.
+            # Not those of the generator, which decodes with a cache: the ratio compares
+            # two numbers of one computation.
             "log_probabilities": self._forward("policy", state.params, samples),
         }
         if options.beta:
@@ -582,7 +637,9 @@ class RolloutStep:
         return arrays
 
     def _empty_experience(self) -> Arrays:
-        """Return arrays of 0 for the largest rollout, so that every checkpoint has the same structure."""
+        """Return arrays of 0 for the largest rollout, so that every checkpoint has the
+        same structure.
+        """
         planned = self.schedule.stages[0][1].experience
         assert planned is not None
         stored = replace(
@@ -596,7 +653,9 @@ class RolloutStep:
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
-        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token."""
+        """Return the reward of each sample. The reward function gets prompts and
+        responses decoded, without the end token.
+        """
         prompts, responses = [], []
         for tokens, p, r in zip(
             samples.tokens,
@@ -643,7 +702,9 @@ class RolloutStep:
         first_row: int = 0,
         sampling: Any = None,
     ) -> Samples:
-        """Return G responses to each prompt, on the host. The key and the row, counted from `first_row`, decide them."""
+        """Return G responses to each prompt, on the host. The key and the row, counted
+        from `first_row`, decide them.
+        """
         tokens_SP, length_S = (
             np.repeat(x, G, axis=0)
             for x in pad_prompts(prompts, self.options.max_prompt_length)
@@ -660,7 +721,9 @@ class RolloutStep:
         return self._in_calls("generate", "policy", run, params, inputs, key, *values)  # type: ignore[no-any-return]
 
     def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
-        """Return log-probabilities of the policy or values of the critic, (S, R); 0 after a response."""
+        """Return log-probabilities of the policy or values of the critic, (S, R); 0
+        after a response.
+        """
 
         def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
             if model == "policy":
@@ -695,9 +758,11 @@ class RolloutStep:
         samples: tuple[np.ndarray, ...],
         *rest: Any,
     ) -> Any:
-        """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
+        """Run the program of a role over samples, in calls of one number of rows, and
+        return the results (S, ...) on the host.
 
-        All calls are started before the first result is fetched. A last call that is short repeats its first row.
+        All calls are started before the first result is fetched. A last call that is
+        short repeats its first row.
         """
         S = len(samples[0])
         parts = []
@@ -739,7 +804,9 @@ class RolloutStep:
     def _mini_batch(
         self, experience: Arrays, tally: Tally, position: UpdatePosition
     ) -> tuple[Arrays, np.ndarray]:
-        """Return the samples of an update as rows of a loss, and the tokens of each; one row of weight 0 if there are none."""
+        """Return the samples of an update as rows of a loss, and the tokens of each;
+        one row of weight 0 if there are none.
+        """
         options = self.options
         place: dict[str, Any] = {
             "step": position.rollout,
@@ -816,10 +883,13 @@ class RolloutStep:
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
             facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        return state.replace(
-            step=np.array(position.step + 1, np.int32),
-            **_fields_of(position.model, inner),
-        ), metrics
+        return (
+            state.replace(
+                step=np.array(position.step + 1, np.int32),
+                **_fields_of(position.model, inner),
+            ),
+            metrics,
+        )
 
     def _facts(
         self,
@@ -829,7 +899,9 @@ class RolloutStep:
         lengths: Any,
         passes: Arrays,
     ) -> dict[str, Any]:
-        """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
+        """Return the numbers of the host in the metrics of an update: of its passes,
+        and of the samples of its rollout.
+        """
         plan = position.plan
         have = tally.groups * plan.samples_per_prompt
         n, width, T = passes["tokens"].shape
@@ -854,9 +926,9 @@ class RolloutStep:
             "rollout": position.rollout,
             "reward": None if np.isnan(tally.reward) else round(tally.reward, 9),
             "reward_spread": None if np.isnan(tally.spread) else round(tally.spread, 9),
-            "zero_spread_share": None
-            if np.isnan(tally.zero_spread)
-            else tally.zero_spread,
+            "zero_spread_share": (
+                None if np.isnan(tally.zero_spread) else tally.zero_spread
+            ),
             "response_length": float(counts_SR.sum(axis=1).mean()) if have else None,
             "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
         }
@@ -893,13 +965,17 @@ def rollout_step(
     critic: tuple[Critic, optax.GradientTransformation] | None = None,
     skip_nonfinite: bool = False,
 ) -> RolloutStep:
-    """Return a step of reinforcement learning for a model and a reward function: one program per role.
+    """Return a step of reinforcement learning for a model and a reward function: one
+    program per role.
 
     Args:
-        model: see `rampup.rl.as_policy`; of a Flax NNX module, the policy that `split_policy` returns.
-        reward: `(prompts, responses) -> rewards`, one finite number per sample, in any Python.
+        model: see `rampup.rl.as_policy`; of a Flax NNX module, the policy that
+            `split_policy` returns.
+        reward: `(prompts, responses) -> rewards`, one finite number per sample, in any
+            Python.
         options: lengths, sampling and the loss.
-        critic: the critic and its optimizer, if the plan has one. The critic trains before the policy.
+        critic: the critic and its optimizer, if the plan has one. The critic trains
+            before the policy.
         skip_nonfinite: skip an update whose loss or gradient is not finite.
 
     Raises:
@@ -927,7 +1003,8 @@ def rollout_step(
         if isinstance(plan, RolloutSchedule)
         else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
     )
-    # Plans without lengths have those of the options: they decide how many passes there may be.
+    # Plans without lengths have those of the options: they decide how many passes there
+    # may be.
     own = Experience(**_lengths(options), reference=bool(options.beta))
     stages = (
         (first, replace(stage, experience=stage.experience or own))
@@ -964,7 +1041,9 @@ def _fields_of(model: str, inner: TrainState) -> dict[str, Any]:
 
 
 def _layout(position: UpdatePosition) -> int:
-    """Return how a step orders its rows if the noise is measured: 0 by prompts, 1 by the numbers of the responses."""
+    """Return how a step orders its rows if the noise is measured: 0 by prompts, 1 by
+    the numbers of the responses.
+    """
     return (position.rollout + position.update) % 2
 
 
@@ -1016,9 +1095,10 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
             )
             refuse(
                 key,
-                f"{key}={1 if sampling.temperature else sampling.temperature} samples greedily: the {stage.samples_per_prompt} "
-                "responses to a prompt would be equal, and their advantages 0; set decode_sampling_temperature=1.0 and "
-                "decode_sampling_top_k=0",
+                f"{key}={1 if sampling.temperature else sampling.temperature} samples"
+                f" greedily: the {stage.samples_per_prompt} responses to a prompt would"
+                " be equal, and their advantages 0; set"
+                " decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
                 fix,
             )
     for name, choices in (
@@ -1031,15 +1111,24 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     if options.zero_spread_groups != "keep" and any(
         stage.samples_per_prompt == 1 for stage in stages
     ):
-        text = f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
-        text += "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep"
+        text = (
+            f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose"
+            " responses all have the same reward, "
+        )
+        text += (
+            "which is every prompt with one response (rl.num_generations=1); set"
+            " zero_spread_groups=keep"
+        )
         refuse("zero_spread_groups", text, "keep")
     longest = options.max_prompt_length + options.max_response_length
     if (
         options.token_batch_size is not None
         and options.token_batch_size < largest * longest
     ):
-        text = f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
+        text = (
+            f"token_batch_size={options.token_batch_size} must have room for one"
+            f" prompt: {largest} responses * "
+        )
         text += (
             f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens"
         )
@@ -1047,13 +1136,19 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     if options.token_batch_size is not None and any(
         stage.policy_updates.num_mini_batches > 1 for stage in stages
     ):
-        text = f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1"
+        text = (
+            f"token_batch_size={options.token_batch_size} makes one mini batch of a"
+            " step; set mini_batch_size=-1"
+        )
         refuse("mini_batch_size", text, -1)
     if (
         options.partial_step == "carry"
         and len({stage.samples_per_prompt for stage in stages}) > 1
     ):
-        text = "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
+        text = (
+            "partial_step=carry keeps prompts for the next step, which"
+            " rl.num_generations_schedule gives another number of "
+        )
         refuse(
             "partial_step",
             f"{text}responses; set partial_step=train or drop",
@@ -1065,13 +1160,19 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         for stage in stages
     )
     if options.partial_step != "train" and not whole:
-        text = f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts"
+        text = (
+            f"partial_step={options.partial_step} needs mini batches of whole prompts;"
+            " count mini_batch_size in prompts"
+        )
         refuse("partial_step", text, "train")
     separates = not whole or (
         options.shuffle_seed is not None and not options.keep_prompts_together
     )
     if options.loss_agg_mode == "group-mean-token-mean" and separates:
-        text = "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
+        text = (
+            "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in"
+            " one mini batch; set "
+        )
         text += "keep_prompts_together=true and count mini_batch_size in prompts"
         refuse("rl.loss_agg_mode", text, *AGGREGATIONS[:3])
     policy = plan.policy_updates
@@ -1079,16 +1180,31 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     if options.measure_gradient_noise and (
         separates or policy.token_budget is not None or rows < 2 or largest < 2
     ):
-        text = "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
-        text += f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), "
-        text += "token_budget=-1, keep_prompts_together=true and rl.num_generations=2 or more"
+        text = (
+            "measure_gradient_noise=true compares passes of several responses to one"
+            " prompt with passes of several prompts; "
+        )
+        text += (
+            "set microbatch_size or train_micro_batch_size to 2 or more samples per"
+            f" replica (it is {rows}), "
+        )
+        text += (
+            "token_budget=-1, keep_prompts_together=true and rl.num_generations=2 or"
+            " more"
+        )
         refuse("measure_gradient_noise", text, False)
     if policy.num_stages > 1:
-        text = f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
+        text = (
+            f"the plan has {policy.num_stages} pipeline stages, which RL training does"
+            " not support; set "
+        )
         refuse("ici_pipeline_parallelism", f"{text}ici_pipeline_parallelism=1", 1)
     planned = None if plan.experience is None else plan.experience.max_length
     if planned is not None and planned < longest:
-        text = f"the plan's experience has max_prompt_length + max_response_length = {planned} tokens, fewer than the"
+        text = (
+            "the plan's experience has max_prompt_length + max_response_length ="
+            f" {planned} tokens, fewer than the"
+        )
         refuse(
             "experience",
             f"{text} {longest} of the options; give both the same lengths",
@@ -1098,5 +1214,8 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         updates.token_budget is not None and updates.token_budget < longest
         for updates in plan.order
     ):
-        text = f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}"
+        text = (
+            f"token_budget={policy.token_budget} must be at least max_prompt_length +"
+            f" max_response_length = {longest}"
+        )
         refuse("token_budget", text, longest)

@@ -1,7 +1,8 @@
 """The optimizer steps of an RL run in their order, over rollouts whose batch may grow.
 
-One executable per role serves all stages: a pass has as many samples in each of them (the greatest common divisor of the
-planned ones), and the buffer has room for the largest number of passes of any stage. The number of passes of a step is data.
+One executable per role serves all stages: a pass has as many samples in each of them
+(the greatest common divisor of the planned ones), and the buffer has room for the
+largest number of passes of any stage. The number of passes of a step is data.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from rampup.rl.plan import RolloutPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePosition(PlanPosition):
-    """An optimizer step of an RL run, numbered over the run and over all models together.
+    """An optimizer step of an RL run, numbered over the run and over all models
+    together.
 
-    `consumed_samples` are generated in the rollouts before its own, and `phase` is the interval of rollouts of constant size.
-    `split` is that of its mini batch with its padding, or with a token budget one pass of one row per replica.
+    `consumed_samples` are generated in the rollouts before its own, and `phase` is the
+    interval of rollouts of constant size. `split` is that of its mini batch with its
+    padding, or with a token budget one pass of one row per replica.
     """
 
     rollout: int  # counted from 0
@@ -49,7 +52,9 @@ class UpdatePosition(PlanPosition):
 
 
 class _Totals(NamedTuple):
-    """What a number of rollouts add up to: optimizer steps of all models, samples, and steps of each model."""
+    """What a number of rollouts add up to: optimizer steps of all models, samples, and
+    steps of each model.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -74,13 +79,17 @@ class _Totals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSchedule:
-    """The rollouts of a run and their optimizer steps, as `rampup.loop.components.LoopPlan` and its ramp."""
+    """The rollouts of a run and their optimizer steps, as
+    `rampup.loop.components.LoopPlan` and its ramp.
+    """
 
-    # The first rollout of each stage, from 0 on, and its plan; later plans have other sizes of the batch. Stages from
-    # `num_rollouts` on are not reached: they reserve sizes to which `grown` may change.
+    # The first rollout of each stage, from 0 on, and its plan; later plans have other
+    # sizes of the batch. Stages from `num_rollouts` on are not reached: they reserve
+    # sizes to which `grown` may change.
     stages: tuple[tuple[int, RolloutPlan], ...]
     num_rollouts: int
-    # Before each stage, and at the end of the run. A stage that the run does not reach starts there.
+    # Before each stage, and at the end of the run. A stage that the run does not reach
+    # starts there.
     _starts: tuple[_Totals, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +107,9 @@ class RolloutSchedule:
         object.__setattr__(self, "_starts", tuple(starts))
 
     def grown(self, rollout: int, prompts: int) -> RolloutSchedule:
-        """Return the schedule with rollouts of a reserved number of prompts from one on. Everything before it stays."""
+        """Return the schedule with rollouts of a reserved number of prompts from one
+        on. Everything before it stays.
+        """
         plan = next(plan for _, plan in self.stages if plan.prompts_per_step == prompts)
         before = (stage for stage in self.stages if stage[0] < rollout)
         reserved = (stage for stage in self.stages if stage[0] >= self.num_rollouts)
@@ -166,7 +177,9 @@ class RolloutSchedule:
         )
 
     def pass_samples(self, model: str) -> int:
-        """Samples of one pass over all replicas, the same in all stages; with a token budget its rows, one per replica."""
+        """Samples of one pass over all replicas, the same in all stages; with a token
+        budget its rows, one per replica.
+        """
         found = [plan.updates(model) for _, plan in self.stages]
         if found[0].token_budget is not None:
             return found[0].data_parallel_size
@@ -183,7 +196,9 @@ class RolloutSchedule:
         return max(plan.samples_per_step for _, plan in self.stages)
 
     def ramp_plan(self, model: str) -> RampPlan:
-        """Return the plan of one model's optimizer steps: that of its largest mini batch; an update may use less of it."""
+        """Return the plan of one model's optimizer steps: that of its largest mini
+        batch; an update may use less of it.
+        """
         updates = [plan.updates(model) for _, plan in self.stages]
         rows = self.pass_samples(model)
         replicas = updates[0].data_parallel_size
@@ -216,7 +231,9 @@ class RolloutSchedule:
         )
 
     def stage_rows(self) -> list[dict[str, int]]:
-        """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them."""
+        """Return the sizes of every stage that the run reaches, as `rampup plan --json`
+        prints them.
+        """
         ends = [*(first for first, _ in self.stages[1:]), self.num_rollouts]
         return [
             {
@@ -248,7 +265,9 @@ class RolloutSchedule:
         return self._starts[-2].steps
 
     def samples_before(self, step: int) -> int:
-        """Return the samples of the rollouts that are generated before the end of step `step - 1`."""
+        """Return the samples of the rollouts that are generated before the end of step
+        `step - 1`.
+        """
         if step <= 0:
             return 0
         position = self.at(min(step, self.total_steps) - 1)
@@ -279,7 +298,9 @@ class RolloutSchedule:
 
 
 def split_of(passes: int, rows: int, replicas: int) -> BatchSplit:
-    """Return the split of a mini batch, padding included, into passes of `rows` rows over all replicas."""
+    """Return the split of a mini batch, padding included, into passes of `rows` rows
+    over all replicas.
+    """
     return BatchSplit(
         global_batch_size=passes * rows,
         data_parallel_size=replicas,

@@ -1,4 +1,6 @@
-"""Starting sizes for reinforcement learning by model size: published values, values used in practice, and memory."""
+"""Starting sizes for reinforcement learning by model size: published values, values
+used in practice, and memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from rampup.plan.numbers import (
 )
 
 SYSTEMS = ("trlx", "skyrl", "verl", "maxtext_rl")
-# Mixed-precision Adam: bfloat16 weights and gradients, float32 weights and both moments.
+# Mixed-precision Adam: bfloat16 weights and gradients, float32 weights and both
+# moments.
 STATE_BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "Adam moments": 8}
 # A frozen reference policy: bfloat16 weights.
 REFERENCE_BYTES = 2
@@ -63,7 +66,8 @@ TABLES = {
         Row("70B+", 70 * B, MAX_COUNT, (128, 32, 1, 4, 16)),
     ),
 }
-# Sizes in the repository's own example, by parameters: trlX 3340c2f, examples/hh/ppo_hh.py, lines 71-106.
+# Sizes in the repository's own example, by parameters: trlX 3340c2f,
+# examples/hh/ppo_hh.py, lines 71-106.
 USED = {
     "trlx": {
         125 * M: (32, 128, 16, 4),
@@ -73,8 +77,14 @@ USED = {
     }
 }
 TRADE_OFFS = (
-    "a smaller batch needs less memory, but its gradient is noisier, so the learning rate may have to be lower",
-    "fewer rollouts before training need less memory and keep samples closer to the policy, but are less diverse experience",
+    (
+        "a smaller batch needs less memory, but its gradient is noisier, so the"
+        " learning rate may have to be lower"
+    ),
+    (
+        "fewer rollouts before training need less memory and keep samples closer to the"
+        " policy, but are less diverse experience"
+    ),
 )
 
 
@@ -104,9 +114,11 @@ class Suggestion:
 def suggest(
     params: str | int, *, system: str, memory_gib: str | float | None = None
 ) -> Suggestion:
-    """Return starting sizes for a model: between two published rows, that of the larger models, which needs less memory.
+    """Return starting sizes for a model: between two published rows, that of the larger
+    models, which needs less memory.
 
-    The memory of one device, for the rule of thumb, is required for systems without a published table.
+    The memory of one device, for the rule of thumb, is required for systems without a
+    published table.
     """
     problems: list[RampupError] = (
         [] if system in SYSTEMS else [choice_error("system", system, SYSTEMS)]
@@ -126,7 +138,10 @@ def suggest(
         problems.append(error)
     raise_together(problems)
     if system not in TABLES and device_bytes is None:
-        text = f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; set memory-gib, the "
+        text = (
+            f"no table of starting sizes is published for {system}, only for"
+            f" {', '.join(TABLES)}; set memory-gib, the "
+        )
         raise ConfigError(
             f"{text}memory of a device, for a rule of thumb", key="memory-gib"
         )
@@ -137,9 +152,13 @@ def suggest(
     sizes = None
     used = None
     if system not in TABLES:
-        text = f"no table of starting sizes is published for {system}; start with one sample per replica and pass, reach the "
+        text = (
+            f"no table of starting sizes is published for {system}; start with one"
+            " sample per replica and pass, reach the "
+        )
         notes.append(
-            f"{text}batch size by accumulation, and use the remaining memory for more samples per pass"
+            f"{text}batch size by accumulation, and use the remaining memory for more"
+            " samples per pass"
         )
     else:
         row = next(
@@ -161,7 +180,8 @@ def suggest(
             f"the table is from a community guide, not from the project {system}"
         )
         if system == "skyrl":
-            # What follows from the sizes, and what to change when memory or time runs out.
+            # What follows from the sizes, and what to change when memory or time runs
+            # out.
             prompts, mini, micro, responses, num_devices = row.sizes
             steps = prompts // mini
             samples = mini * responses
@@ -171,31 +191,47 @@ def suggest(
                 else "then more devices"
             )
             notes += [
-                f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "
-                f"{num_devices} replicas * {samples // num_devices // micro} passes of {micro}: both batch sizes count prompts",
-                f"out of memory: first trainer.gradient_checkpointing=true, {smaller}; policy_mini_batch_size does not change "
-                "the memory of a pass",
-                f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves generation and training), or larger mini "
-                f"batches (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer steps of {2 * samples:,})",
+                (
+                    f"{prompts:,} prompts * {responses} = {prompts * responses:,}"
+                    f" samples; {steps} optimizer steps of {samples:,}; {num_devices}"
+                    f" replicas * {samples // num_devices // micro} passes of {micro}:"
+                    " both batch sizes count prompts"
+                ),
+                (
+                    "out of memory: first trainer.gradient_checkpointing=true,"
+                    f" {smaller}; policy_mini_batch_size does not change the memory of"
+                    " a pass"
+                ),
+                (
+                    f"slow: fewer responses (n_samples_per_prompt={responses // 2}"
+                    " halves generation and training), or larger mini batches"
+                    f" (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer"
+                    f" steps of {2 * samples:,})"
+                ),
             ]
         else:
-            text = "the larger the model, the smaller batch_size; all sizes are per process"
+            text = (
+                "the larger the model, the smaller batch_size; all sizes are per"
+                " process"
+            )
             notes.append(f"rule of thumb behind the table: {text}")
         if not row.smallest <= number <= row.largest:
             side = "larger" if number > row.largest else "smaller"
             notes.append(
-                f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess"
+                f"the model is {side} than those the row is published for"
+                f" ({row.label}), so these sizes are a guess"
             )
         if used is not None and any(
             size not in (None, used[name]) for name, size in sizes.items()
         ):
             notes.append(
-                "the repository does not use the published sizes; if they differ, prefer those of the repository"
+                "the repository does not use the published sizes; if they differ,"
+                " prefer those of the repository"
             )
     memory = None
     if device_bytes is not None:
-        # The fewest devices hold the state, sharded over all of them, without anything else in memory; activations and the
-        # generator have what is left on each.
+        # The fewest devices hold the state, sharded over all of them, without anything
+        # else in memory; activations and the generator have what is left on each.
         state = number * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
         least_devices = -(-state // device_bytes)
         memory = {
@@ -207,8 +243,14 @@ def suggest(
                 Fraction(device_bytes - -(-state // least_devices), GIB)
             ),
         }
-        text = f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and {REFERENCE_BYTES} "
-        text += "for a reference policy, shared by all devices; frozen layers or a generator on its own devices change it"
+        text = (
+            f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for"
+            f" mixed-precision Adam and {REFERENCE_BYTES} "
+        )
+        text += (
+            "for a reference policy, shared by all devices; frozen layers or a"
+            " generator on its own devices change it"
+        )
         notes.append(text)
     label = None if row is None else row.label
     found: dict[str, Any] = {

@@ -28,9 +28,11 @@ def decode(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """Prompts such as `12+34=`, whose right answer is `46`, in an order that is the same on every machine.
+    """Prompts such as `12+34=`, whose right answer is `46`, in an order that is the
+    same on every machine.
 
-    Every pair of numbers is one prompt. The first `num_held_out` of them in a fixed random order are for evaluation only.
+    Every pair of numbers is one prompt. The first `num_held_out` of them in a fixed
+    random order are for evaluation only.
 
     Example:
         >>> task = Arithmetic(max_operand=9, num_held_out=20)
@@ -48,12 +50,21 @@ class Arithmetic:
     def __post_init__(self) -> None:
         total = (self.max_operand + 1) ** 2
         if self.num_held_out * 2 > total:
-            text = f"an evaluation of {self.num_held_out:,} prompts needs at least twice as many pairs of numbers, but "
-            text += f"max_operand={self.max_operand} gives {total:,}; set fewer num_test_batches or a larger max_operand"
+            text = (
+                f"an evaluation of {self.num_held_out:,} prompts needs at least twice"
+                " as many pairs of numbers, but "
+            )
+            text += (
+                f"max_operand={self.max_operand} gives {total:,}; set fewer"
+                " num_test_batches or a larger max_operand"
+            )
             raise DataError(text, key="num_test_batches")
         most = total - self.num_held_out
         if self.num_prompts is not None and self.num_prompts > most:
-            text = f"num_prompts={self.num_prompts:,} must be at most {most:,}: max_operand={self.max_operand} gives {total:,} "
+            text = (
+                f"num_prompts={self.num_prompts:,} must be at most {most:,}:"
+                f" max_operand={self.max_operand} gives {total:,} "
+            )
             text += f"pairs of numbers, of which {self.num_held_out:,} are held out"
             raise DataError(text, key="num_prompts", nearest=(most,))
 
@@ -94,7 +105,9 @@ class Arithmetic:
     def demonstrations(
         self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]
     ) -> list[str]:
-        """Return answers, a share of them right, each drawn by itself. A wrong one is the sum of another pair of numbers."""
+        """Return answers, a share of them right, each drawn by itself. A wrong one is
+        the sum of another pair of numbers.
+        """
         bits = (
             np.random.Philox(np.random.SeedSequence(list(seed)))
             .random_raw((len(prompts), 2))
@@ -121,7 +134,8 @@ class Arithmetic:
         ]
 
     def _prompts(self, places: slice | np.ndarray) -> list[str]:
-        # One order for all seeds, so that runs with different seeds are evaluated on the same prompts.
+        # One order for all seeds, so that runs with different seeds are evaluated on
+        # the same prompts.
         pairs = stable_permutation((0,), (self.max_operand + 1) ** 2)[places]
         return [
             "{}+{}=".format(*divmod(pair, self.max_operand + 1))
@@ -130,6 +144,8 @@ class Arithmetic:
 
 
 def stable_permutation(identity: tuple[int, ...], number: int) -> np.ndarray:
-    """Return a permutation. NumPy guarantees the stream of a bit generator, and not that of `Generator.permutation`."""
+    """Return a permutation. NumPy guarantees the stream of a bit generator, and not
+    that of `Generator.permutation`.
+    """
     bits = np.random.Philox(np.random.SeedSequence(list(identity)))
     return np.argsort(bits.random_raw(number), kind="stable")

@@ -1,7 +1,9 @@
-"""`rampup train` of a rollout's configuration: a small language model learns arithmetic from a verifiable reward.
+"""`rampup train` of a rollout's configuration: a small language model learns arithmetic
+from a verifiable reward.
 
-Data flow: `load_rollout_config` -> `build_rollout_schedule` -> warm start on right answers -> `RolloutStep` in a `Loop`.
-`load` returns the trained model of any run, also on text.
+Data flow: `load_rollout_config` -> `build_rollout_schedule` -> warm start on right
+answers -> `RolloutStep` in a `Loop`. `load` returns the trained model of any run, also
+on text.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class RolloutSummary:
 
     steps: int  # rollouts that are trained on completely
     samples: int  # samples that they generated
-    # Share of right answers to held-out prompts before the first rollout and in the last evaluation; None without evaluation.
+    # Share of right answers to held-out prompts before the first rollout and in the
+    # last evaluation; None without evaluation.
     accuracy_before: float | None
     accuracy_after: float | None
     # Mean reward of the first and of the newest rollout; None before the first one.
@@ -99,8 +102,9 @@ class RolloutSummary:
     resumed_from: int  # optimizer steps that earlier processes had done
     seconds: float  # duration of this process's part of the run, with its start
     optimizer_steps: int  # optimizer steps done, which the lines of the run count
-    # What the seconds add up from: the warm start and other work before the first step, waiting for compilations, the three
-    # parts of the rollouts that this process trained on completely, and the rest, such as evaluations and checkpoints.
+    # What the seconds add up from: the warm start and other work before the first step,
+    # waiting for compilations, the three parts of the rollouts that this process
+    # trained on completely, and the rest, such as evaluations and checkpoints.
     seconds_by_part: dict[str, float]
 
 
@@ -111,9 +115,11 @@ class _Update(NamedTuple):
 
 
 def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSummary:
-    """Train as configured, in the run's folder, from its newest checkpoint if there is one.
+    """Train as configured, in the run's folder, from its newest checkpoint if there is
+    one.
 
-    Several processes that are started alike train together, as the environment says; see `rampup.loop.distributed.join`.
+    Several processes that are started alike train together, as the environment says;
+    see `rampup.loop.distributed.join`.
     """
     join(distributed=config.distributed)
 
@@ -129,7 +135,9 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
 
 
 class RolloutRun:
-    """A run, built once from its configuration. All that can be checked is checked, and nothing is written before it trains."""
+    """A run, built once from its configuration. All that can be checked is checked, and
+    nothing is written before it trains.
+    """
 
     def __init__(
         self, config: RolloutConfig, saved: SavedCheckpoint | None = None
@@ -168,14 +176,14 @@ class RolloutRun:
             ),
             epsilon=config.grpo_epsilon,
             beta=config.grpo_beta,
-            token_batch_size=None
-            if config.token_batch_size == AUTO
-            else config.token_batch_size,
+            token_batch_size=(
+                None if config.token_batch_size == AUTO else config.token_batch_size
+            ),
             lam=config.gae_lambda,
             seed=config.init_weights_seed,
-            shuffle_seed=config.data_shuffle_seed
-            if config.shuffle_mini_batches
-            else None,
+            shuffle_seed=(
+                config.data_shuffle_seed if config.shuffle_mini_batches else None
+            ),
             rungs=config.token_budget_shapes,
             decode=decode,
             **{name: getattr(config, name) for name in _SAME_NAMES},
@@ -203,7 +211,9 @@ class RolloutRun:
         self.step.task = task
 
     def initial_state(self, *, warm: bool = True) -> RolloutState:
-        """Return the state before the first rollout, with the warm start unless a checkpoint takes its place."""
+        """Return the state before the first rollout, with the warm start unless a
+        checkpoint takes its place.
+        """
         init = jax.jit(self.model.init, out_shardings=self.model.shardings(self.mesh))
         wait_for_all(self.mesh)
         params = init(jax.random.key(self.config.init_weights_seed))
@@ -225,7 +235,9 @@ class RolloutRun:
         )
 
     def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
-        """Train in a folder that this process owns, to the end, to SIGTERM or to an invalid reward."""
+        """Train in a folder that this process owns, to the end, to SIGTERM or to an
+        invalid reward.
+        """
         began = time.perf_counter()
         saved = self.saved
         on_event(
@@ -240,7 +252,8 @@ class RolloutRun:
             folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS)
         )
         state, start = loop.restore(self.initial_state(warm=saved is None), saved)
-        # A checkpoint restores every array to the devices; those of the host belong there.
+        # A checkpoint restores every array to the devices; those of the host belong
+        # there.
         host = jax.device_get({"experience": state.experience, "tally": state.tally})
         state = state.replace(step=np.array(state.step, np.int32), **host)
         if start < self.schedule.total_steps:
@@ -257,9 +270,11 @@ class RolloutRun:
         first_eval, last_eval = first_and_last_line(folder / EVAL_FILE)
         is_done = summary.steps >= self.schedule.total_steps
         return RolloutSummary(
-            steps=self.schedule.num_rollouts
-            if is_done
-            else self.schedule.at(summary.steps).rollout,
+            steps=(
+                self.schedule.num_rollouts
+                if is_done
+                else self.schedule.at(summary.steps).rollout
+            ),
             samples=last.get("consumed_samples", 0),
             accuracy_before=first_eval.get("accuracy"),
             accuracy_after=last_eval.get("accuracy"),
@@ -277,7 +292,9 @@ class RolloutRun:
         )
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
-        """Return the share of right answers to the held-out prompts, sampled as in training, and of the greedy answers."""
+        """Return the share of right answers to the held-out prompts, sampled as in
+        training, and of the greedy answers.
+        """
         first = self.config.test_batch_start_index
         prompts = [
             encode(prompt)
@@ -303,7 +320,9 @@ class RolloutRun:
     def _loop(
         self, folder: Path, on_event: OnEvent, rows: list[list[int]] | None
     ) -> Loop:
-        """Return the training loop. `rows` are the decisions of an automatic schedule in the checkpoint."""
+        """Return the training loop. `rows` are the decisions of an automatic schedule
+        in the checkpoint.
+        """
         config = self.config
         options = self.step.options
         schedule = self.schedule
@@ -311,8 +330,9 @@ class RolloutRun:
         evaluation = EvalOptions(
             evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True
         )
-        # As `rampup.batch_size.noise_scale.default_half_life`: a share of the run, but this many of its largest steps.
-        # With an automatic schedule, of its first steps: a run may have too few rollouts to wait for as many large ones.
+        # As `rampup.batch_size.noise_scale.default_half_life`: a share of the run, but
+        # this many of its largest steps. With an automatic schedule, of its first
+        # steps: a run may have too few rollouts to wait for as many large ones.
         first = schedule.stages[0][1]
         batch = first.samples_per_step if config.is_auto else schedule.max_samples
         half_life = max(
@@ -365,14 +385,15 @@ class RolloutRun:
                 ],
             ),
             checkpoints=CheckpointOptions(
-                checkpoint_period=config.checkpoint_period
-                if config.enable_checkpointing
-                else None,
+                checkpoint_period=(
+                    config.checkpoint_period if config.enable_checkpointing else None
+                ),
                 max_to_keep=config.max_num_checkpoints_to_keep,
                 async_checkpointing=config.async_checkpointing,
                 on_checkpoint_error=config.on_checkpoint_error,
-                # The sizes of its rollouts are in the fingerprint of the schedule. With a budget of tokens, the lengths of one
-                # call of the generator decide whether there is another.
+                # The sizes of its rollouts are in the fingerprint of the schedule. With
+                # a budget of tokens, the lengths of one call of the generator decide
+                # whether there is another.
                 identity=config.identity()
                 | {"reference": config.grpo_beta > 0}
                 | (
@@ -382,14 +403,18 @@ class RolloutRun:
                 ),
             ),
             components=components,
-            evaluation=None
-            if config.eval_interval == AUTO or config.eval_prompts == 0
-            else evaluation,
+            evaluation=(
+                None
+                if config.eval_interval == AUTO or config.eval_prompts == 0
+                else evaluation
+            ),
             on_event=on_event,
         )
 
     def _warm_start(self, params: Any) -> Any:
-        """Return parameters after supervised steps on answers, a share of them right."""
+        """Return parameters after supervised steps on answers, a share of them
+        right.
+        """
         config = self.config
         replicas = self.schedule.stages[0][1].policy.data_parallel_size
         ramp = BatchRamp.constant(config.warm_start_batch_size)
@@ -443,7 +468,9 @@ class RolloutRun:
 
 
 class _Step(RolloutStep, LoopStep):
-    """The rollout step as the training loop calls it, on the prompts of a task. It has one shape."""
+    """The rollout step as the training loop calls it, on the prompts of a task. It has
+    one shape.
+    """
 
     task: Arithmetic
 
@@ -460,16 +487,25 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     """Refuse what can be planned but not trained."""
     problems = []
     if config.grpo_beta > 0 and not config.enable_reference_policy:
-        text = f"rl.grpo_beta={config.grpo_beta} needs a reference policy; set enable_reference_policy=true, or rl.grpo_beta=0"
+        text = (
+            f"rl.grpo_beta={config.grpo_beta} needs a reference policy; set"
+            " enable_reference_policy=true, or rl.grpo_beta=0"
+        )
         problems.append(ConfigError(text, key="rl.grpo_beta", nearest=(0,)))
     if config.max_prompt_length < (longest := task.max_prompt_length):
-        text = f"max_prompt_length={config.max_prompt_length} must be at least {longest}, the length of a prompt with "
+        text = (
+            f"max_prompt_length={config.max_prompt_length} must be at least {longest},"
+            " the length of a prompt with "
+        )
         text += f"max_operand={config.max_operand}"
         problems.append(ConfigError(text, key="max_prompt_length", nearest=(longest,)))
     batch = config.warm_start_batch_size
     replicas = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch % replicas:
-        text = f"warm_start_batch_size={batch} must be a multiple of the {replicas} devices that share a batch"
+        text = (
+            f"warm_start_batch_size={batch} must be a multiple of the {replicas}"
+            " devices that share a batch"
+        )
         problems.append(
             ConfigError(
                 text,
@@ -478,24 +514,31 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
             )
         )
     if config.grpo_epsilon >= 1:
-        text = f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a clipped ratio is positive"
+        text = (
+            f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a clipped"
+            " ratio is positive"
+        )
         problems.append(ConfigError(text, key="rl.grpo_epsilon", nearest=(0.2,)))
     raise_together(problems)
 
 
 def load(path: str | Path) -> LoadedRun:
-    """Return the model, the parameters and the training state of a run, on the first device.
+    """Return the model, the parameters and the training state of a run, on the first
+    device.
 
     Args:
-        path: the folder of a run, for its newest intact checkpoint; or a checkpoint, such as `runs/demo/checkpoints/100`.
+        path: the folder of a run, for its newest intact checkpoint; or a checkpoint,
+            such as `runs/demo/checkpoints/100`.
 
     Raises:
         ConfigError: there is no checkpoint.
-        ResumeMismatchError: the checkpoint is damaged, or the configuration in the folder is of another model.
+        ResumeMismatchError: the checkpoint is damaged, or the configuration in the
+            folder is of another model.
     """
     run, folder = named_checkpoint(path)
     record = read_record(folder)
-    # The file alone does not tell: a loop of one's own may have a config.yml of any kind.
+    # The file alone does not tell: a loop of one's own may have a config.yml of any
+    # kind.
     if not record.keys() >= _RECORDED or not (run / CONFIG_FILE).is_file():
         return load_run(run, folder)
     config = load_rollout_config(run / CONFIG_FILE)

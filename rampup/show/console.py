@@ -1,4 +1,6 @@
-"""Plans, comparisons, budgets, timetables, rollouts and configuration keys as text for a terminal; plain if it is piped."""
+"""Plans, comparisons, budgets, timetables, rollouts and configuration keys as text for
+a terminal; plain if it is piped.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ PLAIN: dict[str, Any] = {
     "emoji": False,
 }  # of a console that prints texts as they are
 
-# Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
+# Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the
+# plan: two tables fit in 80 columns.
 TITLES = {
     name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()
 }
@@ -92,7 +95,9 @@ def make_table(
     *,
     left: int = 0,
 ) -> Table:
-    """Return a table. The first `left` columns are text, aligned left and folded if need be, the others numbers."""
+    """Return a table. The first `left` columns are text, aligned left and folded if
+    need be, the others numbers.
+    """
     table = Table(
         box=box.SIMPLE_HEAD if console.is_terminal else None,
         pad_edge=False,
@@ -111,7 +116,9 @@ def make_table(
 
 
 def is_for_a_log() -> bool:
-    """Return whether a launcher may have made this process's terminal for a log, as `srun --unbuffered` and mpirun do."""
+    """Return whether a launcher may have made this process's terminal for a log, as
+    `srun --unbuffered` and mpirun do.
+    """
     slurm = (
         "SLURM_PROCID" in os.environ and "SLURM_PTY_PORT" not in os.environ
     )  # `srun --pty` is for people
@@ -137,7 +144,9 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 def print_plan(
     plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES
 ) -> None:
-    """Print a plan: a summary, its phases, evaluation and notes. Of more phases than `max_phases`, the middle is counted."""
+    """Print a plan: a summary, its phases, evaluation and notes. Of more phases than
+    `max_phases`, the middle is counted.
+    """
     for sentence in describe.summary(plan):
         console.print(sentence)
     pipeline = plan.splitter.num_stages > 1
@@ -164,7 +173,8 @@ def print_plan(
     _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
     if split := plan.eval_split:
         console.print(
-            f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}"
+            f"evaluation: {split.global_batch_size:,} samples per batch ="
+            f" {describe_split(split)}"
         )
     if (loading := describe.loading(plan)) is not None:
         console.print(f"loading: {loading}")
@@ -218,7 +228,8 @@ def print_hyperparameters(
         max_phases,
     )
     console.print(
-        "learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens"
+        "learning rate: of the first step; peak rate: without warm-up and decay; half"
+        " life: of b2, in tokens"
     )
 
 
@@ -230,7 +241,9 @@ def print_comparison(
     *,
     max_phases: int | None,
 ) -> None:
-    """Print two plans side by side: the keys that differ, each with its value in `a` and in `b`, the totals, and the phases."""
+    """Print two plans side by side: the keys that differ, each with its value in `a`
+    and in `b`, the totals, and the phases.
+    """
     console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)
     settings = [
         (name, *(_format_setting(values[which]) for which in "ab"))
@@ -292,15 +305,23 @@ def print_budget(
     *,
     measured: Collection[int] = (),
 ) -> None:
-    """Print the result of `token_budget`; `measured` has the global batch sizes whose throughput is known."""
+    """Print the result of `token_budget`; `measured` has the global batch sizes whose
+    throughput is known.
+    """
     tokens = budget["tokens"]
     steps = budget["steps"]
     length = budget["tokens_per_sample"]
     first = budget["first_global_batch_size"]
     final = budget["final_global_batch_size"]
     rows = {
-        "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
-        "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
+        "budget": (
+            f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,}"
+            " tokens"
+        ),
+        "optimizer steps": (
+            f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,}"
+            " tokens beyond the budget"
+        ),
     }
     kept = [
         ("first", first, budget["steps_at_first"]),
@@ -314,24 +335,33 @@ def print_budget(
         compared = "the ramp takes as many"
         if difference:
             word = "fewer" if difference < 0 else "more"
-            compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
+            compared = (
+                f"the ramp takes {abs(difference):,} {word}"
+                f" ({abs(difference) / constant:.1%})"
+            )
         rows[f"at {size:,} throughout"] = (
-            f"{format_count(constant, 'step')}, the {name} batch kept constant; {compared}"
+            f"{format_count(constant, 'step')}, the {name} batch kept constant;"
+            f" {compared}"
         )
     if "hours" in budget:
         hours = budget["hours"]
         sizes = list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
         rows["time"] = (
-            f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])} tokens/s on average"
+            f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])}"
+            " tokens/s on average"
         )
         unknown = sum(size not in measured for size in sizes)
         if unknown and len(measured) > 1:
             rows["not measured"] = (
-                f"{unknown:,} of {len(sizes):,} batch sizes; each uses the throughput of the nearest one"
+                f"{unknown:,} of {len(sizes):,} batch sizes; each uses the throughput"
+                " of the nearest one"
             )
     if plan.total_steps != steps:
-        consumed = f"steps={plan.total_steps:,} consumes {plan.consumed_samples * length:,} tokens"
+        consumed = (
+            f"steps={plan.total_steps:,} consumes {plan.consumed_samples * length:,}"
+            " tokens"
+        )
         rows["this configuration"] = f"{consumed}; for the budget set steps={steps}"
     print_facts(rows, console)
 
@@ -377,7 +407,9 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
 
 
 def print_timetable(table: Timetable, console: Console) -> None:
-    """Print a pipeline timetable: a row per stage, a column per tick, in blocks that fit the width, and the totals."""
+    """Print a pipeline timetable: a row per stage, a column per tick, in blocks that
+    fit the width, and the totals.
+    """
     rows = list[list[tuple[str, str]]]()
     for stage in range(table.num_stages) if table.num_ticks <= MAX_TICKS else ():
         cells = [("..", "dim")] * table.num_ticks
@@ -428,7 +460,10 @@ def print_timetable(table: Timetable, console: Console) -> None:
         "makespan": float(table.makespan),
         "bubble": f"{float(table.bubble_fraction):.4f} = {table.bubble_fraction}",
         "live microbatches": f"{peaks}  (maximum of each stage)",
-        "sends": f"{', '.join(map(str, table.sends_per_stage))}  (activations and gradients of each stage)",
+        "sends": (
+            f"{', '.join(map(str, table.sends_per_stage))}  (activations and gradients"
+            " of each stage)"
+        ),
     }
     print_facts(facts, console)
 
@@ -461,7 +496,9 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
 
 
 def print_fix(fix: Fix, console: Console) -> None:
-    """Print each change of a fix as a comment, then the patch of the file, ready for `patch -p0`."""
+    """Print each change of a fix as a comment, then the patch of the file, ready for
+    `patch -p0`.
+    """
     if not fix.changes:
         console.print(f"{fix.file} is legal: nothing to fix")
         return
@@ -476,7 +513,9 @@ def print_fix(fix: Fix, console: Console) -> None:
 
 
 def split_columns(pipeline: bool) -> dict[str, str]:
-    """Return the columns of how a batch is split, without that of the pipeline if there is none."""
+    """Return the columns of how a batch is split, without that of the pipeline if there
+    is none.
+    """
     return {
         name: title
         for name, title in SPLIT.items()
@@ -493,7 +532,9 @@ def _print_phases(
     *,
     dim: Collection[int] = (),
 ) -> None:
-    """Print phases in the tables of the first layout that is narrow enough, or of the last; `cell` gives a column's text."""
+    """Print phases in the tables of the first layout that is narrow enough, or of the
+    last; `cell` gives a column's text.
+    """
     hidden = (
         range(0)
         if most is None or number <= most
@@ -519,7 +560,10 @@ def _print_phases(
                         *["..."] * sum(column.header != "" for column in table.columns)
                     )
             if hidden:
-                table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
+                table.caption = (
+                    f"{format_count(len(hidden), 'phase')} left out; rampup plan --all"
+                    " shows them"
+                )
                 table.caption_justify = "left"
         widths = [
             Measurement.get(
@@ -535,7 +579,9 @@ def _print_phases(
 def phase_cell(
     row: Mapping[str, object] | None, name: str, *, rest: str = "rest"
 ) -> str:
-    """Return a size in a row as text. `row` is None for a phase that a plan does not have; `rest` is `describe.last_steps`."""
+    """Return a size in a row as text. `row` is None for a phase that a plan does not
+    have; `rest` is `describe.last_steps`.
+    """
     if row is None:
         return "-"
     if row.get(name) is None:
@@ -550,7 +596,9 @@ def _format_setting(value: object) -> str:
 
 
 def operation_label(operation: Operation, num_repeats: int) -> str:
-    """Return an operation's label in a picture: kind, microbatch and, with repeats, a letter for the repeat."""
+    """Return an operation's label in a picture: kind, microbatch and, with repeats, a
+    letter for the repeat.
+    """
     letter = (
         "abcdefghijklmnopqrstuvwxyz"[operation.repeat % 26] if num_repeats > 1 else ""
     )
@@ -560,9 +608,14 @@ def operation_label(operation: Operation, num_repeats: int) -> str:
 def print_rollout(
     schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()
 ) -> None:
-    """Print the sizes of every stage of a batch that grows, and a step of reinforcement learning of the last one."""
+    """Print the sizes of every stage of a batch that grows, and a step of reinforcement
+    learning of the last one.
+    """
     plan, stages = schedule.stages[-1][1], schedule.stage_rows()
-    sizes = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses = {plan.samples_per_step:,} samples"
+    sizes = (
+        f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses ="
+        f" {plan.samples_per_step:,} samples"
+    )
     steps = format_count(plan.num_steps, "step")
     total = format_count(schedule.optimizer_steps("policy"), "optimizer step")
     if len(stages) > 1:
@@ -595,7 +648,8 @@ def print_rollout(
     else:
         console.print(f"{steps} of {sizes}; {total} of the policy")
     console.print(
-        "a step, from top to bottom; each line is done as often within the one above it:"
+        "a step, from top to bottom; each line is done as often within the one"
+        " above it:"
     )
     table = make_table(
         console,
@@ -631,7 +685,8 @@ def print_rollout(
         )
     if lag := plan.policy_updates.optimizer_steps - 1:
         console.print(
-            f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
+            "policy lag: the last optimizer step trains on samples of weights"
+            f" {format_count(lag, 'update')} older"
         )
     else:
         console.print(
@@ -655,7 +710,9 @@ def print_rollout(
 
 
 def print_suggestion(suggestion: Suggestion, console: Console) -> None:
-    """Print starting sizes: the published ones and those of the repository, the memory behind them, and notes."""
+    """Print starting sizes: the published ones and those of the repository, the memory
+    behind them, and notes.
+    """
     console.print(
         f"{suggestion.params:,} parameters, {suggestion.system}: a starting point"
     )
@@ -670,10 +727,17 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
-        state = f"{memory['state_gib']:,.1f} GiB, at least {format_count(memory['least_devices'], 'device')}"
-        free = f"{memory['free_gib_per_device']:,.1f} GiB on each for activations and generation"
+        state = (
+            f"{memory['state_gib']:,.1f} GiB, at least"
+            f" {format_count(memory['least_devices'], 'device')}"
+        )
+        free = (
+            f"{memory['free_gib_per_device']:,.1f} GiB on each for activations and"
+            " generation"
+        )
         console.print(
-            f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves {free}"
+            f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves"
+            f" {free}"
         )
     for note in suggestion.notes:
         console.print(f"- {note}")

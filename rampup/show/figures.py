@@ -1,4 +1,6 @@
-"""Pictures by matplotlib, imported when one is drawn; pyplot is not touched. `draw_*` return a figure, and can write a file."""
+"""Pictures by matplotlib, imported when one is drawn; pyplot is not touched. `draw_*`
+return a figure, and can write a file.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ OPERATIONS = {
     "I": ("input gradient", "#33578f", "#fffffe", ""),
     "W": ("weight gradient", BAR, "#000001", "///"),
 }
-# In a page, each colour becomes a CSS variable, so that the page's theme applies to its pictures.
+# In a page, each colour becomes a CSS variable, so that the page's theme applies to its
+# pictures.
 _VARIABLES = {f"s{number}": str(line["color"]) for number, line in enumerate(LINES)}
 _VARIABLES |= {
     "ink": INK,
@@ -66,7 +69,8 @@ for _kind in "FB":
     ]
 CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
-# Below these widths: one column of panels, and the smaller letters of a column of a paper.
+# Below these widths: one column of panels, and the smaller letters of a column of a
+# paper.
 NARROW, COLUMN, COLUMN_LETTERS = 7.0, 4.0, 0.8
 PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
 TICK_LETTERS = 9
@@ -76,7 +80,8 @@ MAX_BANDS = 40
 MAX_WRITTEN = 12
 MAX_OPERATIONS = 5_000
 MARGIN_INCHES = 1.2
-FAR_ABOVE = 4  # times the limit, or the usual: what is higher would make the others too flat to read
+# times the limit, or the usual: what is higher would make the others too flat to read
+FAR_ABOVE = 4
 MAX_RUNS = 12
 
 
@@ -94,11 +99,12 @@ def import_matplotlib(name: str) -> Any:
 def draw_batch(
     plan: RampPlan, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH
 ) -> Any:
-    """Draw the global batch over samples and over steps, and the passes and pipeline bubble of every phase.
+    """Draw the global batch over samples and over steps, and the passes and pipeline
+    bubble of every phase.
 
-    The suffix of `path` is the format (.png, .svg, .pdf); None only returns the figure. Below a `width` of 7 inches, all
-    panels are in one column. Without matplotlib there is a `MissingDependencyError`, and a `ConfigError` if the file cannot
-    be written.
+    The suffix of `path` is the format (.png, .svg, .pdf); None only returns the figure.
+    Below a `width` of 7 inches, all panels are in one column. Without matplotlib there
+    is a `MissingDependencyError`, and a `ConfigError` if the file cannot be written.
     """
     phases = drawn_phases(plan)
     pipeline = plan.splitter.num_stages > 1
@@ -134,9 +140,11 @@ def draw_rate(
     *,
     width: float = DEFAULT_WIDTH,
 ) -> Any:
-    """Draw the learning rate over samples and over steps, with its schedule on each clock.
+    """Draw the learning rate over samples and over steps, with its schedule on each
+    clock.
 
-    `rates` gives, for each clock, the learning rate of an optimizer step. For the rest see `draw_batch`.
+    `rates` gives, for each clock, the learning rate of an optimizer step. For the rest
+    see `draw_batch`.
     """
     narrow = width < NARROW
     figure = new_figure(width, 6.4 if narrow else 3.6)
@@ -158,7 +166,8 @@ def draw_runs(
     *,
     width: float = DEFAULT_WIDTH,
 ) -> Any:
-    """Draw loss, batch size and tokens per second of up to 12 runs, a line each, over the samples that they consumed.
+    """Draw loss, batch size and tokens per second of up to 12 runs, a line each, over
+    the samples that they consumed.
 
     For `path`, `width` and what is raised see `draw_batch`.
     """
@@ -192,9 +201,10 @@ def draw_memory(
 ) -> Any:
     """Draw the memory of a step by the size of its microbatch.
 
-    `rows` are pairs (microbatch size, bytes); None bytes are too many to count and are not drawn. `limit_bytes` is the usable
-    memory of a device, drawn as a line; None = unknown. Bars above it are hatched, and of those far above it only the
-    smallest size is drawn. For the rest see `draw_batch`.
+    `rows` are pairs (microbatch size, bytes); None bytes are too many to count and are
+    not drawn. `limit_bytes` is the usable memory of a device, drawn as a line; None =
+    unknown. Bars above it are hatched, and of those far above it only the smallest size
+    is drawn. For the rest see `draw_batch`.
     """
     pairs = sorted((size, number) for size, number in rows if number is not None)
     if limit_bytes is not None:
@@ -249,12 +259,17 @@ def draw_memory(
 def draw_timetable(
     table: Timetable, path: str | Path | None = None, *, width: float | None = None
 ) -> Any:
-    """Draw a pipeline timetable: a row per stage, a bar per operation; by default as wide as its texts need.
+    """Draw a pipeline timetable: a row per stage, a bar per operation; by default as
+    wide as its texts need.
 
-    For `path`, `width` and what is raised see `draw_batch`. A timetable that is too large to be read is refused, too.
+    For `path`, `width` and what is raised see `draw_batch`. A timetable that is too
+    large to be read is refused, too.
     """
     if len(table.operations) > MAX_OPERATIONS:
-        problem = f"{len(table.operations):,} operations are too many to draw; the most is {MAX_OPERATIONS:,}"
+        problem = (
+            f"{len(table.operations):,} operations are too many to draw; the most is"
+            f" {MAX_OPERATIONS:,}"
+        )
         raise ConfigError(problem, key="microbatches")
     span, stages = float(table.makespan), table.num_stages
     if width is None:
@@ -310,7 +325,10 @@ def draw_timetable(
         handles, list(looks), loc="outside lower left", ncols=len(kinds), frameon=False
     )
     repeats = f", v={table.num_repeats}" if table.num_repeats > 1 else ""
-    title = f"{table.schedule}, p={stages}, m={table.num_microbatches}{repeats}: {float(table.bubble_fraction):.1%} idle"
+    title = (
+        f"{table.schedule}, p={stages}, m={table.num_microbatches}{repeats}:"
+        f" {float(table.bubble_fraction):.1%} idle"
+    )
     axes.set_title(title, loc="left", fontsize=10)
     return save(figure, path)
 
@@ -375,7 +393,9 @@ def run_panels(run: RunMetrics) -> dict[str, Any]:
 
 
 def svg_element(figure: Any, *, title: str, prefix: str) -> str:
-    """Return a figure as SVG for an HTML page: text stays text, colours are CSS variables, and `prefix` makes ids unique."""
+    """Return a figure as SVG for an HTML page: text stays text, colours are CSS
+    variables, and `prefix` makes ids unique.
+    """
     buffer = io.StringIO()
     with importlib.import_module("matplotlib").rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": prefix}
@@ -443,7 +463,8 @@ def save(figure: Any, path: str | Path | None) -> Any:
         return figure
     check_format(path)
     try:
-        # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has outlines of its letters.
+        # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has
+        # outlines of its letters.
         with importlib.import_module("matplotlib").rc_context(
             {"pdf.fonttype": 42, "svg.fonttype": "none"}
         ):
@@ -503,7 +524,9 @@ def prepare(
 def _shade(
     axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[int]
 ) -> None:
-    """Shade every other phase, and number those that are wide enough. The limits of x must be set."""
+    """Shade every other phase, and number those that are wide enough. The limits of x
+    must be set.
+    """
     if not 1 < len(edges) <= MAX_BANDS:
         return
     low, high = axes.get_xlim()
@@ -592,7 +615,9 @@ def _panel_bars(
 
 
 def _panel_rate(axes: Any, plan: RampPlan, rates: Rates, unit: str) -> None:
-    """Draw the learning rate over samples or steps, one line per clock of its schedule."""
+    """Draw the learning rate over samples or steps, one line per clock of its
+    schedule.
+    """
     samples = unit == "samples"
     for number, (clock, rate) in enumerate(rates.items()):
         used = clock == plan.learning_rate_clock
@@ -649,7 +674,8 @@ def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
             run.sizes, edges, baseline=None, linewidth=1.6, **line_style(number)
         )
         if run.noise_scales:
-            # Where there is no estimate, the dotted line of the lower end says "at least".
+            # Where there is no estimate, the dotted line of the lower end says "at
+            # least".
             style = {"color": line_style(number)["color"], "alpha": 0.7}
             for values, line, width in (
                 (run.noise_scales, "--", 1.1),
@@ -670,7 +696,8 @@ def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
         samples = _plot_means(axes, run, run.tokens_per_second, number, linewidth=1.1)
     prepare(axes, x=samples, y="tokens per second")
-    # A step that was not waited for, or whose clock stood still, would make the others too flat to read.
+    # A step that was not waited for, or whose clock stood still, would make the others
+    # too flat to read.
     rates = sorted(
         rate for run in runs for rate in run.tokens_per_second if math.isfinite(rate)
     )
@@ -690,7 +717,9 @@ def _panel_curve(
 def _plot_means(
     axes: Any, run: RunMetrics, values: Sequence[float], number: int, **options: Any
 ) -> str:
-    """Draw what each step of a run has, or the means of neighbours if they are many. Return the label of the axis."""
+    """Draw what each step of a run has, or the means of neighbours if they are many.
+    Return the label of the axis.
+    """
     xs, ys, means = mean_of_neighbours(run.samples, values)
     axes.plot(xs, ys, **options, **line_style(number))
     return "samples consumed" + (f" (means of {means:,} steps)" if means > 1 else "")

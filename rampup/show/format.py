@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 def format_value(value: object) -> str:
-    """Format a value: thousands separators for integers, four significant digits for other numbers.
+    """Format a value: thousands separators for integers, four significant digits for
+    other numbers.
 
     >>> format_value(1234567), format_value(0.123456), format_value(11060.4), format_value(True), format_value("x")
     ('1,234,567', '0.1235', '11,060', 'True', 'x')
@@ -59,7 +60,9 @@ def format_count(number: int, noun: str) -> str:
 
 
 def describe_split(split: BatchSplit) -> str:
-    """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2 samples'."""
+    """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2
+    samples'.
+    """
     counts = {
         "replica": split.data_parallel_size,
         "microbatch": split.num_microbatches,

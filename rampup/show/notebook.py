@@ -1,6 +1,8 @@
-"""HTML for notebooks and reports: the one writer of tables, and the HTML form of each class.
+"""HTML for notebooks and reports: the one writer of tables, and the HTML form of each
+class.
 
-`rampup.__init__` registers the classes of `to_html` with IPython, by name; neither it nor the classes import this module.
+`rampup.__init__` registers the classes of `to_html` with IPython, by name; neither it
+nor the classes import this module.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def html_table(
     max_rows: int = MAX_ROWS,
     row_classes: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """Return an HTML table of rows with the same keys. Of more than `max_rows`, the middle ones are left out and counted."""
+    """Return an HTML table of rows with the same keys. Of more than `max_rows`, the
+    middle ones are left out and counted.
+    """
     if not rows:
         return ""
     styles = {
@@ -47,7 +51,8 @@ def html_table(
     for number, row in enumerate(rows):
         if hidden and number == max_rows // 2:
             lines.append(
-                f'<tr><td colspan="{len(row)}" style="{_TEXT}">{hidden:,} more rows</td></tr>'
+                f'<tr><td colspan="{len(row)}" style="{_TEXT}">{hidden:,} more'
+                " rows</td></tr>"
             )
         if hidden and max_rows // 2 <= number < len(rows) - max_rows // 2:
             continue

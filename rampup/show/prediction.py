@@ -1,4 +1,6 @@
-"""What a design has predicted for a run, kept in the run's folder, beside what the run measured."""
+"""What a design has predicted for a run, kept in the run's folder, beside what the run
+measured.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from rampup.plan.numbers import finite_or_none
 from rampup.show.format import format_value
 from rampup.show.series import RunMetrics
 
-# What a prediction is for besides the keys of its schedule. Seeds are left out: it is for all of them.
+# What a prediction is for besides the keys of its schedule. Seeds are left out: it is
+# for all of them.
 _SECTIONS = ("Learning rate", "Optimizer", "Model")
 _OTHERS = ("num_devices", "batch_size_schedule_unit", "grain_train_files")
 COMPARED = tuple(
@@ -40,25 +43,32 @@ LOSS_SHARE = (
 class Comparison(NamedTuple):
     """A prediction beside its run."""
 
-    schedule: str  # the name of the design's schedule that the run has; the closest one, if it has none
+    # the name of the design's schedule that the run has; the closest one, if it has
+    # none
+    schedule: str
     other_settings: tuple[
         str, ...
     ]  # what the run has and what was predicted for, if that differs; then there are no rows
-    # One for each quantity and token count that the run has passed; `low` and `high` are the ends of the predicted interval,
-    # `off` is measured less predicted, and `inside` whether it is in the interval. None if not known
+    # One for each quantity and token count that the run has passed; `low` and `high`
+    # are the ends of the predicted interval, `off` is measured less predicted, and
+    # `inside` whether it is in the interval. None if not known
     rows: tuple[dict[str, Any], ...]
 
     def sentences(self) -> tuple[str, ...]:
         """Return how far off the prediction is so far, or why nothing is compared."""
         if self.other_settings:
             return (
-                f"the prediction is for other settings: {'; '.join(self.other_settings)}",
+                (
+                    "the prediction is for other settings:"
+                    f" {'; '.join(self.other_settings)}"
+                ),
             )
         if not self.rows:
             return ("the run has not reached the first token count of its prediction",)
         last = {row["quantity"]: row for row in self.rows}
         return tuple(
-            f"{row['quantity']} after {row['tokens']:,} tokens: predicted {row['predicted']}, measured {row['measured']}"
+            f"{row['quantity']} after {row['tokens']:,} tokens: predicted"
+            f" {row['predicted']}, measured {row['measured']}"
             + (f", off by {row['off by']}" if row["off by"] else "")
             for row in map(_as_text, last.values())
         )
@@ -74,16 +84,20 @@ class Comparison(NamedTuple):
 
 
 def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for people: a loss is off by nats, the rest by a share of the prediction."""
+    """Return a row for people: a loss is off by nats, the rest by a share of the
+    prediction.
+    """
     off = row["off"]
     name = row["quantity"]
     predicted = row["predicted"]
     share = (
         ""
         if off is None
-        else f"{off:+.3f}"
-        if name == "loss" or not predicted
-        else f"{off / predicted:+.0%}"
+        else (
+            f"{off:+.3f}"
+            if name == "loss" or not predicted
+            else f"{off / predicted:+.0%}"
+        )
     )
     return {
         "quantity": name.replace("_", " "),
@@ -115,7 +129,9 @@ def with_ends(value: float | None, low: float | None, high: float | None) -> str
 
 
 def write_prediction(folder: Path, config: Config, design: Mapping[str, Any]) -> None:
-    """Keep what `rampup.design_ramp` has returned for a configuration in the folder of a run."""
+    """Keep what `rampup.design_ramp` has returned for a configuration in the folder of
+    a run.
+    """
     values = config.to_dict()
     text = json.dumps({"config": {name: values[name] for name in COMPARED}, **design})
     write_whole(folder / PREDICTION_FILE, text.encode())
@@ -124,7 +140,9 @@ def write_prediction(folder: Path, config: Config, design: Mapping[str, Any]) ->
 def compare_prediction(
     folder: Path, config: Config, run: RunMetrics
 ) -> Comparison | None:
-    """Return the prediction in the folder of a run beside its metrics, or None; `config` is what it was last started with."""
+    """Return the prediction in the folder of a run beside its metrics, or None;
+    `config` is what it was last started with.
+    """
     file = folder / PREDICTION_FILE
     if not file.exists():
         return None
@@ -140,7 +158,10 @@ def compare_prediction(
         ArithmeticError,
         RecursionError,
     ) as error:
-        rule = f"{file} is damaged: it is not what `rampup design --write` writes ({error!r})"
+        rule = (
+            f"{file} is damaged: it is not what `rampup design --write` writes"
+            f" ({error!r})"
+        )
         raise DataError(
             f"{rule}; delete it, and the report is without a prediction",
             key="prediction",
@@ -192,7 +213,8 @@ def _rows(
     rows = []
     for point in course:
         samples = point["tokens"] // length
-        # The last step with samples up to here. A run ends with the last whole step of its tokens.
+        # The last step with samples up to here. A run ends with the last whole step of
+        # its tokens.
         place = bisect.bisect_left(run.samples, samples)
         if place == len(run.samples) and samples - run.samples[-1] < run.sizes[-1]:
             place -= 1
@@ -225,7 +247,8 @@ def _rows(
                 }
                 row |= {"measured": value, "measured_low": low, "measured_high": high}
                 row["off"] = None if value is None else value - predicted
-                # Whether the intervals of prediction and measurement overlap. An end of None has no limit.
+                # Whether the intervals of prediction and measurement overlap. An end of
+                # None has no limit.
                 first, last = (value, value) if low is None else (low, high)
                 row["inside"] = None
                 if first is not None and least is not None:

@@ -1,4 +1,6 @@
-"""The progress of a training run: the plan, a bar over samples (rich in a terminal, HTML in a notebook), a line per phase."""
+"""The progress of a training run: the plan, a bar over samples (rich in a terminal,
+HTML in a notebook), a line per phase.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ from rampup.show.format import describe_split, format_count
 
 RECENT_STEPS = 20
 REDRAW_SECONDS = 0.2  # a notebook is sent the bar at most this often
-# With `batch_size_schedule: auto`, a decision that changes nothing is printed at most every this many `log_period` steps.
+# With `batch_size_schedule: auto`, a decision that changes nothing is printed at most
+# every this many `log_period` steps.
 DECISION_LINES = 5
 
 
 class TerminalBar(Progress):
-    """A bar drawn by rich, and below it a line about the newest step, which a narrow terminal wraps instead of truncating."""
+    """A bar drawn by rich, and below it a line about the newest step, which a narrow
+    terminal wraps instead of truncating.
+    """
 
     line = ""
 
@@ -55,13 +60,17 @@ class TerminalBar(Progress):
         self.start()
 
     def move(self, done: int, left: str, line: str) -> None:
-        """Update the samples consumed, the time left, and the line about the newest step."""
+        """Update the samples consumed, the time left, and the line about the newest
+        step.
+        """
         self.line = line
         self.update(self._task, completed=done, left=left)
 
 
 class NotebookBar:
-    """A bar as HTML, which IPython replaces in place: rich would need widgets for that, which a notebook may not have."""
+    """A bar as HTML, which IPython replaces in place: rich would need widgets for that,
+    which a notebook may not have.
+    """
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -79,8 +88,14 @@ class NotebookBar:
 
     def move(self, done: int, left: str, line: str) -> None:
         """Update the bar; see `TerminalBar`."""
-        bar = f'<progress value="{done}" max="{self._total}" style="width:40%"></progress>'
-        self._page = f"{bar} {done:,}/{self._total:,} samples, {left} left<br>{html.escape(line)}"
+        bar = (
+            f'<progress value="{done}" max="{self._total}"'
+            ' style="width:40%"></progress>'
+        )
+        self._page = (
+            f"{bar} {done:,}/{self._total:,} samples, {left}"
+            f" left<br>{html.escape(line)}"
+        )
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._draw()
 
@@ -98,7 +113,9 @@ class NotebookBar:
 
 
 def make_bar(console: Console) -> TerminalBar | NotebookBar | None:
-    """Return the bar that fits the output of a console, or None if it is piped. A notebook's process has a kernel."""
+    """Return the bar that fits the output of a console, or None if it is piped. A
+    notebook's process has a kernel.
+    """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is not None:
         return NotebookBar()
@@ -106,10 +123,12 @@ def make_bar(console: Console) -> TerminalBar | NotebookBar | None:
 
 
 class TrainProgress:
-    """Shows the events of a run: a bar in a terminal or a notebook, elsewhere a line every `log_period` steps.
+    """Shows the events of a run: a bar in a terminal or a notebook, elsewhere a line
+    every `log_period` steps.
 
-    Pass it as `on_event`. It prints on `console`, None = standard output, or nothing if `quiet`. `resume_options` are those of
-    the command that resumes a run of `rampup train`.
+    Pass it as `on_event`. It prints on `console`, None = standard output, or nothing if
+    `quiet`. `resume_options` are those of the command that resumes a run of `rampup
+    train`.
     """
 
     def __init__(
@@ -129,7 +148,8 @@ class TrainProgress:
         self._resume_options = resume_options
         self._has_command = False
         self._unit = "tokens"
-        # What the time left does not count: compilations, those of the first evaluation among them.
+        # What the time left does not count: compilations, those of the first evaluation
+        # among them.
         self._compile_seconds, self._has_evaluated = 0.0, False
         self._decided: int | None = (
             None  # the step of the last decision that was printed
@@ -165,7 +185,8 @@ class TrainProgress:
                     "num_batches" if isinstance(event.plan, RolloutSchedule) else longer
                 )
                 self._console.print(
-                    f"the run in {event.folder} is finished: nothing to do; a larger {longer} trains longer"
+                    f"the run in {event.folder} is finished: nothing to do; a larger"
+                    f" {longer} trains longer"
                 )
             case events.RunStarted():
                 self._unit = "samples" if event.tokens_per_sample == 1 else "tokens"
@@ -195,7 +216,8 @@ class TrainProgress:
                 )
                 split = self._plan.splits[event.phase]
                 parts.append(
-                    f"{split.global_batch_size:,} samples per step = {describe_split(split)}"
+                    f"{split.global_batch_size:,} samples per step ="
+                    f" {describe_split(split)}"
                 )
                 self._console.print(": ".join(parts))
             case events.StepDone(metrics=metrics):
@@ -212,7 +234,10 @@ class TrainProgress:
                     f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
                 )
                 line += f", phase {metrics['phase']}" if self._has_phases else ""
-                line += f", batch {metrics['global_batch_size']:,}, loss {_format_loss(metrics['loss'])}"
+                line += (
+                    f", batch {metrics['global_batch_size']:,}, loss"
+                    f" {_format_loss(metrics['loss'])}"
+                )
                 line += f", {metrics['tokens_per_second']:,.0f} {self._unit}/s"
                 if metrics.get("reward") is not None:
                     line += f", reward {metrics['reward']:.3f}"
@@ -221,12 +246,16 @@ class TrainProgress:
                         metrics[f"noise_scale_samples{end}"]
                         for end in ("", "_low", "_high")
                     )
-                    line += f", noise scale {NoiseEstimate(value=value, low=low, high=high)} samples"
+                    line += (
+                        ", noise scale"
+                        f" {NoiseEstimate(value=value, low=low, high=high)} samples"
+                    )
                 if self._bar is not None:
                     self._bar.move(metrics["consumed_samples"], self._time_left(), line)
                 elif metrics["step"] % self._log_period == 0:
                     self._console.print(
-                        f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left"
+                        f"{line}, {metrics['consumed_samples']:,} samples,"
+                        f" {self._time_left()} left"
                     )
             case events.Evaluated():
                 if self._recent and not self._has_evaluated:
@@ -237,7 +266,10 @@ class TrainProgress:
                     if (greedy := event.metrics.get("greedy_accuracy")) is not None:
                         found += f", {greedy:.1%} of the greedy ones"
                     if event.step < 0 and event.metrics["accuracy"] == 0:
-                        found += "; what is never right has no reward to learn from: a larger warm_start_steps helps"
+                        found += (
+                            "; what is never right has no reward to learn from: a"
+                            " larger warm_start_steps helps"
+                        )
                 else:
                     found = f"loss {_format_loss(event.metrics['eval_loss'])}"
                 when = (
@@ -247,7 +279,10 @@ class TrainProgress:
                 )
                 self._console.print(f"evaluation {when}: {found}")
             case events.CheckpointDamaged():
-                text = f"the checkpoint of step {event.steps:,} is corrupt: {event.problem}; it was moved to {event.moved_to}"
+                text = (
+                    f"the checkpoint of step {event.steps:,} is corrupt:"
+                    f" {event.problem}; it was moved to {event.moved_to}"
+                )
                 self._console.print(
                     f"{text}, and the run resumes from step {event.used:,}"
                 )
@@ -270,17 +305,24 @@ class TrainProgress:
                     )
             case events.StopRequested():
                 self._console.print(
-                    "stopping after the steps in flight; Ctrl-C again stops at once and saves nothing"
+                    "stopping after the steps in flight; Ctrl-C again stops at once and"
+                    " saves nothing"
                 )
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged(schedule_steps=length):
-                text = f"note: step {event.step:,} had the learning rate {event.before:.4g}, and the schedule with which the "
+                text = (
+                    f"note: step {event.step:,} had the learning rate"
+                    f" {event.before:.4g}, and the schedule with which the "
+                )
                 text += f"run continues has {event.after:.4g} there"
                 if length is not None and length <= event.step + 1:
                     text += f"; the schedule before ended after {length:,} steps"
                 elif length is not None:
-                    text += f"; learning_rate_schedule_steps={length} keeps the schedule before"
+                    text += (
+                        f"; learning_rate_schedule_steps={length} keeps the schedule"
+                        " before"
+                    )
                     text += (
                         f" and is at its end after {length:,} steps"
                         if event.plan.total_steps > length
@@ -291,7 +333,10 @@ class TrainProgress:
                 self.close()
                 text = "stopped at once; nothing was saved"
                 if event.checkpoint is not None:
-                    text += f" after {format_count(event.checkpoint, 'step')}; {self._resume(event.folder)}"
+                    text += (
+                        f" after {format_count(event.checkpoint, 'step')};"
+                        f" {self._resume(event.folder)}"
+                    )
                 self._console.print(text)
 
     def close(self) -> None:
@@ -309,7 +354,10 @@ class TrainProgress:
     def _resume(self, folder: Path) -> str:
         if not self._has_command:
             return f"the same loop resumes the run in {folder}"
-        return f"resume with: rampup train {shlex.quote(str(folder))}{self._resume_options}"
+        return (
+            "resume with: rampup train"
+            f" {shlex.quote(str(folder))}{self._resume_options}"
+        )
 
     @property
     def _has_phases(self) -> bool:
@@ -320,7 +368,9 @@ class TrainProgress:
         )
 
     def _time_left(self) -> str:
-        """Return the time for the remaining samples at the recent rate, without compilations; "?" until two steps are done."""
+        """Return the time for the remaining samples at the recent rate, without
+        compilations; "?" until two steps are done.
+        """
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         if s1 == s0:
             return "?"

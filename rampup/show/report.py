@@ -1,4 +1,6 @@
-"""A plan, and a run if there is one, as one HTML page, whose content security policy forbids it to load anything."""
+"""A plan, and a run if there is one, as one HTML page, whose content security policy
+forbids it to load anything.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ from rampup.show.series import RunMetrics
 
 MAX_ROWS = 60  # of longer tables, only the first and the last rows are in the page
 MAX_OPERATIONS = 1_500
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src"
+    " data:"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,10 @@ def report_html(report: Report) -> str:
             else ""
         )
         if plan.eval_split:
-            split = f"{plan.eval_split.global_batch_size:,} samples per batch = {describe_split(plan.eval_split)}"
+            split = (
+                f"{plan.eval_split.global_batch_size:,} samples per batch ="
+                f" {describe_split(plan.eval_split)}"
+            )
             phases += f"<p>Evaluation: {html.escape(split)}.</p>"
         sections["Phases"] = phases
         sections["Learning rate"] = (
@@ -123,7 +131,8 @@ def report_html(report: Report) -> str:
             and 2 * stages * microbatches * plan.splitter.num_repeats > MAX_OPERATIONS
         ):
             sections["Pipeline"] = (
-                f"<p>{stages} stages and {microbatches:,} microbatches: too many to draw.</p>"
+                f"<p>{stages} stages and {microbatches:,} microbatches: too many to"
+                " draw.</p>"
             )
         elif stages > 1:
             picture = svg_element(
@@ -133,7 +142,8 @@ def report_html(report: Report) -> str:
             )
             # A timetable keeps its own width and scrolls; the view box is in points.
             sections["Pipeline"] = (
-                f'<p>One pass of the last phase:</p><div class="wide">{_scroll(picture, "timetable")}</div>'
+                "<p>One pass of the last phase:</p><div"
+                f' class="wide">{_scroll(picture, "timetable")}</div>'
             )
     elif plan is not None:
         size = (
@@ -159,11 +169,15 @@ def report_html(report: Report) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
-        f"<title>{title} - rampup report</title><style>{_asset('report.css')}</style></head><body>"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link'
+        ' rel="icon" href="data:,">'
+        f"<title>{title} - rampup"
+        f" report</title><style>{_asset('report.css')}</style></head><body>"
         '<a class="skip" href="#main">skip to the content</a>'
-        f'<header><div><h1>{title}</h1>{header}</div><button id="theme" type="button" hidden>Theme</button></header>'
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main id="main">{body}</main>'
+        f'<header><div><h1>{title}</h1>{header}</div><button id="theme" type="button"'
+        " hidden>Theme</button></header>"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main'
+        f' id="main">{body}</main>'
         f'<footer class="dim"><p>Written by rampup {rampup.__version__}.</p></footer>'
         f"<script>{_asset('report.js')}</script></body></html>"
     )
@@ -187,14 +201,18 @@ def _run(run: RunMetrics) -> str:
         for name, value in facts.items()
     )
     table = html_table(run.by_phase(), max_rows=MAX_ROWS)
-    return f'<dl class="facts">{items}</dl>{_pictures(run_panels(run))}<h3>By phase</h3>{_scroll(table, "the run by phase")}'
+    return (
+        f'<dl class="facts">{items}</dl>{_pictures(run_panels(run))}<h3>By'
+        f" phase</h3>{_scroll(table, 'the run by phase')}"
+    )
 
 
 def _keys(config: Settings) -> str:
     values, defaults = config.to_dict(), type(config)().to_dict()
     sections = defaultdict(list)
     for name, key in config.keys().items():
-        # Only the name of a file is shown: the page may be sent to somebody, and the folders are nobody's business.
+        # Only the name of a file is shown: the page may be sent to somebody, and the
+        # folders are nobody's business.
         place = Path(config.where(name)).name
         row = {
             "key": name,
@@ -204,7 +222,8 @@ def _keys(config: Settings) -> str:
         }
         sections[key.section].append(row)
     parts = [
-        '<p><label for="filter">Filter keys:</label> <input id="filter" type="search" hidden></p>'
+        '<p><label for="filter">Filter keys:</label> <input id="filter" type="search"'
+        " hidden></p>"
     ]
     parts.append('<p class="dim">Values in bold are not the default.</p>')
     for section, rows in sections.items():
@@ -233,7 +252,10 @@ def _pictures(panels: Mapping[str, Any]) -> str:
 
 
 def _scroll(table: str, name: str) -> str:
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{table}</div>'
+    return (
+        '<div class="scroll" tabindex="0" role="region"'
+        f' aria-label="{name}">{table}</div>'
+    )
 
 
 def _anchor(name: str) -> str:

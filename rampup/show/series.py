@@ -1,4 +1,6 @@
-"""The numbers behind pictures and budgets: phases of a plan, its learning rate, and the metrics of a run."""
+"""The numbers behind pictures and budgets: phases of a plan, its learning rate, and the
+metrics of a run.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ MAX_POINTS = 1_200
 
 
 def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, Any]]:
-    """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a picture; of many phases, some."""
+    """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a
+    picture; of many phases, some.
+    """
     rows: Sequence[dict[str, Any]] = subsample(
         [{"phase": number, **row} for number, row in enumerate(plan.phase_rows())], most
     )
-    # The ramp is drawn up to a third beyond its end, but not beyond a run that reaches its end.
+    # The ramp is drawn up to a third beyond its end, but not beyond a run that reaches
+    # its end.
     ramp_steps = plan.ramp.ramp_steps
     last = ramp_steps + -(-ramp_steps // 3) if ramp_steps else plan.total_steps
     last = min(plan.total_steps, last) if plan.total_steps > ramp_steps else last
@@ -42,7 +47,9 @@ def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, An
 def rate_points(
     plan: RampPlan, rate: Callable[[int], float], *, most: int = 400
 ) -> list[tuple[int, int, float]]:
-    """Return step, samples before it and learning rate, at about `most` even steps and on both sides of every known kink."""
+    """Return step, samples before it and learning rate, at about `most` even steps and
+    on both sides of every known kink.
+    """
     last = plan.total_steps - 1
     kinks = {
         segment.start_step + shift
@@ -55,7 +62,8 @@ def rate_points(
     return [(step, plan.ramp.samples_before(step), rate(step)) for step in steps]
 
 
-# Titles of the curves of reinforcement learning in a report, and the keys of metrics.jsonl.
+# Titles of the curves of reinforcement learning in a report, and the keys of
+# metrics.jsonl.
 CURVES = {
     "Spread of rewards": "reward_spread",
     "Share of prompts without spread": "zero_spread_share",
@@ -80,11 +88,14 @@ class RunMetrics:
     phases: tuple[int, ...]  # phase of each step
     eval_samples: tuple[int, ...] = ()  # of evaluations
     eval_losses: tuple[float, ...] = ()
-    # The noise scale in samples, and the ends of its interval; NaN where it is unknown or has no end. Empty if not measured.
+    # The noise scale in samples, and the ends of its interval; NaN where it is unknown
+    # or has no end. Empty if not measured.
     noise_scales: tuple[float, ...] = ()
     noise_lows: tuple[float, ...] = ()
     noise_highs: tuple[float, ...] = ()
-    quantity: str = "loss"  # what `losses` are; with `reward`, of reinforcement learning, `eval_losses` are accuracies
+    # what `losses` are; with `reward`, of reinforcement learning, `eval_losses` are
+    # accuracies
+    quantity: str = "loss"
     learning_rates: tuple[float, ...] = ()  # NaN where unknown
     seconds: tuple[
         float, ...
@@ -99,7 +110,8 @@ class RunMetrics:
         for file in (METRICS_FILE, EVAL_FILE):
             if damage := describe_damage(folder / file):
                 raise DataError(
-                    f"{damage}; resume the run, which moves such lines aside, or delete them",
+                    f"{damage}; resume the run, which moves such lines aside, or delete"
+                    " them",
                     key="run",
                 )
         return cls.from_lines(
@@ -113,7 +125,9 @@ class RunMetrics:
         lines: Iterable[Mapping[str, Any]],
         eval_lines: Iterable[Mapping[str, Any]] = (),
     ) -> RunMetrics:
-        """Return the metrics in the lines of metrics.jsonl and eval.jsonl; a line without the counts is refused."""
+        """Return the metrics in the lines of metrics.jsonl and eval.jsonl; a line
+        without the counts is refused.
+        """
         rows = list(lines)
         if not rows:
             raise DataError(f"{name} has no steps in its {METRICS_FILE}", key="run")
@@ -142,15 +156,18 @@ class RunMetrics:
             if not all(map(math.isnan, values := values_of(key)))
         }
         if any(row.get("dropped_groups") for row in rows):
-            # Of the prompts of each rollout: those that were read since the one before it.
+            # Of the prompts of each rollout: those that were read since the one before
+            # it.
             ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
             read = {
                 rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()
             }
             shares = (
-                row["dropped_groups"] / read[row["rollout"]]
-                if read[row["rollout"]]
-                else math.nan
+                (
+                    row["dropped_groups"] / read[row["rollout"]]
+                    if read[row["rollout"]]
+                    else math.nan
+                )
                 for row in rows
             )
             curves["Share of dropped prompts"] = tuple(shares)
@@ -198,7 +215,8 @@ class RunMetrics:
             places = [
                 place for place, value in enumerate(self.phases) if value == phase
             ]
-            # The median ignores steps that waited for compilation, a checkpoint or an evaluation.
+            # The median ignores steps that waited for compilation, a checkpoint or an
+            # evaluation.
             speeds = sorted(
                 value
                 for place in places
@@ -226,7 +244,8 @@ class RunMetrics:
 def mean_of_neighbours(
     xs: Sequence[float], ys: Sequence[float], *, most: int = MAX_POINTS
 ) -> tuple[list[float], list[float], int]:
-    """Return at most `most` points: means of equally many consecutive finite ys, each at its last x, and how many.
+    """Return at most `most` points: means of equally many consecutive finite ys, each
+    at its last x, and how many.
 
     >>> mean_of_neighbours([1, 2, 3, 4], [1.0, 3.0, 5.0, float("nan")], most=2)
     ([2, 4], [2.0, 5.0], 2)

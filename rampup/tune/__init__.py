@@ -1,1 +1,3 @@
-"""Search for the largest microbatch that fits in memory and for the fastest settings."""
+"""Search for the largest microbatch that fits in memory and for the fastest
+settings.
+"""

@@ -1,4 +1,6 @@
-"""Design a ramp from the files of measured runs: read them, and compare candidates by `rampup.batch_size.design_model`."""
+"""Design a ramp from the files of measured runs: read them, and compare candidates by
+`rampup.batch_size.design_model`.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +50,25 @@ from rampup.loop.run_folder import (
 from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.numbers import finite_or_none
 
-# Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
+# Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval,
+# in samples and in units of weight.
 TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"
 SAMPLES, TOKENS = (
     tuple(f"noise_scale_{unit}{end}" for end in ("", "_low", "_high"))
     for unit in ("samples", "tokens")
 )
 COUNTS = ("consumed_samples", "global_batch_size")
-LARGEST = 1e50  # larger than any number of a step, and small enough that squares of squares are finite
+# larger than any number of a step, and small enough that squares of squares are finite
+LARGEST = 1e50
 LEAST_BIN = 16  # steps that S and G2 are averaged over at least
-# S over the standard error of G2, by the lower end of the 90% interval of a G2 that is as large as that error.
+# S over the standard error of G2, by the lower end of the 90% interval of a G2 that is
+# as large as that error.
 OPEN_RATIO = 2.64
-PRECISE = 4.0  # the largest ratio of the ends of an interval at which an octave of samples still has its own noise scale
-# The same for the first and the last step, and the shares of a run that their lines go through: the first that is precise.
+# the largest ratio of the ends of an interval at which an octave of samples still has
+# its own noise scale
+PRECISE = 4.0
+# The same for the first and the last step, and the shares of a run that their lines go
+# through: the first that is precise.
 END_PRECISE = 8.0
 FIRST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 LAST_SHARES = (1 / 4, 1 / 2, 1.0)
@@ -68,12 +76,15 @@ FOREVER = 1e300  # a half-life with which no step of an average fades
 Steps = list[
     tuple[Mapping[str, Any], float]
 ]  # lines of metrics.jsonl, each with its samples per unit of weight
-# Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
+# Candidates go up to this many times the largest batch that was timed, and have at
+# least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
 COURSE_PARTS = (
     10  # places of a run at which its loss, hours and noise scale are predicted
 )
-MOST_GROWTH = 4.0  # the noise scale is not taken to grow by more after its last measurement, unless the growth is named
+# the noise scale is not taken to grow by more after its last measurement, unless the
+# growth is named
+MOST_GROWTH = 4.0
 
 
 def design_ramp(
@@ -85,23 +96,30 @@ def design_ramp(
     max_batch: int | None = None,
     assume_growth: float | None = None,
 ) -> dict[str, Any]:
-    """Compare schedules for a run by the steps, hours and loss that a model predicts from measurements.
+    """Compare schedules for a run by the steps, hours and loss that a model predicts
+    from measurements.
 
-    Returns what `rampup design --json` prints, an estimate, of which `assumptions` says what it rests on. Each of `candidates`
-    has a `batch_size_schedule` for the configuration.
+    Returns what `rampup design --json` prints, an estimate, of which `assumptions` says
+    what it rests on. Each of `candidates` has a `batch_size_schedule` for the
+    configuration.
 
     Args:
         config: the configuration of the run to design, on `num_devices` devices.
-        measured: folders of measured runs, and files with the output of `rampup tune --json`. The first run with a noise scale
-            or a critical batch gives the noise; step times of all are used.
+        measured: folders of measured runs, and files with the output of `rampup tune
+            --json`. The first run with a noise scale or a critical batch gives the
+            noise; step times of all are used.
         train_tokens: tokens of the run to design; None = those of the configuration.
-        max_batch: largest global batch in samples; None = four times the largest that was timed.
-        assume_growth: power of the progress with which the noise scale grows after its last measurement, 0 to 1. None = the
-            measured one, at most 0.47, if it makes it at most 4 times as large.
+        max_batch: largest global batch in samples; None = four times the largest that
+            was timed.
+        assume_growth: power of the progress with which the noise scale grows after its
+            last measurement, 0 to 1. None = the measured one, at most 0.47, if it makes
+            it at most 4 times as large.
 
     Raises:
-        ConfigError: no length of the run, nothing to choose from, or measurements of other sequence lengths.
-        DataError: no noise scale and no critical batch was measured, or too early for a run of this length.
+        ConfigError: no length of the run, nothing to choose from, or measurements of
+            other sequence lengths.
+        DataError: no noise scale and no critical batch was measured, or too early for a
+            run of this length.
     """
     tokens = config.train_tokens if train_tokens is None else train_tokens
     if not tokens:
@@ -120,7 +138,8 @@ def design_ramp(
     measurements = Measurements.read([as_path(path) for path in paths], config)
     length = config.max_target_length
     samples = -(-tokens // length)
-    # The batches to choose from: the plan's first one, and its doublings that can be split.
+    # The batches to choose from: the plan's first one, and its doublings that can be
+    # split.
     plan = build_plan(config, num_devices)
     smallest = plan.ramp.sizes[0]
     wanted = max_batch or BEYOND_MEASURED * max(measurements.seconds, default=smallest)
@@ -130,9 +149,15 @@ def design_ramp(
     )
     sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
     if len(sizes) < 2:
-        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
+        problem = (
+            "there is nothing to choose from: no multiple of the first batch of"
+            f" {smallest:,} up to {most:,} is legal"
+        )
         if most < min(wanted, 2 * smallest):
-            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
+            fix = (
+                f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger"
+                " batch; raise train_tokens (--train-tokens)"
+            )
             raise ConfigError(f"{problem}; {fix}", key="train-tokens")
         raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
     times = StepTimes.fit(dict(measurements.seconds))
@@ -156,14 +181,17 @@ def design_ramp(
         samples=samples,
         tokens_per_sample=length,
         slope=None if line is None else abs(line[1]),
-        loss=None
-        if line is None
-        else line[0] + line[1] * math.log(measurements.noise[-1].samples),
+        loss=(
+            None
+            if line is None
+            else line[0] + line[1] * math.log(measurements.noise[-1].samples)
+        ),
     )
     schedules = _candidates(config, num_devices, tokens, forecast, sizes, notes)
     if line is None:
         notes.append(
-            "the measured run is too short for the slope of its loss, so no loss and no loss penalty is predicted"
+            "the measured run is too short for the slope of its loss, so no loss and no"
+            " loss penalty is predicted"
         )
     reference = config.batch_scaling_reference or plan.ramp.sizes[-1]
     forgetting = _forgetting_model(config, forecast, reference)
@@ -197,8 +225,10 @@ def design_ramp(
     forgets = _fastest_if_forgotten(forgetting, schedules, candidates)
     if forgets is not None and forgets != fastest:
         notes.append(
-            f"the models disagree: {fastest!r} is the fastest by the noise scale alone, and {forgets!r} if noise is forgotten, "
-            f"as at the constant learning rate of lr_schedule_type={config.lr_schedule_type}; a short run of each would decide"
+            f"the models disagree: {fastest!r} is the fastest by the noise scale alone,"
+            f" and {forgets!r} if noise is forgotten, as at the constant learning rate"
+            f" of lr_schedule_type={config.lr_schedule_type}; a short run of each would"
+            " decide"
         )
     return {
         "train_tokens": tokens,
@@ -227,7 +257,9 @@ def design_ramp(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forecast:
-    """What is predicted for the schedules of a run, with ranges over the models, whose first is the best estimate."""
+    """What is predicted for the schedules of a run, with ranges over the models, whose
+    first is the best estimate.
+    """
 
     models: Sequence[DesignModel]
     references: Sequence[
@@ -312,7 +344,9 @@ class _Forecast:
     def _penalties(
         self, ends: Sequence[Outcome], places: Sequence[float]
     ) -> list[float | None]:
-        """Return the loss at the ends less that at other places of the progress, by each model and exponent."""
+        """Return the loss at the ends less that at other places of the progress, by
+        each model and exponent.
+        """
         if self.slope is None:
             return [None]
         return [
@@ -337,7 +371,9 @@ class _Forecast:
 
 
 def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """Return a prediction, the first of the values, and both ends of its interval; an end without a limit is None."""
+    """Return a prediction, the first of the values, and both ends of its interval; an
+    end without a limit is None.
+    """
     known = [value for value in values if value is not None]
     ends = (
         {"low": min(known), "high": max(known)}
@@ -354,14 +390,17 @@ def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | No
 def _forgetting_model(
     config: Config, forecast: _Forecast, reference: int
 ) -> ForgettingModel | None:
-    """Return the second model of a run whose learning rate is constant for most of it; None for other runs."""
+    """Return the second model of a run whose learning rate is constant for most of it;
+    None for other runs.
+    """
     if not forecast.slope or config.lr_schedule_type == "cosine":
         return None
     return ForgettingModel(
         model=forecast.models[0],
         batch=reference,
         power=1.0 if "linear" in _rate_rule(config, reference).values() else 0.5,
-        # The share of a wsd run in which its rate falls stands for the progress in which noise is forgotten.
+        # The share of a wsd run in which its rate falls stands for the progress in
+        # which noise is forgotten.
         memory=max(config.wsd_decay_steps_fraction, 0.01) * forecast.references[0],
         slope=forecast.slope,
         length=forecast.samples,
@@ -373,7 +412,9 @@ def _fastest_if_forgotten(
     schedules: Mapping[str, Schedule],
     candidates: Sequence[dict[str, Any]],
 ) -> str | None:
-    """Return the fastest candidate of the second model, and add its hours to all; Seesaw, which has other rates, has none."""
+    """Return the fastest candidate of the second model, and add its hours to all;
+    Seesaw, which has other rates, has none.
+    """
     key = "hours_to_same_loss_if_noise_is_forgotten"
     for candidate in candidates:
         candidate[key] = None
@@ -388,7 +429,9 @@ def _fastest_if_forgotten(
 
 
 def _settings(tokens: int, schedule: str, rule: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a run of these tokens with a `batch_size_schedule` instead of the configuration's own ramp."""
+    """Return the keys of a run of these tokens with a `batch_size_schedule` instead of
+    the configuration's own ramp.
+    """
     ramp = {
         "enable_rampup_batch_size": False,
         "seesaw_factor": None,
@@ -412,7 +455,9 @@ def _seesaw_keys(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _rate_rule(config: Config, reference: int) -> dict[str, Any]:
-    """Return the keys that scale the learning rate with the batch: those of the configuration, or the optimizer's rule."""
+    """Return the keys that scale the learning rate with the batch: those of the
+    configuration, or the optimizer's rule.
+    """
     rate = config.batch_rule[0]
     own = config.learning_rate_batch_scaling != "auto" or (
         rate == "none" and config.batch_scaling != "none"
@@ -432,7 +477,9 @@ def _refuse_extrapolation(
     measured: float,
     samples: int,
 ) -> None:
-    """Refuse a run in which the noise scale grows far beyond what was measured, if no growth was assumed by name."""
+    """Refuse a run in which the noise scale grows far beyond what was measured, if no
+    growth was assumed by name.
+    """
     growth = max(model.noise.growth for model in models)
     factor = max(
         (end / model.noise.knots[-1][0]) ** model.noise.growth
@@ -440,10 +487,12 @@ def _refuse_extrapolation(
     )
     if factor > MOST_GROWTH:
         raise DataError(
-            f"the noise scale was last measured around sample {measured:,.0f}, as {models[0].noise.knots[-1][1]:,.3g}; growing "
-            f"with a power of up to {growth:.2f} of the progress, it would be {factor:,.3g} times as large after {samples:,} "
-            f"samples, more than {MOST_GROWTH:g} times: measure in a longer run, or name a growth that you assume with "
-            f"assume_growth (--assume-growth): {PUBLISHED_GROWTH} (arXiv 2410.21676), or 0 for none",
+            f"the noise scale was last measured around sample {measured:,.0f}, as"
+            f" {models[0].noise.knots[-1][1]:,.3g}; growing with a power of up to"
+            f" {growth:.2f} of the progress, it would be {factor:,.3g} times as large"
+            f" after {samples:,} samples, more than {MOST_GROWTH:g} times: measure in a"
+            " longer run, or name a growth that you assume with assume_growth"
+            f" (--assume-growth): {PUBLISHED_GROWTH} (arXiv 2410.21676), or 0 for none",
             key="assume-growth",
             nearest=(PUBLISHED_GROWTH, 0),
         )
@@ -491,16 +540,21 @@ class Measurements(NamedTuple):
                 seconds |= timed
                 continue
             if not (path / METRICS_FILE).is_file():
-                problem = f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`"
+                problem = (
+                    f"{path} has no {METRICS_FILE}, and is no file with the output of"
+                    " `rampup tune --json`"
+                )
                 raise ConfigError(problem, key="measured")
             lines = _checked_lines(path)
             seconds = _run_seconds(path, config, lines, notes) | seconds
             points = _noise_points(lines)
             critical = _critical_points(path)
             if critical:
-                # Both measure the same quantity, the critical batch better but only at its checkpoint. So before the first and
-                # after the last one, the noise scale counts, times the ratio of the two there unless one is only a bound. The
-                # intervals contain both: in docs/explanation/does_a_ramp_pay.md, the smaller one was right.
+                # Both measure the same quantity, the critical batch better but only at
+                # its checkpoint. So before the first and after the last one, the noise
+                # scale counts, times the ratio of the two there unless one is only a
+                # bound. The intervals contain both: in
+                # docs/explanation/does_a_ramp_pay.md, the smaller one was right.
                 first, last = critical[0], critical[-1]
                 curve = NoiseCurve(
                     knots=tuple(
@@ -511,9 +565,11 @@ class Measurements(NamedTuple):
                     growth=0.0,
                 )
                 ratios = [
-                    1.0
-                    if to.is_bound or not curve.knots
-                    else to.noise / curve.at(to.samples)
+                    (
+                        1.0
+                        if to.is_bound or not curve.knots
+                        else to.noise / curve.at(to.samples)
+                    )
                     for to in (first, last)
                 ]
                 before = [
@@ -534,8 +590,10 @@ class Measurements(NamedTuple):
                 points = [*before, *critical, *after]
                 if not before:
                     notes.append(
-                        f"nothing was measured before sample {first.samples:,}: the critical batch there is taken "
-                        "from the start on; `rampup critical RUN_DIR --step STEP` measures at an earlier checkpoint"
+                        f"nothing was measured before sample {first.samples:,}: the"
+                        " critical batch there is taken from the start on; `rampup"
+                        " critical RUN_DIR --step STEP` measures at an earlier"
+                        " checkpoint"
                     )
             if points and not noise:
                 source = "critical" if critical else "noise_scale"
@@ -547,7 +605,10 @@ class Measurements(NamedTuple):
                 ]
         if not noise:
             names = ", ".join(map(str, paths))
-            fix = "train with measure_gradient_noise=true, or run `rampup critical RUN_DIR` at one or more checkpoints"
+            fix = (
+                "train with measure_gradient_noise=true, or run `rampup critical"
+                " RUN_DIR` at one or more checkpoints"
+            )
             raise DataError(
                 f"no noise scale and no critical batch was measured in {names}: {fix}",
                 key="measured",
@@ -563,9 +624,10 @@ class Measurements(NamedTuple):
         ]
         highest = [(point.samples, point.noise) for point in noise if point.low == 0]
         notes += [
-            f"at {len(bounds)} of {len(noise)} places the {what} is only known to be {relation} a number, "
-            f"{bounds[-1][1]:,.0f} the last time, after {bounds[-1][0]:,.0f} samples: the design follows other estimates, "
-            f"held to these bounds; {fix}"
+            f"at {len(bounds)} of {len(noise)} places the {what} is only known to be"
+            f" {relation} a number, {bounds[-1][1]:,.0f} the last time, after"
+            f" {bounds[-1][0]:,.0f} samples: the design follows other estimates, held"
+            f" to these bounds; {fix}"
             for relation, bounds, fix in (
                 ("at least", lowest, larger),
                 ("at most", highest, "try smaller --multiples"),
@@ -576,7 +638,9 @@ class Measurements(NamedTuple):
 
 
 def _checked_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, or refuse it if a number that a design needs is damaged."""
+    """Return the lines of a metrics.jsonl, or refuse it if a number that a design needs
+    is damaged.
+    """
     lines, before = list(read_lines(folder / METRICS_FILE)), 0
     for line in lines:
         for key in COUNTS:
@@ -592,11 +656,17 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
             if value is not None and not (
                 number and (value >= 0 or key in ("loss", TRACE, SQUARED_NORM))
             ):
-                rule = f"{key}={reprlib.repr(value)} is damaged; it must be a number or null"
+                rule = (
+                    f"{key}={reprlib.repr(value)} is damaged; it must be a number or"
+                    " null"
+                )
                 raise DataError(f"{where}: {rule}", key="measured")
         samples, size = (line[key] for key in COUNTS)
         if size < 1 or samples <= before:
-            rule = f"global_batch_size={size} must be at least 1, and consumed_samples={samples} more than {before}"
+            rule = (
+                f"global_batch_size={size} must be at least 1, and"
+                f" consumed_samples={samples} more than {before}"
+            )
             raise DataError(f"{where}: {rule}, that of the line before", key="measured")
         before = samples
     return lines
@@ -611,7 +681,10 @@ def _run_seconds(
     if (folder / CONFIG_FILE).is_file():
         own = load_config(folder / CONFIG_FILE)
         if own.max_target_length != length:
-            rule = f"{folder} was measured with max_target_length={own.max_target_length}, but the design has {length}"
+            rule = (
+                f"{folder} was measured with max_target_length={own.max_target_length},"
+                f" but the design has {length}"
+            )
             nearest = (own.max_target_length,)
             raise ConfigError(
                 f"{rule}: a batch in samples does not mean the same",
@@ -627,10 +700,12 @@ def _run_seconds(
                 f"{name}={getattr(own, name)}" for name in different[:6]
             )
             notes.append(
-                f"{folder} was measured with other keys ({changes}); its times and its noise are those of another run"
+                f"{folder} was measured with other keys ({changes}); its times and its"
+                " noise are those of another run"
             )
     else:
-        # A run of another loop, which may count something else than this model's tokens, or samples.
+        # A run of another loop, which may count something else than this model's
+        # tokens, or samples.
         rows = (
             (
                 line["global_batch_size"],
@@ -649,7 +724,9 @@ def _run_seconds(
 
 
 def _critical_points(folder: Path) -> list[NoisePoint]:
-    """Return the noise scales that `rampup critical` has found at a run's checkpoints; the largest window of each counts."""
+    """Return the noise scales that `rampup critical` has found at a run's checkpoints;
+    the largest window of each counts.
+    """
     parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
     by_step = dict[int, tuple[int, NoisePoint]]()
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
@@ -668,7 +745,8 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
                 or share["gain"] <= share["tolerance"]
             ):
                 raise ValueError("a size below 1, or a gain below the tolerance")
-            # The critical batch is between the largest that is good enough and the next one that was tried.
+            # The critical batch is between the largest that is good enough and the next
+            # one that was tried.
             high = (
                 math.inf
                 if bound == "at_least"
@@ -696,9 +774,11 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
 
 
 def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
-    """Return the noise scale in every octave of a run's samples, and at its first and last step by lines through S and G2.
+    """Return the noise scale in every octave of a run's samples, and at its first and
+    last step by lines through S and G2.
 
-    An octave has the averages over all its steps: those whose running estimate has a value have too large a G2.
+    An octave has the averages over all its steps: those whose running estimate has a
+    value have too large a G2.
     """
 
     def average(steps: Steps) -> NoiseScale:
@@ -721,7 +801,8 @@ def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
             and found.high <= PRECISE * found.low
         )
 
-    # The samples of a unit of weight, in which S and G2 are; None if a line has no estimate.
+    # The samples of a unit of weight, in which S and G2 are; None if a line has no
+    # estimate.
     pairs = [
         [
             (line.get(samples), line.get(tokens))
@@ -746,7 +827,8 @@ def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
             or not rate
         ):
             continue
-        # The last one is the second half of the samples, the one before that half of the rest.
+        # The last one is the second half of the samples, the one before that half of
+        # the rest.
         octave = (
             lines[-1]["consumed_samples"] // line["consumed_samples"]
         ).bit_length()
@@ -795,7 +877,8 @@ def _point(
 ) -> NoisePoint:
     """Return an estimate of the noise scale as a point. Its S is that of a sample."""
     low = found.low or 0.0
-    # The interval is open if 0 is in that of G2. The ratio is a number all the same unless G2 is below its standard error.
+    # The interval is open if 0 is in that of G2. The ratio is a number all the same
+    # unless G2 is below its standard error.
     value = found.value or low
     if (
         found.value is None
@@ -809,12 +892,14 @@ def _point(
 
 
 def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
-    """Return the noise scale at the first of the steps, by least-squares lines through their S and through their G2.
+    """Return the noise scale at the first of the steps, by least-squares lines through
+    their S and through their G2.
 
-    They go through the first share of the run that gives a precise interval: Fieller's, with HC3 variances (MacKinnon and
-    White 1985).
+    They go through the first share of the run that gives a precise interval: Fieller's,
+    with HC3 variances (MacKinnon and White 1985).
     """
-    # Straight over the samples at the start of the run, and over their logarithm at its end, from where the steps go backwards.
+    # Straight over the samples at the start of the run, and over their logarithm at its
+    # end, from where the steps go backwards.
     rows = [
         [line[key] for key in (*COUNTS, SQUARED_NORM)] + [line[TRACE] * rate]
         for line, rate in steps
@@ -828,7 +913,8 @@ def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
         total = w.sum()
         apart = x - w @ x / total
         squares = w @ apart**2
-        # How far a step moves the line at the first one, and the share of its error that its residual keeps.
+        # How far a step moves the line at the first one, and the share of its error
+        # that its residual keeps.
         pulls = w / total + w * apart[0] * apart / squares
         kept = 1 - w / total - w * apart**2 / squares
         ends = [float(pulls @ y) for y in (traces[part], norms[part])]
@@ -893,49 +979,76 @@ def _assumptions(
     """Return in sentences what the models assume."""
     last = model.noise.knots[-1][0]
     kind = (
-        "from the critical batch of `rampup critical` and its additional tokens follows the noise scale, at 100% more tokens; "
-        "before and after its checkpoints, the measured noise scale in proportion"
+        "from the critical batch of `rampup critical` and its additional tokens follows"
+        " the noise scale, at 100% more tokens; before and after its checkpoints, the"
+        " measured noise scale in proportion"
         if measured.source == "critical"
-        else "the measured noise scale is that of plain gradients; with Adam the true one can be very different: "
-        "`rampup critical` at a few checkpoints is a second measurement"
+        else (
+            "the measured noise scale is that of plain gradients; with Adam the true"
+            " one can be very different: `rampup critical` at a few checkpoints is a"
+            " second measurement"
+        )
     )
     found = [
-        "a sample in a batch B does 1 / (1 + B/N) of the work of one in a tiny batch, N the noise scale (arXiv 1812.06162)",
+        (
+            "a sample in a batch B does 1 / (1 + B/N) of the work of one in a tiny"
+            " batch, N the noise scale (arXiv 1812.06162)"
+        ),
         kind,
-        "N depends on the progress of the training only, and every batch has its best learning rate; the rule printed with a "
-        "schedule (batch_scaling) comes close to it only from a rate that was tuned for its reference batch",
+        (
+            "N depends on the progress of the training only, and every batch has its"
+            " best learning rate; the rule printed with a schedule (batch_scaling)"
+            " comes close to it only from a rate that was tuned for its reference batch"
+        ),
     ]
     if progress > last:
         found.append(
-            f"N was last measured at a progress of {last:,.0f} samples (those that a tiny batch needs to get as far), and "
-            f"grows with the power {model.noise.growth:.2f} of it from there to {progress:,.0f}; published powers are 0 (arXiv "
-            f"2505.23971) to {PUBLISHED_GROWTH} (arXiv 2410.21676)"
+            f"N was last measured at a progress of {last:,.0f} samples (those that a"
+            " tiny batch needs to get as far), and grows with the power"
+            f" {model.noise.growth:.2f} of it from there to {progress:,.0f}; published"
+            f" powers are 0 (arXiv 2505.23971) to {PUBLISHED_GROWTH} (arXiv 2410.21676)"
         )
     timed = sorted(measured.seconds)
     if len(timed) == 1:
         found.append(
-            f"only a batch of {timed[0]:,} was timed: a step takes time in proportion to its batch, so no larger one is "
-            "faster; to know better, run into the next phase, or add --measured tune.json, the output of `rampup tune --json`"
+            f"only a batch of {timed[0]:,} was timed: a step takes time in proportion"
+            " to its batch, so no larger one is faster; to know better, run into the"
+            " next phase, or add --measured tune.json, the output of `rampup tune"
+            " --json`"
         )
     elif sizes[-1] > timed[-1] or sizes[0] < timed[0]:
         found.append(
-            f"batches of {timed[0]:,} to {timed[-1]:,} were timed; times of others are on a line through them, and "
-            "their interval is from the nearest timed step to a time in proportion to the batch"
+            f"batches of {timed[0]:,} to {timed[-1]:,} were timed; times of others are"
+            " on a line through them, and their interval is from the nearest timed"
+            " step to a time in proportion to the batch"
         )
     found += [
-        "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the loss and the slope that the "
-        "run measured, at the learning rates of its second half; the intervals have 0.37 too, the refit of arXiv 2404.10102",
-        "Seesaw is judged by its batches alone, as if its learning rate were the best one too",
+        (
+            "the reducible loss falls with the power 0.28 of the samples (arXiv"
+            " 2203.15556), from the loss and the slope that the run measured, at the"
+            " learning rates of its second half; the intervals have 0.37 too, the refit"
+            " of arXiv 2404.10102"
+        ),
+        (
+            "Seesaw is judged by its batches alone, as if its learning rate were the"
+            " best one too"
+        ),
     ]
-    forgotten = "with the noise that training forgets at a constant learning rate (arXiv 2601.05034, 2602.14208)"
+    forgotten = (
+        "with the noise that training forgets at a constant learning rate (arXiv"
+        " 2601.05034, 2602.14208)"
+    )
     if forgetting is None:
         found.append(
-            f"no schedule is judged {forgotten}; lr_schedule_type=wsd and constant add that model"
+            f"no schedule is judged {forgotten}; lr_schedule_type=wsd and constant add"
+            " that model"
         )
     else:
         found.append(
-            f"the second model judges schedules {forgotten}: the signal follows the rate times the steps, the noise fades by a "
-            f"factor e in a progress of {forgetting.memory:,.0f}, a share wsd_decay_steps_fraction of the run, and the rate is "
-            f"the best constant one for a batch of {forgetting.batch:,}"
+            f"the second model judges schedules {forgotten}: the signal follows the"
+            " rate times the steps, the noise fades by a factor e in a progress of"
+            f" {forgetting.memory:,.0f}, a share wsd_decay_steps_fraction of the run,"
+            " and the rate is the best constant one for a batch of"
+            f" {forgetting.batch:,}"
         )
     return found

@@ -1,4 +1,6 @@
-"""The compiled training steps of a configuration, one per microbatch size, with their memory and their measured times."""
+"""The compiled training steps of a configuration, one per microbatch size, with their
+memory and their measured times.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from rampup.tune.topology import Compiled, Target, compile_on, refused_bytes
 Report = Callable[[str], None]
 Point = tuple[float, float]  # (x, y)
 ROUNDS, TIMING_SECONDS = 5, 60.0
-# A shorter measurement would depend on the clock's resolution and on other processes; short steps are repeated.
+# A shorter measurement would depend on the clock's resolution and on other processes;
+# short steps are repeated.
 LEAST_SECONDS, MAX_REPEATS = 0.05, 20
 
 
@@ -57,7 +60,8 @@ class Timing(NamedTuple):
 
 
 class Programs:
-    """The training steps of one configuration on these devices, compiled on first use, without its own microbatch.
+    """The training steps of one configuration on these devices, compiled on first use,
+    without its own microbatch.
 
     With a `target` the devices are those of absent slices, and nothing runs.
     """
@@ -77,7 +81,8 @@ class Programs:
         self.plan = build_plan(config, len(devices))
         self.mesh = make_mesh(self.plan.axes, devices)
         self.splitter = unconstrained(self.plan.splitter)
-        # Model, learning rate and optimizer are those of every size; only the batches of the step differ.
+        # Model, learning rate and optimizer are those of every size; only the batches
+        # of the step differ.
         self._setup = TrainSetup.from_config(config, self.plan, self.mesh)
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
@@ -85,7 +90,9 @@ class Programs:
 
     @property
     def compiled_sizes(self) -> frozenset[int]:
-        """The microbatch sizes whose program for the largest batch was compiled, those that do not fit among them."""
+        """The microbatch sizes whose program for the largest batch was compiled, those
+        that do not fit among them.
+        """
         return frozenset(
             size.microbatch_size
             for size in self._memory
@@ -93,7 +100,9 @@ class Programs:
         )
 
     def size(self, microbatch_size: int) -> Size:
-        """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
+        """Return a size with the microbatches of the largest batch, rounded up to whole
+        passes.
+        """
         per_replica = max(self.plan.ramp.sizes) / self.splitter.data_parallel_size
         passes = math.ceil(per_replica / (microbatch_size * self.pass_unit))
         return Size(
@@ -107,7 +116,9 @@ class Programs:
         return self.splitter.smallest // self.splitter.data_parallel_size
 
     def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
-        """Return the memory that a step takes of one device, or None if the compiler ran out of it."""
+        """Return the memory that a step takes of one device, or None if the compiler
+        ran out of it.
+        """
         if size in self._memory:
             return self._memory[size]
         name, found = f"microbatch of {size.microbatch_size:,}", None
@@ -142,12 +153,15 @@ class Programs:
                     raise
         self._memory[size] = found
         self._report(
-            f"{name}: {problem if found is None else f'{self.bytes(size) / 2**20:,.1f} MiB'}{source}"
+            f"{name}:"
+            f" {problem if found is None else f'{self.bytes(size) / 2**20:,.1f} MiB'}{source}"
         )
         return found
 
     def bytes(self, size: Size) -> float:
-        """Return the bytes that training takes of one device: the step and the prefetched batches."""
+        """Return the bytes that training takes of one device: the step and the
+        prefetched batches.
+        """
         memory = self.memory(size)
         if memory is None:
             return math.inf
@@ -157,7 +171,8 @@ class Programs:
             * size.num_microbatches
         )
         used = memory.total + AHEAD_ON_DEVICE * rows
-        # On absent slices the compiler decides what fits: it also recomputes values if memory is short.
+        # On absent slices the compiler decides what fits: it also recomputes values if
+        # memory is short.
         return used if self.target is None else min(used, self.target.limit)
 
     def answer(self, size: Size) -> Compiled:
@@ -166,19 +181,25 @@ class Programs:
         return self._answers[size]
 
     def fits_here(self, size: Size) -> bool:
-        """Return whether a step can run on this machine: the devices are here and it fits in their memory."""
+        """Return whether a step can run on this machine: the devices are here and it
+        fits in their memory.
+        """
         return self.target is None and self.bytes(size) <= room_to_run(self.devices)
 
     def loop_trips(
         self, microbatch_size: int, num_microbatches: int
     ) -> tuple[int, ...]:
-        """Return the iterations of the loops of a step whose bound is an argument: passes, and the ticks of a pipeline pass."""
+        """Return the iterations of the loops of a step whose bound is an argument:
+        passes, and the ticks of a pipeline pass.
+        """
         return self._setup.step.loop_trips(
             self.split(microbatch_size, num_microbatches)
         )
 
     def step_of(self, size: Size, num_microbatches: int) -> Callable[[], None]:
-        """Return a function that runs one optimizer step on synthetic rows and waits for it."""
+        """Return a function that runs one optimizer step on synthetic rows and waits
+        for it.
+        """
         self.memory(size)
         program, plan = self._compiled[size], self._plan_of(size)
         batch = next(
@@ -218,7 +239,8 @@ class Programs:
 
     @cached_property
     def _state(self) -> Any:
-        # All steps share one training state, so that it is in memory only once. Its values do not matter.
+        # All steps share one training state, so that it is in memory only once. Its
+        # values do not matter.
         return self._setup.initial_state()
 
     def _lower(self, size: Size) -> Any:
@@ -257,7 +279,9 @@ class Programs:
 def take_turns(
     steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS
 ) -> dict[Any, Timing]:
-    """Time steps, which wait for their results, once a round for about these seconds, after two rounds that are not counted."""
+    """Time steps, which wait for their results, once a round for about these seconds,
+    after two rounds that are not counted.
+    """
 
     def run(chosen: Iterable[Callable[[], None]], repeats: int = 1) -> float:
         start = time.perf_counter()
@@ -287,7 +311,9 @@ def take_turns(
 
 
 def fit_line(points: Sequence[Point]) -> Point:
-    """Return start and slope of the line with the least squared errors relative to y > 0; through 0 if all x are the same."""
+    """Return start and slope of the line with the least squared errors relative to y >
+    0; through 0 if all x are the same.
+    """
     start, slope, squares = weighted_line([(x, y, 1 / y**2) for x, y in points])
     return (start, slope) if squares else (0.0, start / points[0][0])
 
@@ -295,9 +321,12 @@ def fit_line(points: Sequence[Point]) -> Point:
 def fit_tick_overhead(
     times: Mapping[int, Sequence[Point]], *, num_repeats: int
 ) -> float | None:
-    """Return h of `predicted_time`, in samples per replica, from the (ticks, seconds) of each b, or None."""
-    # A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of the times over the ticks is
-    # t * (b / v + h): a line over b, whose start over its slope is h * v.
+    """Return h of `predicted_time`, in samples per replica, from the (ticks, seconds)
+    of each b, or None.
+    """
+    # A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope
+    # of the times over the ticks is t * (b / v + h): a line over b, whose start over
+    # its slope is h * v.
     slopes = [
         (float(b), fit_line(points)[1])
         for b, points in times.items()

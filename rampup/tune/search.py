@@ -1,9 +1,12 @@
-"""Find the largest microbatch that fits in memory, the settings that make the run fastest, and other ways to save memory.
+"""Find the largest microbatch that fits in memory, the settings that make the run
+fastest, and other ways to save memory.
 
-`tune` works in three steps. A bisection over programs that are compiled and not run finds the largest microbatch that fits, so
-it cannot run out of memory. The sizes near it then run a few steps on synthetic rows. The measured times rank the proposals:
-settings that leave the ramp unchanged and only split its batches differently. With a topology nothing runs: the programs are
-compiled for absent TPU slices, a size fits if their compiler accepts it, and a roofline estimate ranks the settings.
+`tune` works in three steps. A bisection over programs that are compiled and not run
+finds the largest microbatch that fits, so it cannot run out of memory. The sizes near
+it then run a few steps on synthetic rows. The measured times rank the proposals:
+settings that leave the ramp unchanged and only split its batches differently. With a
+topology nothing runs: the programs are compiled for absent TPU slices, a size fits if
+their compiler accepts it, and a roofline estimate ranks the settings.
 """
 
 from __future__ import annotations
@@ -60,13 +63,16 @@ from rampup.tune.topology import (
     topology_devices,
 )
 
-# Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
+# Left free of a device's memory, for fragmentation and for what the backend's libraries
+# allocate themselves.
 MARGIN = Fraction(5, 100)
 SEARCH_FACTOR = 64  # the search ends at this many times the largest batch of the plan
 MAX_TIMED_SIZES = 8
-# Relative differences below this are ties, of times and of estimates. The proposal with fewer shapes then wins.
+# Relative differences below this are ties, of times and of estimates. The proposal with
+# fewer shapes then wins.
 TIE_TOLERANCE, ESTIMATE_TOLERANCE = 0.05, 0.25
-# Sizes that are compiled for absent slices: with a large model each takes minutes. The search may take more.
+# Sizes that are compiled for absent slices: with a large model each takes minutes. The
+# search may take more.
 MAX_COMPILED_SIZES = 3
 NEAR_THE_TOP = 3  # the largest sizes, per kind of proposal, that are worth timing
 MAX_SHAPES = 8
@@ -102,7 +108,8 @@ class Proposal:
 
     settings: Mapping[str, Any]  # the keys that differ from the configuration
     plan: RampPlan  # the same ramp, split into other microbatches
-    run_seconds: float = math.inf  # predicted time of all steps of the run; infinite if one of its sizes was not timed
+    # predicted time of all steps of the run; infinite if one of its sizes was not timed
+    run_seconds: float = math.inf
 
     @property
     def reached(self) -> tuple[BatchSplit, ...]:
@@ -118,7 +125,9 @@ class Proposal:
         return frozenset(split.microbatch_size for split in self.reached)
 
     def seconds(self, step_time: Callable[[int, int], float]) -> float:
-        """Return the time of all steps of the run without compilation, from that of a step by microbatch size and number."""
+        """Return the time of all steps of the run without compilation, from that of a
+        step by microbatch size and number.
+        """
         starts = [phase.start_step for phase in self.plan.ramp.phases][
             : len(self.reached)
         ]
@@ -149,21 +158,32 @@ def tune(
     memory_options: bool = False,
     report: Report = lambda line: None,
 ) -> Facts:
-    """Return what `rampup tune --json` prints. Ctrl-C ends the search with what it has found so far, if anything.
+    """Return what `rampup tune --json` prints. Ctrl-C ends the search with what it has
+    found so far, if anything.
 
-    `memory_gib` is that of one device; None = the devices' own. If nothing fits, `memory_options` are always measured.
+    `memory_gib` is that of one device; None = the devices' own. If nothing fits,
+    `memory_options` are always measured.
     """
     if config.gradient_accumulation != "fused":
-        rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
+        rule = (
+            f"gradient_accumulation={config.gradient_accumulation} is not tuned, only"
+            " fused"
+        )
         raise ConfigError(rule, key="gradient_accumulation", nearest=("fused",))
     if config.whole_batch:
-        rule = "tune searches for a microbatch, but with whole_batch=true each batch is one"
+        rule = (
+            "tune searches for a microbatch, but with whole_batch=true each batch"
+            " is one"
+        )
         raise ConfigError(rule, key="whole_batch", nearest=(False,))
     if topology is None:
         devices, margin = jax.devices(), MARGIN
         if num_devices is not None:
             if not 1 <= num_devices <= len(devices):
-                rule = f"--devices={num_devices} must be between 1 and the {len(devices)} devices of this machine"
+                rule = (
+                    f"--devices={num_devices} must be between 1 and the {len(devices)}"
+                    " devices of this machine"
+                )
                 nearest = (min(max(num_devices, 1), len(devices)),)
                 raise ConfigError(
                     f"{rule}; --fake-devices {num_devices} simulates them",
@@ -256,7 +276,10 @@ def problem_of(facts: Facts) -> ConfigError | None:
     if facts["settings"] is not None or facts.get("interrupted"):
         return None
     if (largest := facts["largest_microbatch"]) is not None:
-        rule = "no settings split every phase into such microbatches and leave the ramp unchanged"
+        rule = (
+            "no settings split every phase into such microbatches and leave the ramp"
+            " unchanged"
+        )
         return ConfigError(
             f"microbatches of up to {largest} samples fit, but {rule}",
             key="microbatch_size",
@@ -282,8 +305,9 @@ def problem_of(facts: Facts) -> ConfigError | None:
     )
     less = f" ({limit:,} less {facts['margin']:.0%})" if facts["margin"] else ""
     return ConfigError(
-        f"no microbatch fits: a step with microbatch_size={smallest['microbatch_size']} needs {needs} of each device's "
-        f"{facts['usable_bytes']:,} usable bytes{less}{fix}",
+        f"no microbatch fits: a step with microbatch_size={smallest['microbatch_size']}"
+        f" needs {needs} of each device's {facts['usable_bytes']:,} usable"
+        f" bytes{less}{fix}",
         key="microbatch_size",
     )
 
@@ -325,7 +349,8 @@ def _search(
         for number, b in enumerate(new, start=1):
             programs.memory(programs.size(b), more=len(new) - number)
     elif choices:
-        # The sizes of the proposals that fit on this machine, each with one pass and with the most microbatches.
+        # The sizes of the proposals that fit on this machine, each with one pass and
+        # with the most microbatches.
         wanted = list(
             dict.fromkeys(
                 b for choice in choices for b in sorted(choice.sizes, reverse=True)
@@ -347,7 +372,8 @@ def _search(
         }
         if steps:
             report(
-                f"timing microbatches of {', '.join(f'{size.microbatch_size:,}' for size in sorted(timed))}"
+                "timing microbatches of"
+                f" {', '.join(f'{size.microbatch_size:,}' for size in sorted(timed))}"
             )
             times = take_turns(steps)
     size = programs.size(min(programs.compiled_sizes))
@@ -367,7 +393,8 @@ def _choose(
     facts: Facts, programs: Programs, choices: Sequence[Proposal], times: Times
 ) -> Proposal:
     """Choose the fastest proposal, and add it with its phases and with the others."""
-    # The time of a step is a line over its number of microbatches: a constant for the update, and the passes.
+    # The time of a step is a line over its number of microbatches: a constant for the
+    # update, and the passes.
     points = {
         b: [(n, timing.seconds) for (other, n), timing in times.items() if other == b]
         for b, _ in times
@@ -401,7 +428,8 @@ def _choose(
     for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
         b = split.microbatch_size
         is_estimate = programs.target is not None
-        # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
+        # The program of the run; an estimate takes the one that was compiled, whose
+        # buffer is that of the largest batch.
         size = (
             programs.size(b)
             if is_estimate
@@ -454,7 +482,8 @@ def _choose(
     }
     if programs.target is None:
         return chosen
-    # The programs of the chosen settings for absent slices: those of a step in the last phase.
+    # The programs of the chosen settings for absent slices: those of a step in the last
+    # phase.
     last = chosen.reached[-1]
     answers = [programs.answer(programs.size(b)) for b in chosen.sizes]
     largest = max(
@@ -491,7 +520,9 @@ def _choose(
 def _roofline_seconds(
     programs: Programs, microbatch_size: int, num_microbatches: int
 ) -> float | None:
-    """Return the estimated time of a step on absent slices, or None if it does not fit."""
+    """Return the estimated time of a step on absent slices, or None if it does not
+    fit.
+    """
     assert programs.target is not None
     account = programs.answer(programs.size(microbatch_size)).account
     trips = programs.loop_trips(microbatch_size, num_microbatches)
@@ -499,7 +530,9 @@ def _roofline_seconds(
 
 
 def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> int:
-    """Return the memory of one device in bytes, as given in GiB or else as the devices report it."""
+    """Return the memory of one device in bytes, as given in GiB or else as the devices
+    report it.
+    """
     if memory_gib is not None:
         return parse_memory_gib(memory_gib)
     limits = [
@@ -531,10 +564,14 @@ def _target(
         )
     hbm_bytes = None if memory_gib is None else parse_memory_gib(memory_gib)
     if hbm_bytes is not None and hbm_bytes > topology.hbm_bytes:
-        rule = f"a device of {topology.name} has {topology.hbm_bytes / GIB:.4g} GiB; --memory-gib can only name less"
+        rule = (
+            f"a device of {topology.name} has {topology.hbm_bytes / GIB:.4g} GiB;"
+            " --memory-gib can only name less"
+        )
         raise ConfigError(rule, key="memory-gib", nearest=(topology.hbm_bytes / GIB,))
     folder = config.jax_cache_dir
-    # Results are small files that several processes may write at once, so a bucket has none.
+    # Results are small files that several processes may write at once, so a bucket has
+    # none.
     cache = (
         None
         if folder is None or is_bucket(folder)
@@ -544,7 +581,9 @@ def _target(
 
 
 def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | None]:
-    """Return the largest microbatch size that fits, and the next one, which was tried and does not; None if there is none."""
+    """Return the largest microbatch size that fits, and the next one, which was tried
+    and does not; None if there is none.
+    """
     legal = {
         b
         for size in programs.plan.ramp.sizes
@@ -556,8 +595,9 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
     def used(size: int) -> float:
         return programs.bytes(programs.size(size))
 
-    # Sizes that take the largest batch in one pass come first and separately: their program has no loop and therefore one
-    # gradient buffer less, so such a size can fit although a smaller one does not.
+    # Sizes that take the largest batch in one pass come first and separately: their
+    # program has no loop and therefore one gradient buffer less, so such a size can fit
+    # although a smaller one does not.
     for least, most in ((one_pass, SEARCH_FACTOR * one_pass), (1, one_pass - 1)):
         # Powers of two are tried too.
         powers = {1 << exponent for exponent in range(most.bit_length())}
@@ -577,9 +617,11 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
 def find_largest_compiled(
     programs: Programs, usable: float
 ) -> tuple[int | None, int | None]:
-    """Return the same for absent slices, of the sizes that divide the largest batch, with few compilations.
+    """Return the same for absent slices, of the sizes that divide the largest batch,
+    with few compilations.
 
-    Each may take minutes. A program far beyond the limit takes the compiler longest, so it is avoided.
+    Each may take minutes. A program far beyond the limit takes the compiler longest, so
+    it is avoided.
     """
     splitter = programs.splitter
     sizes_of_phases = programs.plan.ramp.sizes
@@ -595,7 +637,8 @@ def find_largest_compiled(
         low, high = (index, high) if used <= usable else (low, index)
         index = (low + high) // 2
         if memory is not None and used <= usable:
-            # Nearly a line over the size, which starts with the arguments: where it meets the limit, or just above this size.
+            # Nearly a line over the size, which starts with the arguments: where it
+            # meets the limit, or just above this size.
             slope = max(used - memory.arguments, 1) / sizes[low]
             index = max(
                 [
@@ -609,7 +652,9 @@ def find_largest_compiled(
 
 
 def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
-    """Return the settings worth timing if `found` is the largest microbatch that fits, those with the own policy first."""
+    """Return the settings worth timing if `found` is the largest microbatch that fits,
+    those with the own policy first.
+    """
     splitter = unconstrained(plan.splitter)
     sizes = plan.ramp.sizes
     own = config.gradient_accumulation_steps
@@ -617,7 +662,9 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
     def propose(
         policy: str, microbatch_size: int, accumulation: int
     ) -> Proposal | None:
-        """Return the proposal if it is legal, leaves the ramp unchanged and has only microbatches that fit."""
+        """Return the proposal if it is legal, leaves the ramp unchanged and has only
+        microbatches that fit.
+        """
         settings: dict[str, Any] = {
             "rampup_microbatch": policy,
             "microbatch_size": microbatch_size,
@@ -665,7 +712,8 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
         if shared[0] < size <= found
     ]
     for final in after[:NEAR_THE_TOP]:
-        # The accumulation applies to every phase, so the largest shared size may be too large for the first.
+        # The accumulation applies to every phase, so the largest shared size may be too
+        # large for the first.
         pairs = (
             propose("auto", size, splitter.largest_microbatch(sizes[-1]) // final)
             for size in shared
@@ -700,7 +748,9 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
 
 
 def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
-    """Return a row for every size that was compiled, ascending, with the times of a step of the largest batch."""
+    """Return a row for every size that was compiled, ascending, with the times of a
+    step of the largest batch.
+    """
     rows = []
     for b in sorted(programs.compiled_sizes):
         size = programs.size(b)
@@ -754,14 +804,21 @@ def _notes(
         tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
         why = "such times vary more than that"
         if programs.target is not None:
-            why = "an estimate leaves out what each microbatch costs apart from its arithmetic"
+            why = (
+                "an estimate leaves out what each microbatch costs apart from its"
+                " arithmetic"
+            )
         yield (
-            f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than what is recommended, but "
-            f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "
-            "configuration's own rampup_microbatch, then the largest microbatch"
+            f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than"
+            f" what is recommended, but within {tolerance:.0%} it is a tie ({why}): the"
+            " fewest compiled programs win, then the configuration's own"
+            " rampup_microbatch, then the largest microbatch"
         )
     if programs.target is not None:
-        yield f"{NOT_RUN_ON}; seconds are roofline estimates at published peaks, so a real step takes longer"
+        yield (
+            f"{NOT_RUN_ON}; seconds are roofline estimates at published peaks, so a"
+            " real step takes longer"
+        )
         account = programs.answer(
             programs.size(chosen.reached[-1].microbatch_size)
         ).account
@@ -771,13 +828,22 @@ def _notes(
                 if account
                 else 0
             )
-            yield f"the estimate leaves out the data-center network between slices, over which a device sends {sent:,} bytes"
+            yield (
+                "the estimate leaves out the data-center network between slices, over"
+                f" which a device sends {sent:,} bytes"
+            )
         if account and account.kernels:
-            yield f"the estimate leaves out {len(account.kernels)} kernels, such as those of attention, whose cost is unknown"
+            yield (
+                f"the estimate leaves out {len(account.kernels)} kernels, such as those"
+                " of attention, whose cost is unknown"
+            )
     elif len({b for b, _ in times}) < len(
         {b for choice in choices for b in choice.sizes}
     ):
-        yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
+        yield (
+            "not every size was timed: the others do not fit in this machine's memory,"
+            " or there are too many"
+        )
     spread = max((timing.spread for timing in times.values()), default=0.0)
     limit = chosen.run_seconds * (1 + spread)
     close = sum(
@@ -786,21 +852,30 @@ def _notes(
     )
     if close and spread > TIE_TOLERANCE:
         yield (
-            f"the times vary by up to {spread:.0%}, and {close} of the alternatives are that close to the recommended ones: "
-            "which is faster is not certain; tune again on a quiet machine"
+            f"the times vary by up to {spread:.0%}, and {close} of the alternatives are"
+            " that close to the recommended ones: which is faster is not certain; tune"
+            " again on a quiet machine"
         )
     if programs.splitter.num_stages > 1 and overhead is None:
-        yield "pipeline_tick_overhead could not be fitted: it takes two microbatch sizes whose times grow with them"
+        yield (
+            "pipeline_tick_overhead could not be fitted: it takes two microbatch sizes"
+            " whose times grow with them"
+        )
     before, after = programs.plan.eval_split, chosen.plan.eval_split
     if before and after and before.global_batch_size != after.global_batch_size:
         sizes = (
             f"{after.global_batch_size} samples instead of {before.global_batch_size}"
         )
-        yield f"evaluation batches become {sizes}, since eval_per_device_batch_size follows per_device_batch_size"
+        yield (
+            f"evaluation batches become {sizes}, since eval_per_device_batch_size"
+            " follows per_device_batch_size"
+        )
 
 
 def _run_next_larger(programs: Programs, next_larger: int | None, named: bool) -> str:
-    """Run the smallest size that does not fit, on devices that refuse an allocation and survive it."""
+    """Run the smallest size that does not fit, on devices that refuse an allocation and
+    survive it.
+    """
     if next_larger is None:
         return "not run: no larger size was tried"
     if named or any(device_limit(device) is None for device in programs.devices):
@@ -822,7 +897,9 @@ def _run_next_larger(programs: Programs, next_larger: int | None, named: bool) -
 def find_memory_options(
     base: Programs, size: Size, usable: float, report: Report
 ) -> list[Facts]:
-    """Return every option that saves memory at a microbatch: first those within `usable` bytes, then by the memory saved."""
+    """Return every option that saves memory at a microbatch: first those within
+    `usable` bytes, then by the memory saved.
+    """
     config = base.config
     axes = base.mesh.shape
     before = base.bytes(size)
@@ -838,7 +915,8 @@ def find_memory_options(
             "bytes": finite_or_none(used),
             "saved_bytes": finite_or_none(saved),
         }
-        # Bytes that are not `compiled` are an estimate; the remark says why there are none, or what they leave out.
+        # Bytes that are not `compiled` are an estimate; the remark says why there are
+        # none, or what they leave out.
         options.append(
             row
             | {"fits": used <= usable, "slowdown": None, "compiled": True, "remark": ""}
@@ -848,7 +926,9 @@ def find_memory_options(
     def measure(
         name: str, settings: Mapping[str, Any], programs: Programs, changed: Size
     ) -> None:
-        """Add a compiled option, with the time of its step over that without the change if both run here."""
+        """Add a compiled option, with the time of its step over that without the change
+        if both run here.
+        """
         used, slowdown = programs.bytes(changed), None
         if programs.fits_here(changed) and base.fits_here(size):
             steps = [
@@ -888,7 +968,8 @@ def find_memory_options(
         key = f"ici_{axis}_parallelism"
         if config.num_slices not in (-1, 1) or getattr(config, key) == -1:
             continue
-        # Move devices from the data axis to this one: two of them, and for fsdp also all.
+        # Move devices from the data axis to this one: two of them, and for fsdp also
+        # all.
         factors = [n for n in (2, axes["data"]) if axes["data"] % n == 0 and n > 1]
         for n in sorted(set(factors) if axis == "fsdp" else set(factors[:1])):
             moved = {key: n * getattr(config, key), "ici_data_parallelism": -1}
@@ -897,7 +978,10 @@ def find_memory_options(
         if not getattr(config, key) and reports_host_memory(base.mesh):
             changes.append((key, {key: True}))
         elif not getattr(config, key):
-            most = "the most it can save: the step brings it back to the device part by part"
+            most = (
+                "the most it can save: the step brings it back to the device part by"
+                " part"
+            )
             saved = bytes_per_device(getattr(base.state_shapes, part))
             remark = host_memory_problem(base.mesh) or most
             add(key, {key: True}, before - saved, saved, compiled=False, remark=remark)
@@ -917,10 +1001,14 @@ def find_memory_options(
         except RampupError as error:
             add(name, changed, math.inf, math.inf, remark=str(error).splitlines()[0])
     if axes["data"] == axes["fsdp"] == 1:
-        # Half of the parameters, of the optimizer state, and of the gradients, which are as large as the parameters.
+        # Half of the parameters, of the optimizer state, and of the gradients, which
+        # are as large as the parameters.
         shapes = base.state_shapes
         saved = bytes_per_device((shapes.params, shapes.opt_state, shapes.params)) // 2
-        remark = "shards parameters, gradients and optimizer state in two; with ici_fsdp_parallelism=2 it is compiled"
+        remark = (
+            "shards parameters, gradients and optimizer state in two; with"
+            " ici_fsdp_parallelism=2 it is compiled"
+        )
         add(
             "two devices on the fsdp axis",
             {},

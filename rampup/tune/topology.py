@@ -1,6 +1,8 @@
-"""Compile programs for absent TPU slices: their devices, memory, account, and a cache of the last two.
+"""Compile programs for absent TPU slices: their devices, memory, account, and a cache
+of the last two.
 
-Whether a program fits is the compiler's own answer: it refuses a program that needs more memory than a chip has.
+Whether a program fits is the compiler's own answer: it refuses a program that needs
+more memory than a chip has.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_REFUSAL = 300
 COMPILER_THREAD = "rampup-topology-compiler"
 INSTALL = "pip install 'rampup[tpu-compile]' installs the version that JAX needs"
-# For libtpu on a machine without a TPU: it asks no metadata server, searches for no worker, logs nothing, and its lock file
-# does not end a second process that compiles too.
+# For libtpu on a machine without a TPU: it asks no metadata server, searches for no
+# worker, logs nothing, and its lock file does not end a second process that compiles
+# too.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -52,13 +55,16 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _HBM_OPTION = "xla_tpu_max_hbm_size_mib"  # caps the memory that a program may use
-# The version that JAX 0.7.2 asks for. Older ones end the process with a segmentation fault after a compilation.
+# The version that JAX 0.7.2 asks for. Older ones end the process with a segmentation
+# fault after a compilation.
 _OLDEST_LIBTPU = (0, 0, 23)
 _libtpu_lock = threading.Lock()
 
 
 def compiler_version() -> str:
-    """Return the version of the TPU compiler, or refuse one that is missing or too old."""
+    """Return the version of the TPU compiler, or refuse one that is missing or too
+    old.
+    """
     for package in ("libtpu", "libtpu-nightly"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
@@ -67,7 +73,10 @@ def compiler_version() -> str:
                 and tuple(map(int, re.findall(r"\d+", version)))[:3] < _OLDEST_LIBTPU
             ):
                 needed = ".".join(map(str, _OLDEST_LIBTPU))
-                problem = f"libtpu {version} cannot compile for an absent TPU, but {needed} and newer can"
+                problem = (
+                    f"libtpu {version} cannot compile for an absent TPU, but {needed}"
+                    " and newer can"
+                )
                 raise MissingDependencyError(f"{problem}; {INSTALL}")
             return f"{package} {version}"
     raise MissingDependencyError(
@@ -76,12 +85,15 @@ def compiler_version() -> str:
 
 
 def use_cpu_as_host() -> None:
-    """Keep JAX of a command away from a TPU runtime: with libtpu installed, it would search for chips on this machine."""
+    """Keep JAX of a command away from a TPU runtime: with libtpu installed, it would
+    search for chips on this machine.
+    """
     jax.config.update("jax_platforms", "cpu")
 
 
 def topology_devices(topology: Topology | str) -> Sequence[Any]:
-    """Return the devices of a topology or its name. Programs can be compiled for them but cannot run on them.
+    """Return the devices of a topology or its name. Programs can be compiled for them
+    but cannot run on them.
 
     Raises:
         ConfigError: there is no such topology.
@@ -131,12 +143,14 @@ def _devices(topology: Topology) -> Sequence[Any]:
 
 
 def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
-    """Compile a program for a topology, with the options that `rampup train` has for a kind of TPU.
+    """Compile a program for a topology, with the options that `rampup train` has for a
+    kind of TPU.
 
     `hbm_bytes` limits the memory of a device that it may use, rounded down to MiB.
     """
     options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
-    # JAX writes such programs into its cache but cannot read them back without a TPU: it would warn and compile again.
+    # JAX writes such programs into its cache but cannot read them back without a TPU:
+    # it would warn and compile again.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update(name, 1e9)
@@ -176,8 +190,11 @@ class Compiled:
 
 
 def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
-    """Compile a lowered program for a target, or return the result of an earlier compilation of the same program."""
-    # What identifies a result: the program, the compiler with its flags, and the devices in their order.
+    """Compile a lowered program for a target, or return the result of an earlier
+    compilation of the same program.
+    """
+    # What identifies a result: the program, the compiler with its flags, and the
+    # devices in their order.
     facts = {
         "format": _FORMAT,
         "versions": [compiler_version(), jax.__version__, jax.lib.__version__],
@@ -239,8 +256,11 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
 
 
 def refused_bytes(refusal: str) -> float:
-    """Return the bytes that the compiler says a refused program needs, or infinity if it does not say."""
-    # Such as "memory required for HLO temporaries (2.5G) exceeds available HBM (1.75G)".
+    """Return the bytes that the compiler says a refused program needs, or infinity if
+    it does not say.
+    """
+    # Such as "memory required for HLO temporaries (2.5G) exceeds available HBM
+    # (1.75G)".
     match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds", refusal) or re.search(
         r"Used ([\d.]+)([KMGT]?) of", refusal
     )

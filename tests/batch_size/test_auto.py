@@ -22,7 +22,9 @@ from rampup.plan.ramp_keys import auto_sizes
 
 
 def random_config(rng):
-    """Return a configuration of `auto` that may or may not be legal, and a number of devices."""
+    """Return a configuration of `auto` that may or may not be legal, and a number of
+    devices.
+    """
     fsdp, stages = (int(rng.choice([1, 1, 2])) for _ in range(2))
     start = int(rng.integers(1, 9))
     keys = {
@@ -58,7 +60,9 @@ def random_noise(rng):
     "number", [400, pytest.param(20_000, marks=pytest.mark.faults)]
 )
 def test_auto_schedule_never_uses_an_illegal_size(number):
-    """Over random configurations and noise: legal sizes only, never smaller, at most doubled, and the schedule replays it."""
+    """Over random configurations and noise: legal sizes only, never smaller, at most
+    doubled, and the schedule replays it.
+    """
     rng = np.random.default_rng(0)
     legal = 0
     for _ in range(number):
@@ -107,7 +111,9 @@ def test_auto_schedule_never_uses_an_illegal_size(number):
 
 
 def test_auto_schedule_has_hysteresis():
-    """It grows only when the lower end is four times the next size and a half-life has passed, and never shrinks."""
+    """It grows only when the lower end is four times the next size and a half-life has
+    passed, and never shrinks.
+    """
     auto = AutoSchedule(
         sizes=(8, 16, 32), mode="follow", half_life_samples=100, rows=[[0, 0, 8]]
     )
@@ -127,7 +133,9 @@ def test_auto_schedule_has_hysteresis():
 
 
 def test_auto_schedule_checks_every_size_before_the_run():
-    """All sizes share one program, and every one is checked; keys that need all batches ahead are refused."""
+    """All sizes share one program, and every one is checked; keys that need all batches
+    ahead are refused.
+    """
     for largest, error in ((2, RampDefinitionError), (10, BatchDivisibilityError)):
         with pytest.raises(error, match="per_device_batch_size"):
             auto_sizes(4, largest)
@@ -196,7 +204,9 @@ def test_auto_schedule_checks_every_size_before_the_run():
 
 
 def test_the_plan_says_what_auto_may_do():
-    """Text and JSON have the sizes and the bounds of the samples, also after the batch has grown; nothing `stays` in vain."""
+    """Text and JSON have the sizes and the bounds of the samples, also after the batch
+    has grown; nothing `stays` in vain.
+    """
     keys = {
         "batch_size_schedule": "auto",
         "steps": 500,
@@ -206,8 +216,8 @@ def test_the_plan_says_what_auto_may_do():
     plan = build_plan(Config(**keys), 4)
     text = str(plan)
     assert (
-        "auto: 16, 32 or 64 samples, by the measured noise scale; 500 steps and 8,000 to 32,000 samples"
-        in text
+        "auto: 16, 32 or 64 samples, by the measured noise scale; 500 steps and 8,000"
+        " to 32,000 samples" in text
     )
     assert not any(word in text for word in ("stays", "rest", "500 steps, "))
     assert "note: " not in text
@@ -233,8 +243,8 @@ def test_the_plan_says_what_auto_may_do():
         "max_samples": 160 + 490 * 64,
     }
     assert (
-        "auto: 32 or 64 samples, by the measured noise scale; 500 steps and 15,840 to 31,520 samples"
-        in str(grown)
+        "auto: 32 or 64 samples, by the measured noise scale; 500 steps and 15,840 to"
+        " 31,520 samples" in str(grown)
     )
     advised = build_plan(Config(**keys, auto_schedule="advise"), 4)
     assert advised.auto == {
@@ -244,8 +254,8 @@ def test_the_plan_says_what_auto_may_do():
         "max_samples": 8_000,
     }
     assert (
-        "8,000 samples\nthe batch stays at 16 samples; auto only advises: 16, 32 or 64 samples"
-        in str(advised)
+        "8,000 samples\nthe batch stays at 16 samples; auto only advises: 16, 32 or 64"
+        " samples" in str(advised)
     )
     advice = AutoSchedule(
         sizes=(4,), mode="advise", half_life_samples=9, rows=[[0, 0, 4]]
@@ -262,7 +272,9 @@ def test_the_plan_says_what_auto_may_do():
 
 
 def test_a_budget_bounds_what_auto_may_cost():
-    """After random decisions, the run ends with the batch that reaches its budget, within the bounds of every plan."""
+    """After random decisions, the run ends with the batch that reaches its budget,
+    within the bounds of every plan.
+    """
     keys = {
         "batch_size_schedule": "auto",
         "per_device_batch_size_start": 4,
@@ -333,7 +345,9 @@ def test_a_budget_bounds_what_auto_may_cost():
 
 
 def exact_run(start, sizes, rule):
-    """Return steps and samples to 1% of the first risk. The rate is the best one for a batch of 4, scaled by a rule."""
+    """Return steps and samples to 1% of the first risk. The rate is the best one for a
+    batch of 4, scaled by a rule.
+    """
     auto = AutoSchedule(
         sizes=sizes, mode="follow", half_life_samples=80, rows=[[0, 0, 4]]
     )
@@ -350,7 +364,9 @@ def exact_run(start, sizes, rule):
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_auto_needs_fewer_steps_than_no_ramp_at_a_bounded_cost(spectrum):
-    """In exact regressions, `auto` with the rate of SGD takes fewer steps, and at most 1.3 times the samples, to a risk."""
+    """In exact regressions, `auto` with the rate of SGD takes fewer steps, and at most
+    1.3 times the samples, to a risk.
+    """
     start = SPECTRA[spectrum]
     steps, samples = exact_run(start, (4,), "none")
     for largest in (16, 64, 512):

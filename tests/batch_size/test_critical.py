@@ -1,4 +1,6 @@
-"""Tests of rampup.batch_size.critical: geometry, statistics, and the decision on an exactly solvable problem."""
+"""Tests of rampup.batch_size.critical: geometry, statistics, and the decision on an
+exactly solvable problem.
+"""
 
 import functools
 import itertools
@@ -36,7 +38,9 @@ def checkpoint(steps):
 
 @functools.cache
 def branch_risks(steps, size):
-    """Return the exact risk of a branch at every evaluation, at the learning rate in proportion to its batch."""
+    """Return the exact risk of a branch at every evaluation, at the learning rate in
+    proportion to its batch.
+    """
     state, risks = checkpoint(steps), []
     for _ in range(WINDOW.num_evaluations):
         state = state.after(WINDOW.interval // size, ETA * size / BASE, size)
@@ -45,7 +49,9 @@ def branch_risks(steps, size):
 
 
 def test_critical_finds_the_batch_of_the_exact_recursion():
-    """At 5 checkpoints and 4 tolerances, branches that may stop early find the largest batch whose exact risk is tolerable."""
+    """At 5 checkpoints and 4 tolerances, branches that may stop early find the largest
+    batch whose exact risk is tolerable.
+    """
     answers, stopped, number = set(), 0, WINDOW.num_evaluations
     for steps, factor in itertools.product(CHECKPOINTS, TOLERANCES):
         tolerance = factor * checkpoint(steps).risk
@@ -61,7 +67,8 @@ def test_critical_finds_the_batch_of_the_exact_recursion():
             for i in range(len(smoothed))
             if all(smoothed[i] <= smoothed[j] + tolerance for j in range(i))
         )
-        # The command evaluates one interval after the other and stops a branch that is losing.
+        # The command evaluates one interval after the other and stops a branch that is
+        # losing.
         curves = []
         for size in WINDOW.sizes:
             curve = []
@@ -100,7 +107,9 @@ def test_recursion_equals_monte_carlo():
 
 
 def test_window_is_whole_steps_of_every_branch():
-    """Any legal request gives intervals that every branch divides, at least as long as requested."""
+    """Any legal request gives intervals that every branch divides, at least as long as
+    requested.
+    """
     rng = random.Random(0)
     for _ in range(300):
         base = rng.choice([1, 2, 3, 6, 16, 48])
@@ -136,7 +145,9 @@ def test_window_is_whole_steps_of_every_branch():
     ],
 )
 def test_bad_multiples_are_refused(multiples, message):
-    """Each error names the rule, and that of a batch that is not whole the nearest ones."""
+    """Each error names the rule, and that of a batch that is not whole the nearest
+    ones.
+    """
     with pytest.raises(RampupError, match=message) as caught:
         BranchWindow.of(16, multiples, None)
     if "whole" in message:
@@ -144,7 +155,9 @@ def test_bad_multiples_are_refused(multiples, message):
 
 
 def test_standard_error_is_that_of_paired_differences():
-    """Over many draws of rows, the standard error is the spread of the difference, whatever the rows have in common."""
+    """Over many draws of rows, the standard error is the spread of the difference,
+    whatever the rows have in common.
+    """
     rng, differences, errors = np.random.default_rng(1), [], []
     for _ in range(2000):
         curve, other = [], []
@@ -167,7 +180,9 @@ def test_standard_error_is_that_of_paired_differences():
 
 
 def test_a_branch_that_is_not_finite_stops_and_cannot_win():
-    """NaN stops a branch at once; the branches after it are compared with the others only."""
+    """NaN stops a branch at once; the branches after it are compared with the others
+    only.
+    """
     window = BranchWindow.of(1, (1, 2, 4), 16)
     fine, bad = [Evaluation((1.0,), (1.0,))] * 4, [Evaluation((math.nan,), (1.0,))]
     assert is_losing(bad, [fine], 4, 0.1)
@@ -181,7 +196,9 @@ def test_a_branch_that_is_not_finite_stops_and_cannot_win():
 
 
 def test_a_branch_that_catches_up_is_not_stopped():
-    """A gap that closes fast enough to vanish within the window is not lost; the same gap without closing is."""
+    """A gap that closes fast enough to vanish within the window is not lost; the same
+    gap without closing is.
+    """
     reference = [Evaluation((2.0,), (1.0,))] * 16
     closing = [Evaluation((2.0 + 0.2 * max(1 - n / 12, 0),), (1.0,)) for n in range(16)]
     constant = [Evaluation((2.2,), (1.0,))] * 16
@@ -196,12 +213,16 @@ def test_a_branch_that_catches_up_is_not_stopped():
 
 
 def chinchilla(tokens, params=7e9):
-    """Return the loss of the fit of Hoffmann et al. 2022 (arXiv 2203.15556), equation 10."""
+    """Return the loss of the fit of Hoffmann et al. 2022 (arXiv 2203.15556), equation
+    10.
+    """
     return 1.69 + 406.4 / params**0.34 + 410.7 / tokens**0.28
 
 
 def simulate(consumed, window, wasted, seed=0):
-    """Return the curves of branches that waste shares of their samples at 7B parameters, and the checkpoint's evaluation."""
+    """Return the curves of branches that waste shares of their samples at 7B
+    parameters, and the checkpoint's evaluation.
+    """
     rng, rows = (
         np.random.default_rng(seed),
         np.random.default_rng(seed + 1).normal(0, 0.3, (window.num_evaluations, 16)),
@@ -220,7 +241,9 @@ def simulate(consumed, window, wasted, seed=0):
 
 
 def test_a_short_window_of_a_long_run_decides_nothing():
-    """At 7B and 100B tokens, 20 steps of 32M pass a batch that learns nothing; that is said, with a window that decides."""
+    """At 7B and 100B tokens, 20 steps of 32M pass a batch that learns nothing; that is
+    said, with a window that decides.
+    """
     consumed, wasted = 10**11, (0.0, 0.1, 0.5, 1.0)
     window = BranchWindow.of(4_000_000, (1, 2, 4, 8), 640_000_000)
     curves, checkpoint = simulate(consumed, window, wasted)
@@ -263,7 +286,9 @@ def test_a_short_window_of_a_long_run_decides_nothing():
 
 
 def test_windows_that_contradict_each_other_are_shown():
-    """A batch that is as good in the first half and worse in the second is named beside the answer."""
+    """A batch that is as good in the first half and worse in the second is named beside
+    the answer.
+    """
     window = BranchWindow.of(8, (1, 2), 1600)
     number = window.num_evaluations
     losses = [3 - 0.1 * n / number for n in range(1, number + 1)]
@@ -285,7 +310,9 @@ def test_windows_that_contradict_each_other_are_shown():
 
 
 def test_a_window_without_a_gain_decides_nothing():
-    """A loss that rose, one that is not finite, and a curve that does not fall give no tolerance and no window."""
+    """A loss that rose, one that is not finite, and a curve that does not fall give no
+    tolerance and no window.
+    """
     window = BranchWindow.of(8, (1, 2), 1600)
     flat = [Evaluation((3.0, 3.1), (1.0, 1.0))] * window.num_evaluations
     for checkpoint in (

@@ -1,4 +1,6 @@
-"""Tests of rampup.batch_size.design_model: the model, and its schedules against a brute-force search on a solvable problem."""
+"""Tests of rampup.batch_size.design_model: the model, and its schedules against a
+brute-force search on a solvable problem.
+"""
 
 import functools
 import itertools
@@ -28,7 +30,8 @@ TARGET = 0.004
 MAX_STEPS = 60_000
 
 
-# Twenty throughput curves: a fixed cost per step of 0 to 1,000 samples, and devices that saturate.
+# Twenty throughput curves: a fixed cost per step of 0 to 1,000 samples, and devices
+# that saturate.
 CURVES = [
     {size: overhead + max(size, full) for size in SIZES}
     for overhead, full in itertools.product(
@@ -39,7 +42,9 @@ CURVES = [
 
 @functools.cache
 def reference():
-    """Return the noise scale over the progress of the run with the smallest batch to the target, and its samples."""
+    """Return the noise scale over the progress of the run with the smallest batch to
+    the target, and its samples.
+    """
     state, points = START, []
     for step in range(1, MAX_STEPS):
         if step % 16 == 1:
@@ -55,7 +60,9 @@ def reference():
 
 @functools.cache
 def brute_force():
-    """Return the steps at each size that every ramp with up to three sizes and two switches needs to the exact target."""
+    """Return the steps at each size that every ramp with up to three sizes and two
+    switches needs to the exact target.
+    """
     levels = np.geomspace(START.risk, TARGET, 14)[1:-1]
     ramps = [((size,), ()) for size in SIZES]
     ramps += [
@@ -100,7 +107,9 @@ def brute_force():
 
 
 def exact_time(schedule, times):
-    """Return the time to the target risk of a schedule in samples, followed step by step."""
+    """Return the time to the target risk of a schedule in samples, followed step by
+    step.
+    """
     ramp, state, total = BatchRamp.piecewise(schedule), START, 0.0
     for step in range(MAX_STEPS):
         size = ramp.global_batch_size_at(step)
@@ -113,7 +122,9 @@ def exact_time(schedule, times):
 
 @pytest.mark.parametrize("times", CURVES, ids=range(20))
 def test_designed_ramp_is_as_fast_as_a_search(times):
-    """From the noise scale of one small-batch run, the designed ramp reaches the risk within 5% of the best of all ramps."""
+    """From the noise scale of one small-batch run, the designed ramp reaches the risk
+    within 5% of the best of all ramps.
+    """
     noise, samples = reference()
     model = DesignModel(noise=noise, times=StepTimes.fit(times))
     target = model.run(((0, SIZES[0]),), samples=samples).progress
@@ -124,7 +135,9 @@ def test_designed_ramp_is_as_fast_as_a_search(times):
 
 @pytest.mark.slow
 def test_recommended_batches_cost_what_is_printed():
-    """Of 100 regressions, at least 90 need between half and twice the predicted share of additional samples."""
+    """Of 100 regressions, at least 90 need between half and twice the predicted share
+    of additional samples.
+    """
     rng, runs, small = np.random.default_rng(0), 100, 4
     h = 1 / np.arange(1, 33) ** rng.uniform(0.5, 1.2, (runs, 1))
     start, s2 = rng.lognormal(0, 0.7, (runs, 32)), rng.uniform(0.1, 3, runs)
@@ -182,7 +195,9 @@ def test_recommended_batches_cost_what_is_printed():
 
 
 def random_model(rng, sizes, most):
-    """Return a model with a noise scale that rises and falls up to a progress of `most`, and random step times."""
+    """Return a model with a noise scale that rises and falls up to a progress of
+    `most`, and random step times.
+    """
     places = sorted(
         10 ** rng.uniform(0, math.log10(most)) for _ in range(rng.randint(1, 8))
     )
@@ -200,7 +215,9 @@ def random_model(rng, sizes, most):
 
 
 def optimum(model, sizes, progress):
-    """Return the least seconds to a progress of all schedules that do not shrink, by a recursion from the end backwards."""
+    """Return the least seconds to a progress of all schedules that do not shrink, by a
+    recursion from the end backwards.
+    """
     edges = np.concatenate([[0], np.geomspace(progress * 1e-6, progress, 1000)])
     noise = np.array([model.noise.at(place) for place in (edges[1:] + edges[:-1]) / 2])
     times = np.array([model.times.at(size) for size in sizes])
@@ -213,7 +230,9 @@ def optimum(model, sizes, progress):
 
 @pytest.mark.parametrize("models", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_best_schedule_is_the_optimum_for_noise_of_every_shape(models):
-    """In random models it is within 1% of the recursion, not slower than a constant batch, and no batch shrinks."""
+    """In random models it is within 1% of the recursion, not slower than a constant
+    batch, and no batch shrinks.
+    """
     rng, sizes = random.Random(0), (8, 16, 64, 512)
     for number in range(models):
         progress = 10 ** rng.uniform(3, 6)
@@ -230,7 +249,9 @@ def test_best_schedule_is_the_optimum_for_noise_of_every_shape(models):
 
 
 def test_bounds_are_no_points():
-    """The curve has the other measurements, held to the bounds, and the interval is open where they are."""
+    """The curve has the other measurements, held to the bounds, and the interval is
+    open where they are.
+    """
     open_end = NoisePoint(100, 8, 50.0, 50.0, math.inf)
     points = [
         NoisePoint(1000, 8, 90.0, 80.0, 110.0),
@@ -257,7 +278,8 @@ def test_bounds_are_no_points():
     noise, low, high = noise_curves([NoisePoint(100, 8, 40.0, 0.0, 80.0), *points])
     assert (noise.at(1.0), low.at(1.0), high.at(1.0)) == (40.0, 1.0, 80.0)
     assert noise_curves([open_end])[0].at(1.0) == 50.0
-    # A single measurement cannot show its growth with the data, which is then that of the literature.
+    # A single measurement cannot show its growth with the data, which is then that of
+    # the literature.
     single, *_ = noise_curves([NoisePoint(1000, 10, 100.0, 50.0, 200.0)])
     assert single.at(10 * 1000 / 1.1) == pytest.approx(100 * 10**0.47)
     model = DesignModel(
@@ -280,7 +302,9 @@ def test_growth_has_the_interval_of_its_measurements():
 
 
 def test_progress_follows_its_definition():
-    """Progress is the sum of samples over 1 + B/N, followed step by step, whatever the schedule."""
+    """Progress is the sum of samples over 1 + B/N, followed step by step, whatever the
+    schedule.
+    """
     noise = NoiseCurve(knots=((10.0, 20.0), (300.0, 60.0), (2000.0, 700.0)), growth=0.5)
     times = StepTimes.fit({4: 1.0, 8: 1.5, 64: 9.0})
     model, rng = DesignModel(noise=noise, times=times), random.Random(3)
@@ -303,7 +327,9 @@ def test_progress_follows_its_definition():
 
 
 def test_noise_curve_recovers_a_power_law():
-    """Measurements of a run with a growing batch give back the law over progress, also beyond the last of them."""
+    """Measurements of a run with a growing batch give back the law over progress, also
+    beyond the last of them.
+    """
     points, progress, batch = [], 0.0, 8
     for step in range(4000):
         batch = 8 if step < 2000 else 32
@@ -318,7 +344,9 @@ def test_noise_curve_recovers_a_power_law():
 
 
 def test_step_times_interpolate_and_extend():
-    """Measured times are kept; beyond them a line, and never below the time in proportion to the batch."""
+    """Measured times are kept; beyond them a line, and never below the time in
+    proportion to the batch.
+    """
     times = StepTimes.fit({8: 2.0, 16: 2.5, 32: 4.0})
     assert [times.at(batch) for batch in (8, 12, 16, 32)] == [2.0, 2.25, 2.5, 4.0]
     assert times.at(64) > times.at(32)
@@ -349,7 +377,9 @@ def test_late_switch_is_one_switch_in_the_second_half():
 
 
 def test_loss_penalty_is_the_slope_for_small_differences():
-    """Near the measured place, the penalty is slope times the logarithm; later it shrinks with the power law."""
+    """Near the measured place, the penalty is slope times the logarithm; later it
+    shrinks with the power law.
+    """
     assert loss_penalty(99.0, 100.0, slope=0.2, measured_at=100.0) == pytest.approx(
         0.2 * math.log(100 / 99), rel=0.01
     )
@@ -365,7 +395,9 @@ def test_loss_penalty_is_the_slope_for_small_differences():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_samples_of_a_progress_are_the_integral_over_the_noise_curve(seed):
-    """Within 0.1%, also if the curve has short parts at the start and in the middle, or an infinite noise scale there."""
+    """Within 0.1%, also if the curve has short parts at the start and in the middle, or
+    an infinite noise scale there.
+    """
     rng = np.random.default_rng(seed)
     places = np.sort(
         np.concatenate([10 ** rng.uniform(0, 5, 3), 4e4 + rng.uniform(0, 300, 4)])
@@ -401,7 +433,9 @@ LENGTH, LAST, SLOPE, MEMORY = 10_000, 1e5, 0.2, 1000.0
 
 
 def forgetting(*, noise=1e12, power=0.5, times=None):
-    """Return a model whose rate was tuned for a batch of 16, and whose loss is nearly straight over the progress."""
+    """Return a model whose rate was tuned for a batch of 16, and whose loss is nearly
+    straight over the progress.
+    """
     model = DesignModel(
         noise=NoiseCurve(knots=((LAST, noise),), growth=0.0),
         times=StepTimes.fit(times or {1: 1.0, 64: 64.0}),
@@ -413,7 +447,9 @@ def forgetting(*, noise=1e12, power=0.5, times=None):
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_noise_is_forgotten_as_in_the_closed_form(power):
-    """After a switch the progress is a sum, and the noise falls by an exponential of it, to that of a constant batch."""
+    """After a switch the progress is a sum, and the noise falls by an exponential of
+    it, to that of a constant batch.
+    """
     model = forgetting(power=power)
     gains = [(size / 16) ** (power - 1) for size in (4, 64)]
     constants = [model.follow(((0, size),)) for size in (4, 64)]
@@ -430,7 +466,9 @@ def test_noise_is_forgotten_as_in_the_closed_form(power):
 
 
 def test_no_rate_is_above_that_of_a_noiseless_step():
-    """A step makes at most the progress of the noise scale, and that of the first model with the tuned batch."""
+    """A step makes at most the progress of the noise scale, and that of the first model
+    with the tuned batch.
+    """
     model = forgetting(noise=48.0, power=1.0)
     assert model.gain(16, 1.0) == pytest.approx(1 / (1 + 16 / 48))
     assert [
@@ -439,7 +477,9 @@ def test_no_rate_is_above_that_of_a_noiseless_step():
 
 
 def test_a_late_switch_wins_where_samples_cost_time():
-    """It has the noise of the large batch in nearly the steps of the small one, which the first model has for the fastest."""
+    """It has the noise of the large batch in nearly the steps of the small one, which
+    the first model has for the fastest.
+    """
     model = forgetting()
     loss = model.loss(model.follow(((0, 4),)))
     late = model.late_switch([4, 16, 64])
@@ -455,7 +495,8 @@ def test_a_late_switch_wins_where_samples_cost_time():
     )
     target = model.model.run(((0, 4),), samples=LENGTH).progress
     assert model.model.best_schedule([4, 16, 64], progress=target) == ((0, 4),)
-    # If a step takes the same time whatever its batch, the large batch is the fastest in both.
+    # If a step takes the same time whatever its batch, the large batch is the fastest
+    # in both.
     model = forgetting(times={4: 1.0, 64: 1.0})
     loss = model.loss(model.follow(((0, 4),)))
     assert model.seconds(((0, 64),), loss) < model.seconds(

@@ -29,7 +29,9 @@ def plan(ramp=None, **keys):
 @pytest.mark.parametrize("b", [0.9, 0.95, 0.999, 0.5])
 @pytest.mark.parametrize("reference", [None, 1, 128])
 def test_half_life_in_tokens_is_constant(b, reference):
-    """b**(1/B) is the same in every phase to 1e-12, for b1 and b2, whatever the reference batch."""
+    """b**(1/B) is the same in every phase to 1e-12, for b1 and b2, whatever the
+    reference batch.
+    """
     scaling = AdamScaling(b1="half_life", b2="half_life")
     found = adam_constants(
         plan(reference_batch_size=reference), AdamConstants(b1=b, b2=b), scaling
@@ -47,7 +49,9 @@ def test_half_life_in_tokens_is_constant(b, reference):
 
 
 def test_sde_rule():
-    """1 - b and the square of the learning rate are in proportion to the batch, and eps goes with its square root."""
+    """1 - b and the square of the learning rate are in proportion to the batch, and eps
+    goes with its square root.
+    """
     scaling = AdamScaling(b1="sde", b2="sde", eps="sde")
     base = AdamConstants(b1=0.96, b2=0.98, eps=1e-8)
     found = adam_constants(
@@ -63,7 +67,9 @@ def test_sde_rule():
 
 @pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
 def test_timescale_of_the_weight_decay_is_constant(scaling):
-    """B / (learning rate * weight decay) is the same in every phase, with any scaling of the learning rate and with Seesaw."""
+    """B / (learning rate * weight decay) is the same in every phase, with any scaling
+    of the learning rate and with Seesaw.
+    """
     ramp = BatchRamp.from_schedule("0:16 1000:64 4000:48")
     cuts = tuple(
         Cut(sample=sample, level=level)
@@ -83,7 +89,9 @@ def test_timescale_of_the_weight_decay_is_constant(scaling):
 
 
 def test_floor_and_ceiling():
-    """Scaled values stay within their limits; others stay. Ten times the tokens take a tenth or a third of the weight decay."""
+    """Scaled values stay within their limits; others stay. Ten times the tokens take a
+    tenth or a third of the weight decay.
+    """
     base = AdamConstants(b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
     assert set(adam_constants(plan(), base, AdamScaling())) == {base}
     scaling = AdamScaling(weight_decay="timescale", token_ratio=10.0)
@@ -115,7 +123,10 @@ def test_floor_and_ceiling():
             AdamScaling(b2="sde"),
             3,
             0.95,
-            r"1 - 333.333 \* .* = -15.66.*below 0; set adam_b2_floor, or use the rule half_life",
+            (
+                r"1 - 333.333 \* .* = -15.66.*below 0; set adam_b2_floor, or use the"
+                r" rule half_life"
+            ),
         ),
         (
             AdamScaling(b2="half_life"),

@@ -9,7 +9,8 @@ import pytest
 from rampup.batch_size.noise_scale import NoiseScale, measured_noise, noise_trace
 from rampup.errors import ConfigError
 
-# Gaussian linear regression with a known noise scale: loss (x'theta - y)^2 / 2 at a fixed distance from the optimum.
+# Gaussian linear regression with a known noise scale: loss (x'theta - y)^2 / 2 at a
+# fixed distance from the optimum.
 H, DELTA, S2 = (
     np.array([1, 0.8, 0.5, 0.3, 0.2, 0.1]),
     np.random.default_rng(5).normal(size=6) * 0.7,
@@ -21,7 +22,9 @@ TRACE = SQUARED_NORM + (DELTA @ (H * DELTA) + S2) * H.sum()
 
 
 def blocks(rng, weights_TJ):
-    """Return the gradient sum of each block (T, J, N) of the regression for the numbers of tokens of the blocks."""
+    """Return the gradient sum of each block (T, J, N) of the regression for the numbers
+    of tokens of the blocks.
+    """
     number = weights_TJ.sum()
     x = rng.normal(size=(number, len(H))) * np.sqrt(H)
     error = x @ DELTA + math.sqrt(S2) * rng.normal(size=number)
@@ -38,7 +41,9 @@ def per_step(sums_TJN, weights_TJ):
 
 
 def test_noise_scale_of_linear_regression_in_closed_form():
-    """S, G2 and their ratio are within 2% for weights 1 to 8; the estimate that counts blocks equally is off by over 30%."""
+    """S, G2 and their ratio are within 2% for weights 1 to 8; the estimate that counts
+    blocks equally is off by over 30%.
+    """
     rng, steps, J = np.random.default_rng(1), 20_000, 8
     weights = rng.choice([1, 8], p=[0.8, 0.2], size=(steps, J))
     sums = blocks(rng, weights)
@@ -49,7 +54,8 @@ def test_noise_scale_of_linear_regression_in_closed_form():
     assert noise.trace == pytest.approx(TRACE, rel=0.02)
     assert noise.squared_norm == pytest.approx(SQUARED_NORM, rel=0.02)
     assert noise.tokens.value == pytest.approx(TRACE / SQUARED_NORM, rel=0.02)
-    # McCandlish's pair with the mean weight as the small batch and the mean of the block means as the large gradient.
+    # McCandlish's pair with the mean weight as the small batch and the mean of the
+    # block means as the large gradient.
     small, big = weights.mean(), weights.mean() * J
     means = sums / weights[:, :, None]
     norm_small, norm_big = (means**2).sum(2).mean(), (means.mean(1) ** 2).sum(1).mean()
@@ -64,7 +70,9 @@ def test_noise_scale_of_linear_regression_in_closed_form():
     [((1, 9), 2_500), pytest.param((10, 20), 8_000, marks=pytest.mark.slow)],
 )
 def test_noise_scale_interval_covers_the_truth(tokens, half_life):
-    """The 90% interval has the truth in 87 to 93% of 500 runs, with blocks of few tokens and of many."""
+    """The 90% interval has the truth in 87 to 93% of 500 runs, with blocks of few
+    tokens and of many.
+    """
     rng, runs, steps, J = np.random.default_rng(3), 500, 100, 8
     weights = rng.integers(*tokens, size=(runs * steps, J))
     totals, trace, squared_norm = (
@@ -96,7 +104,9 @@ FLAT, SKEWED = np.ones(50), 1 / np.arange(1, 51)
 def test_noise_scale_interval_covers_the_truth_while_the_batch_grows(
     spectrum, schedule
 ):
-    """The 90% interval has the truth in 87 to 95% of 900 runs of each schedule, and in 86 to 96% of 300 at each noise scale."""
+    """The 90% interval has the truth in 87 to 95% of 900 runs of each schedule, and in
+    86 to 96% of 300 at each noise scale.
+    """
     runs, m, found = 300, 4, []
     for truth in (8, 32, 128):
         rng = np.random.default_rng(0)
@@ -127,7 +137,9 @@ def test_noise_scale_interval_covers_the_truth_while_the_batch_grows(
 
 
 def test_noise_scale_says_at_least_if_the_gradient_cannot_be_told_from_zero():
-    """Without a gradient there is no upper end, and the lower end is below the truth of a small gradient nine times in ten."""
+    """Without a gradient there is no upper end, and the lower end is below the truth of
+    a small gradient nine times in ten.
+    """
     rng = np.random.default_rng(0)
     below = 0
     for _ in range(200):
@@ -149,7 +161,9 @@ def test_noise_scale_says_at_least_if_the_gradient_cannot_be_told_from_zero():
 
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_noise_scale_counts_a_half_life_in_samples(size):
-    """After one half-life a step counts half, however many steps that were; there is no interval of few steps."""
+    """After one half-life a step counts half, however many steps that were; there is no
+    interval of few steps.
+    """
     noise = NoiseScale(half_life_samples=100)
     noise.update(samples=size, weight=1.0, trace=1.0, squared_norm=1.0)
     assert str(noise.tokens) == "not known yet"
@@ -181,7 +195,8 @@ def test_noise_scale_leaves_steps_out_that_are_not_finite():
     assert noise.state == before
     assert noise.samples_per_weight == 0.5
     assert noise.in_samples.value == noise.tokens.value / 2 == 1.5
-    # Averages that went through JSON are the same bit for bit; those of another version have no interval.
+    # Averages that went through JSON are the same bit for bit; those of another version
+    # have no interval.
     assert NoiseScale.from_state(
         json.loads(json.dumps(before))
     ) == NoiseScale.from_state(before)
@@ -191,7 +206,9 @@ def test_noise_scale_leaves_steps_out_that_are_not_finite():
 
 
 def test_measured_noise_reads_values_and_lower_bounds():
-    """Lines without a number do not count; a lower end without a value is a lower bound."""
+    """Lines without a number do not count; a lower end without a value is a lower
+    bound.
+    """
     names = [f"noise_scale_samples{end}" for end in ("", "_low", "_high")]
     measured = [
         (5.0, 4.0, 7.0),

@@ -9,7 +9,9 @@ from rampup.errors import RampupError
 
 
 def test_laws_give_the_values_of_their_formulas():
-    """Each law at 100B tokens and 2B parameters, by hand from its formula in tokens; some need no parameters."""
+    """Each law at 100B tokens and 2B parameters, by hand from its formula in tokens;
+    some need no parameters.
+    """
     tokens, params = 1e11, 2e9
     loss = ((6.4e13 / params) ** (0.076 / 0.103) + 1.8e13 / tokens) ** 0.103
     expected = {
@@ -34,7 +36,8 @@ def test_laws_give_the_values_of_their_formulas():
         pytest.approx(0.2 * expected["Kaplan et al."], abs=1),
         pytest.approx(expected["Zhang et al."], abs=1),
     ]
-    # Without parameters, the laws that need none give the same numbers, and a note names the others.
+    # Without parameters, the laws that need none give the same numbers, and a note
+    # names the others.
     left_out = ["DeepSeek LLM", "Kaplan et al."]
     expected_laws = [{**law} for law in whole["laws"] if law["name"] not in left_out]
     assert [{**law} for law in found["laws"]] == [
@@ -45,7 +48,9 @@ def test_laws_give_the_values_of_their_formulas():
 
 
 def test_critical_laws_agree_on_one_definition():
-    """At 20% more tokens, Power Lines and Zhang et al. agree within 17%, where their own batches differ by a factor of four."""
+    """At 20% more tokens, Power Lines and Zhang et al. agree within 17%, where their
+    own batches differ by a factor of four.
+    """
     for tokens, params, own in (
         ("20B", "1B", 4.5),
         ("300B", "7B", 4.4),
@@ -70,7 +75,9 @@ def test_critical_laws_agree_on_one_definition():
 
 
 def test_rates_stand_beside_the_batches():
-    """Step Law and DeepSeek have a rate, by hand at 300B tokens and 7B parameters; a tuned pair gives one for every batch."""
+    """Step Law and DeepSeek have a rate, by hand at 300B tokens and 7B parameters; a
+    tuned pair gives one for every batch.
+    """
     found = suggest_batch("300B", "7B", tuned="3e-4@0.5M")
     rates = {law["name"]: law["learning_rate"] for law in found["laws"]}
     own = {

@@ -7,7 +7,8 @@ import importlib.metadata
 import optax
 import pytest
 
-# The benchmarks compare with `optax.microbatching`, which the oldest supported Optax does not have.
+# The benchmarks compare with `optax.microbatching`, which the oldest supported Optax
+# does not have.
 collect_ignore_glob = [] if hasattr(optax, "microbatching") else ["test_*.py"]
 
 # Benchmark -> its file and function.
@@ -52,11 +53,15 @@ def raise_not_found(name):
 
 @pytest.fixture(params=BENCHES)
 def bench_run(request):
-    """Return the result of each benchmark in turn, and the calls of `on_row` in its run."""
+    """Return the result of each benchmark in turn, and the calls of `on_row` in its
+    run.
+    """
     return request.param, *_run(request.param)
 
 
 @pytest.fixture
 def quick():
-    """Return a function that runs a benchmark at its smallest size, once per process."""
+    """Return a function that runs a benchmark at its smallest size, once per
+    process.
+    """
     return lambda name: _run(name)[0]

@@ -35,7 +35,9 @@ def test_baselines_reduce_once_per_microbatch(quick):
 
 @pytest.mark.bench
 def test_rampup_accesses_no_more_bytes_for_one_microbatch():
-    """On one device it accesses the bytes of the hand-written step: no extra pass over the gradients."""
+    """On one device it accesses the bytes of the hand-written step: no extra pass over
+    the gradients.
+    """
     mesh, gradient = (
         make_mesh(devices=jax.devices()[:1]),
         4 * QUICK.model.num_parameters,
@@ -49,7 +51,9 @@ def test_rampup_accesses_no_more_bytes_for_one_microbatch():
 
 @pytest.mark.bench
 def test_fastest_split_takes_the_least_time(monkeypatch):
-    """Of one, two and four microbatches of the same 8 rows it takes the fastest, here two."""
+    """Of one, two and four microbatches of the same 8 rows it takes the fastest, here
+    two.
+    """
     seen = []
 
     def turns(candidates, *, rounds):
@@ -74,7 +78,9 @@ def test_fastest_split_takes_the_least_time(monkeypatch):
 
 @pytest.mark.bench
 def test_systems_reach_the_same_parameters():
-    """After three steps on the same rows, rampup, the hand-written step and optax.microbatching have the same parameters."""
+    """After three steps on the same rows, rampup, the hand-written step and
+    optax.microbatching have the same parameters.
+    """
     systems = [
         build(name, QUICK, 2, make_mesh(devices=jax.devices()[:1]))
         for name in (RAMPUP, PLAIN, MICROBATCHING)

@@ -16,7 +16,9 @@ PAGE = ROOT / "docs/explanation/does_a_ramp_pay.md"
 
 
 def test_the_page_has_the_numbers_of_the_results():
-    """At least 60 runs are committed in less than a megabyte, and every row of the page's tables is in the report from them."""
+    """At least 60 runs are committed in less than a megabyte, and every row of the
+    page's tables is in the report from them.
+    """
     results = json.loads(advice.RESULTS.read_text())
     assert len(results["runs"]) >= 60
     assert advice.RESULTS.stat().st_size < 1e6
@@ -39,7 +41,9 @@ def test_the_page_has_the_numbers_of_the_results():
 
 @pytest.mark.bench
 def test_a_toy_study_runs_every_stage_and_resumes(tmp_path):
-    """All stages run, the report names every schedule and draws the figure, and a second call trains nothing."""
+    """All stages run, the report names every schedule and draws the figure, and a
+    second call trains nothing.
+    """
     command = [
         sys.executable,
         ROOT / "benchmarks/advice.py",

@@ -1,4 +1,6 @@
-"""Every benchmark runs at its smallest size; what those of data, pages, plan, scale and topology count."""
+"""Every benchmark runs at its smallest size; what those of data, pages, plan, scale and
+topology count.
+"""
 
 import io
 import json
@@ -24,7 +26,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.mark.bench
 def test_bench_has_a_complete_table(bench_run):
-    """All rows have the same columns, the result is JSON, and every measurement was reported when it was made."""
+    """All rows have the same columns, the result is JSON, and every measurement was
+    reported when it was made.
+    """
     name, result, reported = bench_run
     assert result.name == name
     assert result.rows
@@ -37,7 +41,9 @@ def test_bench_has_a_complete_table(bench_run):
 
 @pytest.mark.bench
 def test_a_file_of_benchmarks_is_a_program():
-    """It prints the table in Markdown, and names its benchmarks if asked for another one."""
+    """It prints the table in Markdown, and names its benchmarks if asked for another
+    one.
+    """
     command = [sys.executable, str(FOLDER / "plan.py"), "--quick"]
     assert (
         "| step -> batch size |"
@@ -59,7 +65,9 @@ RESULT = BenchResult(
 
 
 def test_take_turns_rotates_and_drops_the_warm_up():
-    """Each candidate runs once a round, the order rotates, and the warm-up is not counted."""
+    """Each candidate runs once a round, the order rotates, and the warm-up is not
+    counted.
+    """
     order = []
     times = take_turns(
         {name: lambda name=name: order.append(name) for name in "abc"},
@@ -92,7 +100,9 @@ def test_readers_return_the_number_of_rows(seed):
 
 @pytest.mark.bench
 def test_buffer_bench_moves_only_the_rows_of_the_phase(quick):
-    """In chunks, a step moves those that its rows fill. A small batch is moved in a buffer for the largest one."""
+    """In chunks, a step moves those that its rows fill. A small batch is moved in a
+    buffer for the largest one.
+    """
     rows = quick("buffer").rows
     assert len(rows) == 8
     per_microbatch = rows[0]["rows_bytes"]
@@ -114,7 +124,9 @@ def test_buffer_bench_moves_only_the_rows_of_the_phase(quick):
 @pytest.mark.bench
 @pytest.mark.skipif(not on_offer(), reason="the kernel offers no huge pages")
 def test_huge_pages_have_fewer_faults():
-    """A step of the 1 M model has a fraction of the page faults. With little free memory, the kernel grants only some pages."""
+    """A step of the 1 M model has a fraction of the page faults. With little free
+    memory, the kernel grants only some pages.
+    """
     huge, small = (
         run_process(huge=huge, quick=False)["faults"] for huge in (True, False)
     )
@@ -123,7 +135,9 @@ def test_huge_pages_have_fewer_faults():
 
 @pytest.mark.bench
 def test_two_processes_train_as_one():
-    """Two processes of four devices have the losses of one of eight, one program each, and half the rows."""
+    """Two processes of four devices have the losses of one of eight, one program each,
+    and half the rows.
+    """
     one, two = (run_processes(number, 1, quick=True) for number in (1, 2))
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
     assert (one["compilations"], two["compilations"]) == (1, 1)
@@ -141,7 +155,9 @@ def test_run_processes_reports_a_failure():
 
 
 def test_planning_rows_have_one_shape_or_one_per_phase():
-    """Plans for thousands of devices have a phase per size and little memory for each."""
+    """Plans for thousands of devices have a phase per size and little memory for
+    each.
+    """
     fixed, per_phase = planning_rows(65_536, 50, ReplayManager, 1)
     assert (fixed["phases"], fixed["compilations"]) == (50, 1)
     assert (per_phase["phases"], per_phase["compilations"]) == (50, 50)
@@ -151,13 +167,17 @@ def test_planning_rows_have_one_shape_or_one_per_phase():
 
 @pytest.mark.slow
 def test_a_ramp_saves_hours_only_where_a_larger_batch_is_faster():
-    """Steps in proportion to the batch leave nothing to a ramp; a constant part of them makes larger batches and a ramp pay."""
+    """Steps in proportion to the batch leave nothing to a ramp; a constant part of them
+    makes larger batches and a ramp pay.
+    """
     same = topology.hours_row(
         "1B", 64, {rows: 0.1 * rows for rows in topology.CHIP_ROWS}
     )
-    # 20 billion tokens at 655,360 tokens a second are 8.48 hours, and some percent more for the noise.
+    # 20 billion tokens at 655,360 tokens a second are 8.48 hours, and some percent more
+    # for the noise.
     assert (same["small"], same["fastest"]) == ("65,536: 8.71", "65,536: 8.71")
-    # 1.17 * 20% more at the end, as the batch is the next doubling of 896,000 tokens, and 1 / (1 - 0.47) times that on average.
+    # 1.17 * 20% more at the end, as the batch is the next doubling of 896,000 tokens,
+    # and 1 / (1 - 0.47) times that on average.
     assert same["large"] == "1,048,576: 12.2"
     assert (same["ramp"], same["saved"]) == ("65,536 to 65,536: 8.71", "0.0% to 0.0%")
     found = topology.hours_row(

@@ -29,7 +29,9 @@ ENTRY %main (x: f32[]) -> f32[] {
 
 
 def test_all_reduces_multiplies_by_the_iterations():
-    """One in a loop of five in a loop of three is executed fifteen times; in_loops counts each once."""
+    """One in a loop of five in a loop of three is executed fifteen times; in_loops
+    counts each once.
+    """
     inner, branch, outside = 2 * 3 * 4 + 4 * 2, 4, 7
     assert all_reduces(HLO, unknown_trips=3) == Reductions(
         15 + 3 + 1, 15 * inner + 3 * branch + outside, 2
@@ -74,7 +76,9 @@ ENTRY %main (x: f32[]) -> f32[] {
 
 
 def test_pipeline_loops_counts_loops_that_permute():
-    """Loops count if they, or computations that they call, permute; a loop around one and other loops do not count."""
+    """Loops count if they, or computations that they call, permute; a loop around one
+    and other loops do not count.
+    """
     assert pipeline_loops(PIPELINE_HLO) == Loops(
         iterations=5 + 7, permutes=1 + 2, matmuls=1 + 1
     )

@@ -17,7 +17,9 @@ from rampup.plan import BatchRamp, MeshAxes
 def test_replay_manager_agrees_with_the_closed_form(
     start, increment, end, devices, samples
 ):
-    """It takes the steps of the closed form that reproduces MaxText's reference sequences."""
+    """It takes the steps of the closed form that reproduces MaxText's reference
+    sequences.
+    """
     sizes = {
         "per_device_batch_size_start": start,
         "per_device_batch_size_increment": increment,

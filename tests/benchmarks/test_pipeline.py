@@ -14,7 +14,9 @@ from rampup.plan.pipeline import predicted_time
 
 @pytest.mark.bench
 def test_programs_have_the_gradients_and_the_loops_of_their_schedules(quick):
-    """All have the gradients of the model alone; 1F1B is one loop and GPipe two; smaller microbatches need less memory."""
+    """All have the gradients of the model alone; 1F1B is one loop and GPipe two;
+    smaller microbatches need less memory.
+    """
     rows = quick("pipeline").rows
     compared = [row for row in rows if row["gradient_error"] is not None]
     assert [row["v"] for row in compared] == [1, 1, 2, 2, 1]
@@ -38,7 +40,9 @@ def test_programs_have_the_gradients_and_the_loops_of_their_schedules(quick):
 
 
 def test_maxtext_has_the_same_gradients():
-    """The installed MaxText has the same gradients, with m*v + p - 1 ticks in each direction."""
+    """The installed MaxText has the same gradients, with m*v + p - 1 ticks in each
+    direction.
+    """
     pytest.importorskip("maxtext")
     notes = []
     rows = compare(QUICK, 2, 4, MaxTextPipeline.load(), notes)
@@ -64,7 +68,9 @@ def test_pipeline_bench_needs_four_devices(monkeypatch):
 
 
 def test_regret_measures_a_wrong_overhead():
-    """An overhead that is far too large picks too few microbatches, and the regret is the cost of that."""
+    """An overhead that is far too large picks too few microbatches, and the regret is
+    the cost of that.
+    """
     predicted = {
         m: predicted_time(m, 16 // m, num_stages=4, num_repeats=1, overhead=Fraction(0))
         for m in (1, 2, 4, 8, 16)

@@ -1,4 +1,6 @@
-"""Tests of benchmarks/ramp.py and benchmarks/contenders.py: counts and the tables, not times."""
+"""Tests of benchmarks/ramp.py and benchmarks/contenders.py: counts and the tables, not
+times.
+"""
 
 import jax
 import numpy as np
@@ -32,7 +34,9 @@ from rampup.engine.mesh import make_mesh
 
 
 def test_ramp_plan_has_eight_phases_of_one_shape():
-    """The measured ramp goes from one microbatch to eight, one shape, with steps to spare in the last phase."""
+    """The measured ramp goes from one microbatch to eight, one shape, with steps to
+    spare in the last phase.
+    """
     for problem, sizes in ((QUICK, QUICK_SIZES), (SMALL, CPU_SIZES)):
         plan = ramp_plan(problem, *sizes)
         assert [split.num_microbatches for split in plan.splits] == list(
@@ -45,7 +49,9 @@ def test_ramp_plan_has_eight_phases_of_one_shape():
 @pytest.mark.bench
 @pytest.mark.parametrize(("name", "compilations"), [(FIXED, 1), (JIT, PHASES)])
 def test_trip_counts_compilations(name, compilations):
-    """Through eight phases rampup compiles once, and a jit per batch size once a phase."""
+    """Through eight phases rampup compiles once, and a jit per batch size once a
+    phase.
+    """
     found = trip(
         name,
         QUICK,
@@ -63,7 +69,9 @@ def test_trip_counts_compilations(name, compilations):
 
 
 def test_rows_start_with_the_ideal():
-    """The ideal takes the best time per row and the shortest first compilation of any system, in their medians."""
+    """The ideal takes the best time per row and the shortest first compilation of any
+    system, in their medians.
+    """
     plan = ramp_plan(QUICK, *QUICK_SIZES)
     trips = {}
     for place, name in enumerate((FIXED, JIT, MULTI_STEPS, MICROBATCHING)):
@@ -105,7 +113,9 @@ def steps(seconds, sizes=(2,) * 12, **more):
 
 
 def test_slowest_change_sees_stalls_and_not_slower_phases():
-    """The first step of a phase or in another size is a change, compared with those of its phase and size."""
+    """The first step of a phase or in another size is a change, compared with those of
+    its phase and size.
+    """
     calm = [99, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     assert steps(calm).changes(PLAN) == [4, 8]
     assert steps(calm, [2] * 6 + [4] * 6).changes(PLAN) == [4, 6, 8]
@@ -122,7 +132,9 @@ STEPS = 4
 
 @pytest.mark.bench
 def test_contenders_have_the_losses_compilations_and_sizes_of_their_policy():
-    """On the same rows, each has the losses of the big batch, or the compilations and late steps, that its policy implies."""
+    """On the same rows, each has the losses of the big batch, or the compilations and
+    late steps, that its policy implies.
+    """
     plan, mesh = (
         transition_plan(QUICK, STEPS, STEPS),
         make_mesh(devices=jax.devices()[:1]),

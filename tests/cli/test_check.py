@@ -71,7 +71,9 @@ def squeezed(text):
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_print_verdict_is_complete(width, terminal):
-    """Every character is there; a terminal folds, and piped output is one plain line a row, to be read by other programs."""
+    """Every character is there; a terminal folds, and piped output is one plain line a
+    row, to be read by other programs.
+    """
     printed = shown(FULL, width=width, force_terminal=terminal, verbose=True)
     lines, text = re.sub(r"\x1b\[[0-9;]*m", "", printed).splitlines(), squeezed(printed)
     for part in (*FULL.notes, *(violation.message for violation in FULL.violations)):
@@ -111,7 +113,9 @@ def test_print_verdict_is_complete(width, terminal):
 def test_print_verdict_starts_with_the_result_and_ends_with_what_each_size_changes(
     outcome, said
 ):
-    """The result of the check and of the run, a summary, the rules; the effect of each size needs --verbose."""
+    """The result of the check and of the run, a summary, the rules; the effect of each
+    size needs --verbose.
+    """
     changes = (Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),)
     verdict = Verdict(
         system="trlx",

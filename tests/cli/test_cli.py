@@ -45,7 +45,9 @@ REFUSED = {
     "rows BASE": None,
     "rows BASE --step 1000000": "step",
     "train BASE --fake-devices 0": "fake-devices",
-    "train BASE base_output_directory=out ici_pipeline_parallelism=4 num_pipeline_microbatches=6": "num_pipeline_microbatches",
+    "train BASE base_output_directory=out ici_pipeline_parallelism=4 num_pipeline_microbatches=6": (
+        "num_pipeline_microbatches"
+    ),
     "train FOLDER": None,
     "design FOLDER": None,
     "explain stepz": "stepz",
@@ -72,7 +74,9 @@ REFUSED = {
     "tune BASE": "memory-gib",  # a CPU has no limit of its own
     "tune BASE --memory-gib 0": "memory-gib",
     "tune BASE --memory-gib 1 --devices 99": "devices",
-    "tune BASE --memory-gib 1 gradient_accumulation=multi_steps": "gradient_accumulation",
+    "tune BASE --memory-gib 1 gradient_accumulation=multi_steps": (
+        "gradient_accumulation"
+    ),
     "tune BASE --memory-gib 1 --devices 1 ici_context_parallelism=2": "num_devices",
     "tune BASE --memory-gib 1 -o found.txt": "output",
     "tune BASE --memory-gib 1 -o none/found.png": "output",
@@ -83,7 +87,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("words", "key"), REFUSED.items())
 def test_wrong_usage_is_a_json_error(words, key, capsys, tmp_path, monkeypatch):
-    """Exit code 2, one JSON object with type, message, key and nearest, a line on standard error, and no file."""
+    """Exit code 2, one JSON object with type, message, key and nearest, a line on
+    standard error, and no file.
+    """
     monkeypatch.chdir(tmp_path)
     names = {"BASE": BASE, "RL": RL, "FOLDER": str(ROOT / "tests")}
     assert main([*(names.get(word, word) for word in words.split()), "--json"]) == 2
@@ -96,7 +102,9 @@ def test_wrong_usage_is_a_json_error(words, key, capsys, tmp_path, monkeypatch):
 
 
 def test_help_and_version(capsys):
-    """Help names every command once, in one of four groups, and each command's help its options."""
+    """Help names every command once, in one of four groups, and each command's help its
+    options.
+    """
     assert main(["--version"]) == main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rampup ")
@@ -160,7 +168,9 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_train_json(uninterrupted):
-    """Standard output is one object in the contract's names; the plan and the phases are on standard error."""
+    """Standard output is one object in the contract's names; the plan and the phases
+    are on standard error.
+    """
     summary, lines, log = uninterrupted
     assert tuple(summary) == JSON_KEYS
     assert (summary["steps"], summary["num_compilations"]) == (40, 1)
@@ -176,7 +186,9 @@ def test_train_json(uninterrupted):
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
-    """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and an exact resume."""
+    """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and an exact
+    resume.
+    """
     where = [f"base_output_directory={tmp_path}", "run_name=stopped"]
     process = subprocess.Popen(
         [*TRAIN, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -199,7 +211,9 @@ def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
 def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(
     tmp_path, monkeypatch
 ):
-    """From where `base_output_directory` finds the run it stays as it is; from elsewhere it is not relative to that place."""
+    """From where `base_output_directory` finds the run it stays as it is; from
+    elsewhere it is not relative to that place.
+    """
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "runs" / "a" / "config.yml").write_text(
@@ -236,7 +250,9 @@ def test_train_on_a_finished_run_does_nothing(uninterrupted):
 
 
 def test_failure_exits_1_with_the_traceback(capsys, monkeypatch):
-    """An unexpected error: exit code 1, the traceback on standard error, the error as JSON."""
+    """An unexpected error: exit code 1, the traceback on standard error, the error as
+    JSON.
+    """
     monkeypatch.setattr("rampup.cli.plan.plan", lambda *_: 1 / 0)
     assert main(["plan", BASE, "--json"]) == 1
     out, err = capsys.readouterr()
@@ -245,8 +261,13 @@ def test_failure_exits_1_with_the_traceback(capsys, monkeypatch):
 
 
 def test_closed_pipe_exits_141():
-    """`rampup plan ... | head -1` ends without a message, like a program that SIGPIPE stops: 128 + 13."""
-    script = f"{sys.executable} -m rampup plan {ROOT}/configs/bloom_176b.yml --all | head -1; echo ${{PIPESTATUS[0]}}"
+    """`rampup plan ... | head -1` ends without a message, like a program that SIGPIPE
+    stops: 128 + 13.
+    """
+    script = (
+        f"{sys.executable} -m rampup plan {ROOT}/configs/bloom_176b.yml --all | head"
+        " -1; echo ${PIPESTATUS[0]}"
+    )
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert result.stderr == ""
     assert result.stdout.splitlines()[1] in (
@@ -256,7 +277,9 @@ def test_closed_pipe_exits_141():
 
 
 def test_timetable(capsys, tmp_path):
-    """The object has the names of the contract; without --json the picture and the totals are printed, and -o draws it."""
+    """The object has the names of the contract; without --json the picture and the
+    totals are printed, and -o draws it.
+    """
     code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
     assert (code, table["schedule"], table["num_ticks"], len(table["table"])) == (
         0,
@@ -290,7 +313,9 @@ def test_timetable(capsys, tmp_path):
 
 
 def test_plan_of_a_rollout(capsys, monkeypatch):
-    """A rollout is planned like a ramp: a table for people, one object for programs, settings from everywhere."""
+    """A rollout is planned like a ramp: a table for people, one object for programs,
+    settings from everywhere.
+    """
     monkeypatch.setenv("RAMPUP_RL_NUM_ITERATIONS", "3")
     code, plan = run_json(capsys, "plan", RL, "num_prompts=100", "--devices", "4")
     assert code == 0
@@ -307,7 +332,9 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
 
 
 def test_suggest_as_text(capsys):
-    """The table of a system's sizes; the laws for tokens, with the option that adds more of them."""
+    """The table of a system's sizes; the laws for tokens, with the option that adds
+    more of them.
+    """
     assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
     assert "published for 6B" in capsys.readouterr().out
     assert main(["suggest", "--train-tokens", "300B"]) == 0
@@ -315,7 +342,9 @@ def test_suggest_as_text(capsys):
 
 
 def test_check_takes_devices(capsys, tmp_path):
-    """`--devices N` is the setting of the system for them; a system without such a setting refuses it."""
+    """`--devices N` is the setting of the system for them; a system without such a
+    setting refuses it.
+    """
     file = tmp_path / "a.yml"
     file.write_text(
         "per_device_batch_size: 3\nici_fsdp_parallelism: 4\nici_tensor_parallelism: 3\n"
@@ -367,7 +396,9 @@ def test_plot_draws_each_kind(capsys, tmp_path):
 
 
 def test_plot_and_report_read_a_run_folder(capsys, tmp_path, uninterrupted):
-    """From a run folder alone: its metrics as a picture, and with its plan as a page."""
+    """From a run folder alone: its metrics as a picture, and with its plan as a
+    page.
+    """
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     picture, page = tmp_path / "picture.png", tmp_path / "page.html"
     assert (
@@ -393,7 +424,9 @@ def run_text(capsys, monkeypatch, *arguments, width=80):
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width):
-    """Every phase of both plans with complete numbers, and a mark on the phases that differ."""
+    """Every phase of both plans with complete numbers, and a mark on the phases that
+    differ.
+    """
     text = run_text(
         capsys, monkeypatch, "plan", GPT3, "--diff", PALM, "--all", width=width
     )
@@ -435,7 +468,9 @@ def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width
 
 
 def test_budget_compares_with_constant_batches(capsys, monkeypatch):
-    """The plan, and with it the meaning of the budget: exact integers, and hours from a throughput."""
+    """The plan, and with it the meaning of the budget: exact integers, and hours from a
+    throughput.
+    """
     _, plan = run_json(capsys, "plan", GPT3)
     code, result = run_json(
         capsys, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1.5M"
@@ -448,7 +483,8 @@ def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     assert (
         "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
     )
-    # In words, it says which constant batch is meant: fewer steps than the first, more than the last.
+    # In words, it says which constant batch is meant: fewer steps than the first, more
+    # than the last.
     text = " ".join(
         run_text(
             capsys,
@@ -462,12 +498,12 @@ def test_budget_compares_with_constant_batches(capsys, monkeypatch):
         ).split()
     )
     assert (
-        "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp takes 9,043,919 fewer (98.8%)"
-        in text
+        "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp"
+        " takes 9,043,919 fewer (98.8%)" in text
     )
     assert (
-        "at 1,536 throughout 95,368 steps, the last batch kept constant; the ramp takes 15,987 more (16.8%)"
-        in text
+        "at 1,536 throughout 95,368 steps, the last batch kept constant; the ramp takes"
+        " 15,987 more (16.8%)" in text
     )
     assert "83.33 hours = 3.5 days at 1,000,000 tokens/s on average" in text
     assert "this configuration" not in text
@@ -487,7 +523,9 @@ def test_budget_compares_with_constant_batches(capsys, monkeypatch):
 
 
 def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
-    """The throughput of each batch size comes from a run's metrics; sizes without any are counted."""
+    """The throughput of each batch size comes from a run's metrics; sizes without any
+    are counted.
+    """
     lines = [
         {
             "step": n,
@@ -518,7 +556,9 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
 
 
 def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
-    """Without --write the file stays, and a patch with remarks is printed; with it the file is legal, and nothing is left."""
+    """Without --write the file stays, and a patch with remarks is printed; with it the
+    file is legal, and nothing is left.
+    """
     file = tmp_path / "run.yml"
     file.write_text(
         before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n"
@@ -527,8 +567,8 @@ def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "# steps: 0 -> 1 " in out
     assert (
-        "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  # few\n+per_device_batch_size: 16\n"
-        in out
+        "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  #"
+        " few\n+per_device_batch_size: 16\n" in out
     )
     assert file.read_text() == before
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
@@ -569,7 +609,9 @@ def test_fix_writes_only_the_user_s_file(capsys, tmp_path, monkeypatch):
 
 
 def test_explain_prints_defaults_and_topologies(capsys, monkeypatch):
-    """Default, and MaxText's name and default, or that it has none; names of slices can be copied from lines of 80 columns."""
+    """Default, and MaxText's name and default, or that it has none; names of slices can
+    be copied from lines of 80 columns.
+    """
     _, explained = run_json(capsys, "explain", "enable_rampup_batch_size")
     text = run_text(capsys, monkeypatch, "explain", "enable_rampup_batch_size")
     assert all(name in text for name in explained["interacts"])
@@ -594,5 +636,8 @@ def test_tools_import_no_jax():
         ["plan", RL, "--devices", "8"],
         ["suggest", "--params", "6B", "--system", "trlx"],
     ]
-    code = f"import sys, rampup.cli as cli; [cli.main(call) for call in {calls!r}]; assert 'jax' not in sys.modules"
+    code = (
+        f"import sys, rampup.cli as cli; [cli.main(call) for call in {calls!r}]; assert"
+        " 'jax' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

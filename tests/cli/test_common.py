@@ -1,4 +1,6 @@
-"""Tests of rampup.cli.common: what a command does to its process before JAX is imported."""
+"""Tests of rampup.cli.common: what a command does to its process before JAX is
+imported.
+"""
 
 import contextlib
 import os
@@ -22,7 +24,9 @@ print("continues")
 
 
 def starts(**environ):
-    """Return what a process with these variables prints that asks for large pages where they are on offer."""
+    """Return what a process with these variables prints that asks for large pages where
+    they are on offer.
+    """
     others = {
         name: value for name, value in os.environ.items() if name != common.VARIABLE
     }
@@ -33,7 +37,9 @@ def starts(**environ):
 
 
 def test_enable_huge_pages_re_executes_once():
-    """The process keeps its arguments and its number, and the tunable is added to those that are set."""
+    """The process keeps its arguments and its number, and the tunable is added to those
+    that are set.
+    """
     first, second, last = starts(GLIBC_TUNABLES="glibc.malloc.check=0")
     number, rest = first.split(" ", 1)
     assert rest == "['a b', '--c'] glibc.malloc.check=0"
@@ -50,7 +56,9 @@ def test_enable_huge_pages_re_executes_once():
 
 
 def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path):
-    """A C library that can ask, and a kernel that gives on request; another system has neither."""
+    """A C library that can ask, and a kernel that gives on request; another system has
+    neither.
+    """
     monkeypatch.setattr(common, "KERNEL", tmp_path / "enabled")
     monkeypatch.setattr(common.platform, "libc_ver", lambda: ("glibc", "2.36"))
     assert not common.on_offer()
@@ -78,7 +86,9 @@ def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path):
 def test_has_accelerators_needs_a_plugin_or_a_chip(
     monkeypatch, tmp_path, has_plugin, files, accelerators
 ):
-    """Installed libtpu without a TPU is no accelerator, and none counts if JAX is restricted to the CPU."""
+    """Installed libtpu without a TPU is no accelerator, and none counts if JAX is
+    restricted to the CPU.
+    """
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -100,7 +110,9 @@ def test_has_accelerators_needs_a_plugin_or_a_chip(
     ],
 )
 def test_main_re_executes_only_its_own_process(monkeypatch, argv, words, asked):
-    """A command that computes, typed in a shell; never a program or a notebook that calls `main` with arguments."""
+    """A command that computes, typed in a shell; never a program or a notebook that
+    calls `main` with arguments.
+    """
     calls = []
     monkeypatch.setattr(common, "enable_huge_pages", lambda: calls.append(1))
     monkeypatch.setattr(sys, "argv", ["rampup", *argv])
@@ -118,7 +130,9 @@ def test_switch_is_not_a_configuration_key(monkeypatch, capsys):
 
 
 def test_a_tpu_is_not_searched_for_where_there_is_none(tmp_path, monkeypatch):
-    """With libtpu installed to compile, JAX is set to the CPU, unless the machine or the user has something else."""
+    """With libtpu installed to compile, JAX is set to the CPU, unless the machine or
+    the user has something else.
+    """
     (tmp_path / "libtpu").mkdir()
     (tmp_path / "libtpu" / "__init__.py").touch()
     device = tmp_path / "pci" / "0000:00:01.0"

@@ -1,4 +1,6 @@
-"""Tests of `rampup design`: from files with measurements to schedules that can be planned."""
+"""Tests of `rampup design`: from files with measurements to schedules that can be
+planned.
+"""
 
 import json
 import math
@@ -47,7 +49,9 @@ LONG = ["--train-tokens", "20M", "--assume-growth", "0.47", "--devices", "1"]
 
 
 def noise_at(samples):
-    """Return S over G2, in samples, of the run below; their averages are 1.1 and 1.05 times those of the first of six steps."""
+    """Return S over G2, in samples, of the run below; their averages are 1.1 and 1.05
+    times those of the first of six steps.
+    """
     return 2.0 * samples**0.5 * 1.05 / 1.1
 
 
@@ -97,7 +101,8 @@ def run(tmp_path):
         }
         line |= {"gradient_noise_trace": noise * LENGTH * (1 + 0.1 * (step % 3))}
         line |= {"gradient_squared_norm": 1.0 + 0.1 * (step % 2)}
-        # The running estimate, which a design does not use: it has the samples of a unit of weight.
+        # The running estimate, which a design does not use: it has the samples of a
+        # unit of weight.
         line |= {"noise_scale_samples": 1.0, "noise_scale_tokens": float(LENGTH)}
         lines.append(
             line
@@ -111,14 +116,16 @@ def run(tmp_path):
 
 
 def test_the_run_of_a_loop_of_ones_own_is_a_measurement(run, capsys):
-    """Its folder has no configuration, which the error asks for; its step times do not depend on what it counts as tokens."""
+    """Its folder has no configuration, which the error asks for; its step times do not
+    depend on what it counts as tokens.
+    """
     (run / "config.yml").unlink()
     lines = lines_of(run)
     for line in lines:
         line |= {
-            "step_seconds": line["global_batch_size"]
-            * LENGTH
-            / line["tokens_per_second"]
+            "step_seconds": (
+                line["global_batch_size"] * LENGTH / line["tokens_per_second"]
+            )
         }
         line["tokens_per_second"] /= LENGTH
     write_lines(run, lines)
@@ -134,7 +141,9 @@ def test_the_run_of_a_loop_of_ones_own_is_a_measurement(run, capsys):
 
 
 def test_design_json(run, capsys):
-    """Every candidate has its predictions, and a schedule that `rampup plan` accepts for this configuration."""
+    """Every candidate has its predictions, and a schedule that `rampup plan` accepts
+    for this configuration.
+    """
     code, found = run_json(capsys, "design", str(run), *LONG)
     assert (code, set(found)) == (0, KEYS)
     assert {candidate["name"] for candidate in found["candidates"]} >= NAMES
@@ -191,7 +200,9 @@ def test_design_json(run, capsys):
 
 
 def test_design_does_not_extrapolate_without_limit(run, capsys):
-    """A run far longer than the measured one needs a named growth; the last measured value is printed beside the last used."""
+    """A run far longer than the measured one needs a named growth; the last measured
+    value is printed beside the last used.
+    """
     assert main(["design", str(run), "--train-tokens", "10B", "--devices", "1"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "more than 4 times" in message
@@ -224,7 +235,9 @@ def test_design_does_not_extrapolate_without_limit(run, capsys):
 
 
 def test_costs_are_those_of_the_hyperbola(run, capsys):
-    """Of a constant noise scale: overhead is B / N, double that for half of it; hours of untimed batches have an interval."""
+    """Of a constant noise scale: overhead is B / N, double that for half of it; hours
+    of untimed batches have an interval.
+    """
     write_lines(
         run,
         [
@@ -248,7 +261,8 @@ def test_costs_are_those_of_the_hyperbola(run, capsys):
             (batch,) = candidate["sizes"]
             overhead = batch / 40
             assert candidate["token_overhead"] == pytest.approx(overhead, rel=0.01)
-            # Of the loss that the smallest batch has, whose own overhead is 10%; the run was measured to a progress of 5,299.
+            # Of the loss that the smallest batch has, whose own overhead is 10%; the
+            # run was measured to a progress of 5,299.
             assert candidate["tokens_to_same_loss"] == pytest.approx(
                 20e6 / 1.1 * (1 + overhead), rel=0.01
             )
@@ -268,12 +282,15 @@ def test_costs_are_those_of_the_hyperbola(run, capsys):
             )
             hours = [candidate[f"hours{end}"] for end in ("_low", "", "_high")]
             assert hours == sorted(hours)
-            # Between the time of the largest timed step, of 16, and one in proportion to the batch.
+            # Between the time of the largest timed step, of 16, and one in proportion
+            # to the batch.
             assert hours[2] / hours[0] == pytest.approx(max(batch / 16, 1))
 
 
 def test_critical_batches_are_preferred(run, capsys):
-    """Results of `rampup critical` next to the run replace the noise scale; tune's output replaces the times."""
+    """Results of `rampup critical` next to the run replace the noise scale; tune's
+    output replaces the times.
+    """
     for step, samples, batch, size in ((100, 400, 4, 8), (600, 7200, 16, 64)):
         folder = run.with_name("demo.critical") / f"step-{step}-abc"
         folder.mkdir(parents=True)
@@ -295,7 +312,8 @@ def test_critical_batches_are_preferred(run, capsys):
     tuned = tuned_in(run)
     code, found = run_json(capsys, "design", str(run), *LONG, "--measured", str(tuned))
     assert (code, found["noise_source"]) == (0, "critical")
-    # Before the first of them, the noise scale of the run counts, in proportion: it grows from 2 * sqrt(4) to 40 and meets 8.
+    # Before the first of them, the noise scale of the run counts, in proportion: it
+    # grows from 2 * sqrt(4) to 40 and meets 8.
     assert 0.2 * 4 <= found["noise_scale_start"] < 8
     assert found["step_seconds"]["16"] == 2.0
     # Larger batches save no time on this machine, so the fastest is the smallest.
@@ -303,7 +321,9 @@ def test_critical_batches_are_preferred(run, capsys):
 
 
 def test_a_constant_rate_has_a_second_model(run, capsys):
-    """Where samples cost time, a late switch wins if the noise is forgotten and not by the noise scale; the output says so."""
+    """Where samples cost time, a late switch wins if the noise is forgotten and not by
+    the noise scale; the output says so.
+    """
     tuned = tuned_in(run)
     arguments = [
         "design",
@@ -339,7 +359,8 @@ def test_a_constant_rate_has_a_second_model(run, capsys):
             next(each["hours"] for each in found["candidates"]), rel=1e-3
         )
         assert hours.get("seesaw") is None
-    # Where steps take a hundredth of that, all times are in minutes. The picture is written, and the model is called one.
+    # Where steps take a hundredth of that, all times are in minutes. The picture is
+    # written, and the model is called one.
     pytest.importorskip("matplotlib")
     picture = run.with_name("design.png")
     for factor, unit in ((1, "hours"), (100, "minutes")):
@@ -427,7 +448,9 @@ OPTIONS = [
 
 @pytest.fixture
 def follower(run, capsys):
-    """The folder of a run that was started from a design of the run above, and has followed the same formulas to its end."""
+    """The folder of a run that was started from a design of the run above, and has
+    followed the same formulas to its end.
+    """
     folder = run.with_name("next")
     assert main(["design", str(run), *OPTIONS, "--write", str(folder)]) == 0
     assert f"`rampup train {folder}` starts early growth, fastest" in " ".join(
@@ -470,12 +493,14 @@ def report_of(capsys, folder, *options):
 
 
 def test_a_report_compares_a_run_with_its_prediction(run, follower, capsys):
-    """After every tenth of the tokens, and only of those that it has passed; the folder of a run is not overwritten."""
+    """After every tenth of the tokens, and only of those that it has passed; the folder
+    of a run is not overwritten.
+    """
     found = report_of(capsys, follower)
     assert (found["schedule"], found["other_settings"]) == ("early growth, fastest", [])
     lines = lines_of(follower)
     assert len({line["global_batch_size"] for line in lines}) > 1
-    (loss, steps, hours, noise) = found["rows"][-4:]
+    loss, steps, hours, noise = found["rows"][-4:]
     assert {row["tokens"] for row in found["rows"][-4:]} == {2_000_000}
     late = [
         line["loss"]
@@ -484,7 +509,8 @@ def test_a_report_compares_a_run_with_its_prediction(run, follower, capsys):
     ]
     assert loss["measured"] == pytest.approx(sum(late) / len(late))
     assert loss["off"] == pytest.approx(loss["measured"] - loss["predicted"])
-    # The run that was measured had this line until sample 4,000; from there, the loss follows a power law.
+    # The run that was measured had this line until sample 4,000; from there, the loss
+    # follows a power law.
     assert 6 - 0.4 * math.log(15_625) < loss["predicted"] < 6 - 0.4 * math.log(4_000)
     # Up to the rounding of a phase.
     assert steps["measured"] == len(lines) == pytest.approx(steps["predicted"], abs=3)
@@ -510,7 +536,9 @@ def test_a_report_compares_a_run_with_its_prediction(run, follower, capsys):
 
 
 def test_only_a_whole_prediction_for_the_same_settings_is_compared(follower):
-    """Other tokens, another model, rate or batch, also of a step before a resume, are named, and a damaged file; not a seed."""
+    """Other tokens, another model, rate or batch, also of a step before a resume, are
+    named, and a damaged file; not a seed.
+    """
     config, metrics, file = (
         follower / name for name in ("config.yml", "metrics.jsonl", "prediction.json")
     )
@@ -573,7 +601,9 @@ def test_only_a_whole_prediction_for_the_same_settings_is_compared(follower):
 
 @pytest.mark.slow
 def test_a_run_is_started_from_its_design_and_keeps_it(tmp_path, capsys):
-    """A real run, designed, trained, resumed from its folder and reported, and another candidate started by its keys."""
+    """A real run, designed, trained, resumed from its folder and reported, and another
+    candidate started by its keys.
+    """
     base = [
         BASE,
         *command_line(TINY_MODEL),
@@ -623,7 +653,9 @@ def test_a_run_is_started_from_its_design_and_keeps_it(tmp_path, capsys):
 
 
 def test_a_run_of_rollouts_gets_prompts_and_responses(tmp_path, capsys):
-    """From the last estimates of its metrics; without any, and with the options of ramps, an error."""
+    """From the last estimates of its metrics; without any, and with the options of
+    ramps, an error.
+    """
     folder = tmp_path / "rl"
     folder.mkdir()
     config = RolloutConfig(
@@ -646,7 +678,8 @@ def test_a_run_of_rollouts_gets_prompts_and_responses(tmp_path, capsys):
     assert "measured no noise between prompts" in capsys.readouterr().err
     write_lines(folder, [{"step": 0} | line, {"step": 1}])
     _, facts = run_json(capsys, "design", str(folder), "--cost-per-prompt", "3")
-    # Two updates on the same samples take twice the prompts; n^2 = 3 * 24 / 2; (2 + 24 / 8) / (2 + 24 / 4) of the prompts.
+    # Two updates on the same samples take twice the prompts; n^2 = 3 * 24 / 2; (2 + 24
+    # / 8) / (2 + 24 / 4) of the prompts.
     assert facts["noise_scale_prompts"] == {"value": 32.0, "low": 24.0, "high": 40.0}
     assert (
         facts["best_num_generations"],
@@ -658,12 +691,13 @@ def test_a_run_of_rollouts_gets_prompts_and_responses(tmp_path, capsys):
     assert main(["design", str(folder)]) == 0
     text = capsys.readouterr().out
     assert (
-        "noise scale: 32 (24 to 40) prompts, with 4 responses each and 2 updates on each at the same learning rate"
-        in text
+        "noise scale: 32 (24 to 40) prompts, with 4 responses each and 2 updates on"
+        " each at the same learning rate" in text
     )
     assert "with the mean gradient taken as fixed" in text
     assert [row["num_generations"] for row in facts["choices"]] == [4, 8, 16, 32, 64]
-    # Other passes over the samples are a question; other responses would be taken for those of the noise scale.
+    # Other passes over the samples are a question; other responses would be taken for
+    # those of the noise scale.
     assert (
         run_json(capsys, "design", str(folder), "rl.num_iterations=1")[1][
             "noise_scale_prompts"

@@ -1,4 +1,6 @@
-"""Tests of rampup.cli.draw: configurations and run folders named on a command line, and the content of a report."""
+"""Tests of rampup.cli.draw: configurations and run folders named on a command line, and
+the content of a report.
+"""
 
 import json
 from pathlib import Path
@@ -35,7 +37,9 @@ def folder(tmp_path):
 
 
 def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, capsys):
-    """A file may have '=' in its name. `plot` without -o writes NAME.png of a run or configuration here, and says so."""
+    """A file may have '=' in its name. `plot` without -o writes NAME.png of a run or
+    configuration here, and says so.
+    """
     odd = folder / "a=b.yml"
     odd.write_text("steps: 3\n")
     assert parse_inputs([str(odd)]).config == str(odd)
@@ -49,7 +53,9 @@ def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, c
 
 
 def test_read_config_of_a_run(folder, monkeypatch):
-    """The configuration in a run folder is read exactly; without it, the error says what can be drawn."""
+    """The configuration in a run folder is read exactly; without it, the error says
+    what can be drawn.
+    """
     config = Config(
         steps=7,
         learning_rate=1e-5,
@@ -101,7 +107,9 @@ SLOW = [
 
 @pytest.mark.parametrize("name", ["base", "rl", "deepseek_v3", *SLOW])
 def test_gather_report_of_every_preset(name):
-    """Every configuration that comes with rampup becomes a page of less than a megabyte."""
+    """Every configuration that comes with rampup becomes a page of less than a
+    megabyte.
+    """
     report = gathered(
         str(CONFIGS / f"{name}.yml"), devices={"base": 4, "rl": 8}.get(name)
     )
@@ -112,7 +120,9 @@ def test_gather_report_of_every_preset(name):
 
 
 def test_gather_report_draws_the_learning_rate_that_the_run_had(tmp_path):
-    """The steps that are done have their own rate, which a resume may have changed, and the others the configured one."""
+    """The steps that are done have their own rate, which a resume may have changed, and
+    the others the configured one.
+    """
     (tmp_path / "config.yml").write_text(run_yaml(Config(steps=7, num_devices=2)))
     line = {
         "step": 0,

@@ -74,11 +74,16 @@ def printed(found):
 
 
 def test_print_tuning_prints_everything():
-    """The boundary, each candidate, the settings, each phase, the levers with their remarks, and the notes."""
+    """The boundary, each candidate, the settings, each phase, the levers with their
+    remarks, and the notes.
+    """
     text = printed(FOUND)
     for part in (
         "4 x cpu, 16 GiB each (as given), of which 15 GiB are used: 5% are left free",
-        "the largest microbatch that fits is 2 samples; 4 does not (not run: this is computed)",
+        (
+            "the largest microbatch that fits is 2 samples; 4 does not (not run: this"
+            " is computed)"
+        ),
         "2 16 1 GiB 12.35 ms 4% 123,457 fits",
         "4 16 too much not timed does not fit",
         "recommended: microbatch_size=2; the run's steps take 12.5 s",
@@ -93,7 +98,9 @@ def test_print_tuning_prints_everything():
 
 
 def test_print_tuning_for_an_absent_slice():
-    """Every compiled size has its estimates, and every alternative its ratio and its programs."""
+    """Every compiled size has its estimates, and every alternative its ratio and its
+    programs.
+    """
     estimate = {"roofline_seconds": 0.002, "roofline_tokens_per_second": 4000.0}
     slices = {
         "topology": "v5e:4x4",
@@ -113,7 +120,10 @@ def test_print_tuning_for_an_absent_slice():
         TRIAL
         | UNTIMED
         | dict.fromkeys(estimate)
-        | {"microbatch_size": 4, "fits": False},
+        | {
+            "microbatch_size": 4,
+            "fits": False,
+        },
     ]
     phases = [FOUND["phases"][0] | estimate]
     found = (
@@ -143,7 +153,9 @@ def test_print_tuning_for_an_absent_slice():
 
 
 def test_print_tuning_without_a_size_that_fits():
-    """Without settings there is no recommendation; without a next size, none is claimed to fail."""
+    """Without settings there is no recommendation; without a next size, none is claimed
+    to fail.
+    """
     nothing = printed(
         FOUND | {"settings": None, "largest_microbatch": None, "phases": []}
     )

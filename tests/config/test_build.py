@@ -19,7 +19,9 @@ from rampup.errors import (
 
 
 def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
-    """Half a sample per device is legal if two devices share a sample, and refused otherwise."""
+    """Half a sample per device is legal if two devices share a sample, and refused
+    otherwise.
+    """
     keys = {
         "per_device_batch_size_start": 0.5,
         "per_device_batch_size_increment": 0.5,
@@ -78,7 +80,9 @@ def test_build_plan_error_names_the_key(keys, error, key):
 
 
 def test_build_plan_lists_the_order_and_the_sizes_of_a_schedule():
-    """Every threshold in the wrong order, every size that does not divide and every bad entry are in one list."""
+    """Every threshold in the wrong order, every size that does not divide and every bad
+    entry are in one list.
+    """
     schedule = {
         "batch_size_schedule": "0:16 500:24 400:50 300:64",
         "microbatch_size": 8,
@@ -100,7 +104,9 @@ def test_build_plan_lists_the_order_and_the_sizes_of_a_schedule():
 
 
 def test_build_plan_says_what_a_refused_mesh_hides():
-    """Without a mesh no batch size can be checked; an evaluation batch of its own is in the list of the ramp's problems."""
+    """Without a mesh no batch size can be checked; an evaluation batch of its own is in
+    the list of the ramp's problems.
+    """
     mesh = {
         "ici_tensor_parallelism": 3,
         "per_device_batch_size": 15.5,
@@ -129,7 +135,9 @@ def test_build_plan_says_what_a_refused_mesh_hides():
 
 
 def test_build_plan_checks_sizes_that_no_step_reaches():
-    """With the offered size, a step would reach them. They do not matter if all other sizes are legal."""
+    """With the offered size, a step would reach them. They do not matter if all other
+    sizes are legal.
+    """
     with pytest.raises(RampupError) as caught:
         build_plan(Config(batch_size_schedule="0:65 1:1 50:2 65:64 500:8"), 2)
     assert [(problem.value, problem.nearest) for problem in caught.value.problems] == [
@@ -165,7 +173,9 @@ def test_build_plan_needs_a_number_of_devices():
 
 
 def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
-    """In every phase and in evaluation, without a shape to fall back to; what needs several microbatches is refused."""
+    """In every phase and in evaluation, without a shape to fall back to; what needs
+    several microbatches is refused.
+    """
     keys = {"batch_size_schedule": "0:16 64:32", "whole_batch": True}
     plan = build_plan(Config(**keys), 4)
     assert [
@@ -193,7 +203,9 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
 
 
 def test_build_plan_ignores_the_evaluation_batch_if_evaluation_is_off():
-    """An evaluation batch that cannot be split matters only if evaluation is on or its size is set."""
+    """An evaluation batch that cannot be split matters only if evaluation is on or its
+    size is set.
+    """
     keys = {
         "per_device_batch_size": 3,
         "gradient_accumulation_steps": 2,
@@ -252,7 +264,9 @@ def written(config, devices, step):
     ],
 )
 def test_possible_devices_are_those_that_resume(keys, devices):
-    """A checkpoint resumes on each of these numbers, with its ramp, and on no other one; a fresh run names the same ones."""
+    """A checkpoint resumes on each of these numbers, with its ramp, and on no other
+    one; a fresh run names the same ones.
+    """
     config = Config(**keys)
     record, can = written(config, devices, 5), []
     for number in range(
@@ -286,7 +300,9 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
 
 
 def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():
-    """The sizes of a schedule do not follow the devices, so a fresh run can say where they run; not if no number helps."""
+    """The sizes of a schedule do not follow the devices, so a fresh run can say where
+    they run; not if no number helps.
+    """
     with pytest.raises(
         BatchDivisibilityError,
         match=r"devices that can run these batches: 1, 2, 4, 8, 16$",
@@ -330,7 +346,9 @@ def test_plan_to_resume_accepts_other_keys_of_the_same_ramp():
 
 @pytest.mark.parametrize("step", [0, 1, 9, 10, 11, 30, 31, 50])
 def test_continue_by_samples_looks_sizes_up_by_samples(step):
-    """Consumed samples are kept, and each later step has the size of the new schedule at its samples."""
+    """Consumed samples are kept, and each later step has the size of the new schedule
+    at its samples.
+    """
     config = Config(
         **(
             SCHEDULE
@@ -354,7 +372,9 @@ def test_continue_by_samples_looks_sizes_up_by_samples(step):
 
 
 def test_plan_to_resume_keeps_a_continued_ramp():
-    """If the keys have not changed since, the recorded ramp is used, including its past."""
+    """If the keys have not changed since, the recorded ramp is used, including its
+    past.
+    """
     config = Config(
         **(
             SCHEDULE
@@ -373,7 +393,9 @@ def test_plan_to_resume_keeps_a_continued_ramp():
 
 
 def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
-    """On other devices the sizes are those of the run; keys that `auto` does not read may change; new sizes need a decision."""
+    """On other devices the sizes are those of the run; keys that `auto` does not read
+    may change; new sizes need a decision.
+    """
     keys = {
         "batch_size_schedule": "auto",
         "per_device_batch_size_start": 2,

@@ -45,7 +45,9 @@ Core.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.
 
 
 def test_base_yml_and_its_schema_are_current():
-    """The files are those that `python -m rampup.config.files configs` writes: the defaults, and a valid schema."""
+    """The files are those that `python -m rampup.config.files configs` writes: the
+    defaults, and a valid schema.
+    """
     assert load_config(CONFIGS / "base.yml") == Config()
     assert (CONFIGS / "base.yml").read_text() == BASE_FILE.text
     assert json.loads((CONFIGS / "rampup.schema.json").read_text()) == SCHEMA
@@ -76,7 +78,9 @@ def test_yaml_value_quotes_text_that_would_be_read_as_something_else(text):
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_config_names_a_schema_that_accepts_it(path):
-    """The first line of each file is the modeline that editors read, and the schema that it names accepts the file."""
+    """The first line of each file is the modeline that editors read, and the schema
+    that it names accepts the file.
+    """
     text = path.read_text()
     named = re.fullmatch(
         re.escape(MODELINE).replace(r"\{\}", "(.*)"), text.splitlines()[0]
@@ -103,7 +107,9 @@ NO_CONFIGS += (
 
 @pytest.mark.parametrize("content", [*NO_CONFIGS, {"run_name": "a/b"}])
 def test_schema_refuses(content):
-    """Unknown keys, wrong types, values outside the limits, and files that are not mappings."""
+    """Unknown keys, wrong types, values outside the limits, and files that are not
+    mappings.
+    """
     assert not WHOLE.is_valid(content)
 
 
@@ -144,7 +150,9 @@ OTHERS = (
 @settings(max_examples=10)
 @given(value=NUMBERS | OTHERS, text=st.text(max_size=5))
 def test_schema_accepts_the_values_that_the_key_accepts(name, value, text):
-    """An editor marks no value that rampup takes, and every number outside the limits."""
+    """An editor marks no value that rampup takes, and every number outside the
+    limits.
+    """
     if KEYS[name].kind in ("text", "name") and KEYS[name].allows(text):
         assert BY_KEY[name].is_valid(text)
     if KEYS[name].allows(value):
@@ -191,7 +199,9 @@ AS_TEXT |= {
 
 @pytest.mark.parametrize(("name", "texts"), AS_TEXT.items())
 def test_schema_accepts_numbers_as_text(name, texts):
-    """1_000, 2K and 1/3 are text for an editor. What it accepts is legal, as it is or as rampup's YAML reads it."""
+    """1_000, 2K and 1/3 are text for an editor. What it accepts is legal, as it is or
+    as rampup's YAML reads it.
+    """
     for text in texts:
         assert BY_KEY[name].is_valid(text)
         assert KEYS[name].allows(text) or KEYS[name].allows(
@@ -217,7 +227,9 @@ def test_schema_accepts_nested_keys():
 
 
 def test_explain_gives_names_and_defaults_of_maxtext():
-    """MaxText's name and default where it has the key; what it does where it has none. Interaction is symmetric."""
+    """MaxText's name and default where it has the key; what it does where it has none.
+    Interaction is symmetric.
+    """
     found = {name: explain(name) for name in KEYS}
     assert all(
         name in found[other]["interacts"]
@@ -261,7 +273,9 @@ CLOSE |= {
 
 @pytest.mark.parametrize(("name", "close"), CLOSE.items())
 def test_explain_suggests_close_keys(name, close):
-    """Typing errors, parts of names, capitals and names of other systems lead to the key; nothing is made up."""
+    """Typing errors, parts of names, capitals and names of other systems lead to the
+    key; nothing is made up.
+    """
     with pytest.raises(
         ConfigError, match="unknown key" if close else r"base\.yml lists all keys"
     ) as caught:

@@ -84,12 +84,16 @@ def fixed(folder, text, *settings, environ=None):
     ],
 )
 def test_find_fix_changes_only_the_value(tmp_path, text, result):
-    """Comments, quotes, order and line ends of everything else stay; a key that is not in the file is added at its end."""
+    """Comments, quotes, order and line ends of everything else stay; a key that is not
+    in the file is added at its end.
+    """
     assert fixed(tmp_path, text).text == result
 
 
 def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
-    """A ramp that does not divide gets another increment or start if one is within a factor of two; the nearest wins."""
+    """A ramp that does not divide gets another increment or start if one is within a
+    factor of two; the nearest wins.
+    """
     end = "per_device_batch_size"
     for start, increment, last in itertools.product(
         (2, 3, 4, 7), (3, 5, 8), (*range(1, 13), 16)
@@ -128,7 +132,9 @@ def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
 
 
 def keeps_shape(before, after):
-    """Return whether sizes are within a quarter of those before and grow, stay and fall where they did."""
+    """Return whether sizes are within a quarter of those before and grow, stay and fall
+    where they did.
+    """
     near = all(
         0.75 * old <= new and 0.75 * new <= old
         for old, new in zip(before, after, strict=True)
@@ -142,7 +148,9 @@ def keeps_shape(before, after):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_find_fix_keeps_the_shape_of_a_schedule(seed):
-    """A fixed schedule grows, stays and falls where it did, with every size within a quarter; anything else is an error."""
+    """A fixed schedule grows, stays and falls where it did, with every size within a
+    quarter; anything else is an error.
+    """
     chosen = random.Random(seed)
     devices, sizes = (
         chosen.choice((2, 4, 8)),
@@ -174,7 +182,9 @@ def test_find_fix_keeps_the_shape_of_a_schedule(seed):
 
 
 def test_find_fix_takes_a_smaller_microbatch_before_other_sizes():
-    """The schedule keeps its sizes as far as the devices allow; a ramp that would become flat is an error."""
+    """The schedule keeps its sizes as far as the devices allow; a ramp that would
+    become flat is an error.
+    """
     settings = [
         "enable_rampup_batch_size=false",
         "batch_size_schedule=0:16 500:24 900:50 2K:64",
@@ -188,13 +198,18 @@ def test_find_fix_takes_a_smaller_microbatch_before_other_sizes():
     ]
     with pytest.raises(
         RampupError,
-        match=r"keeps the ramp \(it grows where it grew, and a size moves by at most 25%\)",
+        match=(
+            r"keeps the ramp \(it grows where it grew, and a size moves by at most"
+            r" 25%\)"
+        ),
     ):
         find_fix("base.yml", [*settings, "num_devices=64"], check=plan)
 
 
 def test_find_fix_changes_settings_where_they_were_made(tmp_path):
-    """A value from the command line or the environment is changed there, and the file stays as it is."""
+    """A value from the command line or the environment is changed there, and the file
+    stays as it is.
+    """
     fix = fixed(tmp_path, BASE, "per_device_batch_size=15")
     assert [(c.key, c.before, c.after, c.where) for c in fix.changes] == [
         ("per_device_batch_size", "15", "16", "command line")
@@ -226,7 +241,9 @@ LEFT |= {
 
 @pytest.mark.parametrize(("text", "left"), LEFT.items())
 def test_find_fix_names_the_problem_that_is_left(tmp_path, text, left):
-    """If no error offers a value that helps, the message gives the remaining problem."""
+    """If no error offers a value that helps, the message gives the remaining
+    problem.
+    """
     with pytest.raises(
         ConfigError, match="no legal configuration was found near this one"
     ) as caught:
@@ -246,7 +263,9 @@ def test_find_fix_raises_the_readers_error(tmp_path):
     "text", [BASE + "steps: 0\n# end", BASE + "steps: 0", BASE + "steps: 0\n"]
 )
 def test_patch_can_be_applied(tmp_path, text):
-    """`patch` turns the file into the fixed text, also if its last line has no line end."""
+    """`patch` turns the file into the fixed text, also if its last line has no line
+    end.
+    """
     fix = fixed(tmp_path, text)
     if shutil.which("patch") is None:
         pytest.skip("there is no `patch` on this machine")
@@ -260,7 +279,9 @@ def test_patch_can_be_applied(tmp_path, text):
 
 
 def test_write_fix_keeps_permissions_links_and_byte_order_mark(tmp_path):
-    """The target of a link is replaced, with its permissions and its byte order mark, and no other file is left."""
+    """The target of a link is replaced, with its permissions and its byte order mark,
+    and no other file is left.
+    """
     file, link = tmp_path / "run.yml", tmp_path / "link.yml"
     file.write_bytes(b"\xef\xbb\xbfsteps: 0\n")
     file.chmod(0o640)
@@ -273,7 +294,9 @@ def test_write_fix_keeps_permissions_links_and_byte_order_mark(tmp_path):
 
 
 def test_write_fix_leaves_a_file_that_cannot_be_written(tmp_path, monkeypatch):
-    """The error names the file, which stays as it was, and no other file is left behind."""
+    """The error names the file, which stays as it was, and no other file is left
+    behind.
+    """
     fix = fixed(tmp_path, "steps: 0\n")
 
     def refuse(*_):
@@ -289,7 +312,9 @@ def test_write_fix_leaves_a_file_that_cannot_be_written(tmp_path, monkeypatch):
 @given(random_configs.configs())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_find_fix_of_random_values_is_legal_or_refused(tmp_path_factory, values):
-    """The result is legal, changes only keys that exist, and leaves every other line as it is; nothing else is raised."""
+    """The result is legal, changes only keys that exist, and leaves every other line as
+    it is; nothing else is raised.
+    """
     text = random_configs.as_yaml(values)
     try:
         fix = fixed(tmp_path_factory.mktemp("run"), text)
@@ -305,7 +330,9 @@ def test_find_fix_of_random_values_is_legal_or_refused(tmp_path_factory, values)
 
 
 def test_find_fix_ends(tmp_path):
-    """A file with a bad value for every fourth key that takes a number is given up after a bounded number of rounds."""
+    """A file with a bad value for every fourth key that takes a number is given up
+    after a bounded number of rounds.
+    """
     tries, file = [], tmp_path / "run.yml"
     names = [
         name for name, key in KEYS.items() if key.kind in ("int", "size", "float")

@@ -1,4 +1,6 @@
-"""Budgets, shares, Seesaw, the scalings of hyperparameters, and presets, as keys of a configuration."""
+"""Budgets, shares, Seesaw, the scalings of hyperparameters, and presets, as keys of a
+configuration.
+"""
 
 import math
 from fractions import Fraction
@@ -21,7 +23,9 @@ PLAN = ("plan", "base.yml", "--devices", "4")
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 12_345_678, "1.5M", "2B"])
 def test_a_token_budget_is_reached_by_the_last_step(tokens):
-    """The run ends with the first batch that reaches the budget; as many samples are the same budget."""
+    """The run ends with the first batch that reaches the budget; as many samples are
+    the same budget.
+    """
     config = Config(
         train_tokens=tokens,
         max_target_length=128,
@@ -49,7 +53,9 @@ def test_a_token_budget_is_reached_by_the_last_step(tokens):
     ],
 )
 def test_shares_are_exact_and_rounded_down(share, budget):
-    """A threshold is the whole samples in the share of the budget, from exact fractions."""
+    """A threshold is the whole samples in the share of the budget, from exact
+    fractions.
+    """
     number = share.removesuffix("%")
     exact = (
         Fraction(number)
@@ -110,7 +116,9 @@ def test_bad_budgets_and_shares_are_refused(keys, text):
 
 
 def test_the_nearest_budget_counts(tmp_path, capsys):
-    """A budget on the command line replaces the steps of the file, and the other way round; both in one place is an error."""
+    """A budget on the command line replaces the steps of the file, and the other way
+    round; both in one place is an error.
+    """
     code, plan = run_json(
         capsys, *PLAN, "train_samples=6400", "enable_rampup_batch_size=false"
     )
@@ -124,7 +132,9 @@ def test_the_nearest_budget_counts(tmp_path, capsys):
 
 
 def test_seesaw_takes_fewer_steps_for_the_same_samples():
-    """The batch grows at the cuts, the samples stay, and rate / sqrt(batch) is that of the planned staircase."""
+    """The batch grows at the cuts, the samples stay, and rate / sqrt(batch) is that of
+    the planned staircase.
+    """
     keys = {
         "batch_size_schedule": "0:32 500:64",
         "steps": 500,
@@ -139,7 +149,8 @@ def test_seesaw_takes_fewer_steps_for_the_same_samples():
     assert plan.ramp.sizes == (32, 64, 128, 256, 512)
     assert plan.eval_global_batch_size == plain.eval_global_batch_size == 64
     assert plan.num_compiled_shapes == 1
-    # With a fixed microbatch, every batch is a multiple of the replicas times the microbatch.
+    # With a fixed microbatch, every batch is a multiple of the replicas times the
+    # microbatch.
     rounded = Config(
         per_device_batch_size=16,
         microbatch_size=4,
@@ -163,7 +174,9 @@ def test_seesaw_takes_fewer_steps_for_the_same_samples():
 
 
 def test_seesaw_warms_up_over_the_planned_samples():
-    """Until the first cut, the schedule has the progress that it has without Seesaw, also after a resume."""
+    """Until the first cut, the schedule has the progress that it has without Seesaw,
+    also after a resume.
+    """
     keys = {
         "per_device_batch_size": 16,
         "steps": 200,
@@ -214,7 +227,9 @@ def test_bad_hyperparameter_keys_are_refused(keys, key):
 
 
 def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
-    """The JSON of every phase has its constants: b2**(1/B) is constant to 1e-12, and the learning rate is that of the run."""
+    """The JSON of every phase has its constants: b2**(1/B) is constant to 1e-12, and
+    the learning rate is that of the run.
+    """
     words = ["batch_scaling=half_life", "learning_rate_batch_scaling=sqrt"]
     code, plan = run_json(capsys, *PLAN, "--hyperparameters", *words)
     assert code == 0
@@ -259,7 +274,9 @@ def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
     ],
 )
 def test_each_rule_scales_its_constants(rule, rate, constants):
-    """For a quarter of the reference batch; `learning_rate_batch_scaling` departs from the rule for the learning rate alone."""
+    """For a quarter of the reference batch; `learning_rate_batch_scaling` departs from
+    the rule for the learning rate alone.
+    """
     for chosen, factor in (("auto", rate), ("none", 1), ("linear", 0.25)):
         config = Config(
             batch_size_schedule="0:16 160:64",
@@ -277,7 +294,9 @@ def test_each_rule_scales_its_constants(rule, rate, constants):
 
 
 def test_a_resumed_plan_keeps_seesaw_on_other_devices():
-    """The rates and batches come from the record, on 4, 8 and 2 devices; another budget or factor is refused."""
+    """The rates and batches come from the record, on 4, 8 and 2 devices; another budget
+    or factor is refused.
+    """
     keys = {
         "batch_size_schedule": "0:32 500:64",
         "train_samples": 20_000,
@@ -318,7 +337,9 @@ def test_a_run_continues_by_samples_with_seesaw():
 
 
 def test_a_longer_budget_without_shares_is_the_same_ramp():
-    """A budget that the ramp does not depend on can be extended; one that shares depend on is part of the ramp."""
+    """A budget that the ramp does not depend on can be extended; one that shares depend
+    on is part of the ramp.
+    """
     short, long = (
         Config(train_samples=n, batch_size_schedule="0:16 100:32") for n in (1000, 2000)
     )
@@ -334,7 +355,9 @@ def test_a_longer_budget_without_shares_is_the_same_ramp():
 
 @pytest.mark.parametrize("tokens", [NANOCHAT_REFERENCE_TOKENS, 10**10, 10**11, 10**12])
 def test_nanochat_preset_has_its_three_formulas(tokens):
-    """Batch, learning rate and weight decay as nanochat's base_train.py computes them."""
+    """Batch, learning rate and weight decay as nanochat's base_train.py computes
+    them.
+    """
     config = Config(
         preset="nanochat",
         train_tokens=tokens,
@@ -355,7 +378,9 @@ def test_nanochat_preset_has_its_three_formulas(tokens):
     [(32, 0.999), (64, 0.998), (128, 0.996), (256, 0.992), (512, 0.984), (2048, 0.95)],
 )
 def test_marin_preset_has_its_beta2(batch, expected):
-    """The values that marin's issue lists for sequences of 4,096 tokens; tokens count, not sequences."""
+    """The values that marin's issue lists for sequences of 4,096 tokens; tokens count,
+    not sequences.
+    """
     for length in (4096, 1024):
         size = batch * 4096 // length
         config = Config(
@@ -370,7 +395,9 @@ def test_marin_preset_has_its_beta2(batch, expected):
 
 
 def test_olmo_preset_has_the_published_sizes_and_rates():
-    """Batches of 1,024 to 4,096 sequences; other lengths keep the tokens. The first batch has the given rate, others more."""
+    """Batches of 1,024 to 4,096 sequences; other lengths keep the tokens. The first
+    batch has the given rate, others more.
+    """
     plan = build_plan(
         load_config(
             "base.yml", ["preset=olmo", "max_target_length=4096", "train_tokens=1T"]
@@ -384,7 +411,9 @@ def test_olmo_preset_has_the_published_sizes_and_rates():
 
 
 def test_preset_gives_way_to_keys_of_the_same_place_or_nearer(tmp_path):
-    """Keys beside the preset and on the command line win; those of the base configuration do not."""
+    """Keys beside the preset and on the command line win; those of the base
+    configuration do not.
+    """
     (tmp_path / "my.yml").write_text(
         "base_config: base.yml\npreset: marin\nadam_b2_floor: 0.9\n"
     )

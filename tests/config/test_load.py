@@ -30,7 +30,9 @@ def write(tmp_path):
 
 
 def test_load_config_merges_sources_by_precedence(write):
-    """Defaults < base_config chain < file < command line and environment; `where` returns the source of each value."""
+    """Defaults < base_config chain < file < command line and environment; `where`
+    returns the source of each value.
+    """
     write("steps: 1\nlearning_rate: 1e-5\nlog_period: 3\n", "base/root.yml")
     write("base_config: root.yml\nsteps: 2\neval_interval: 5\n", "base/middle.yml")
     path = write("base_config: base/middle.yml\nsteps: 3\n")
@@ -85,7 +87,9 @@ def test_config_error_has_file_line_and_key(write, text, line, key, message):
 
 
 def test_unknown_keys_and_bad_values_are_one_list(write):
-    """Those of the file, its base, the command line and the environment; the last sentence says what is not checked yet."""
+    """Those of the file, its base, the command line and the environment; the last
+    sentence says what is not checked yet.
+    """
     write("stepz: 1\nlog_period: 0\n", "base.yml")
     path = write("base_config: base.yml\nlearning_rat: 1\nsteps: x\n")
     with pytest.raises(ConfigError, match=r"^7 problems:") as caught:
@@ -122,7 +126,9 @@ def test_unknown_keys_and_bad_values_are_one_list(write):
     ],
 )
 def test_contradiction_names_what_set_the_keys(write, text, settings, environ, place):
-    """The command line or the variable that set one of the keys, or the file if neither did."""
+    """The command line or the variable that set one of the keys, or the file if neither
+    did.
+    """
     path = write(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path, settings, environ=environ)
@@ -161,7 +167,9 @@ def test_bad_overrides_are_refused(write, overrides, environ, message):
 
 
 def test_text_keys_take_settings_verbatim(write):
-    """A setting of a text key is not parsed as YAML, except for null if the key allows it."""
+    """A setting of a text key is not parsed as YAML, except for null if the key allows
+    it.
+    """
     config = load_config(
         write("steps: 1\n"),
         ["run_name=2026", "grain_train_files=None", "remat_policy=none"],
@@ -197,14 +205,18 @@ def test_missing_files_are_refused(tmp_path):
     "text", ["rl: {num_generations: 4}\n", "rl.num_generations: 4\n"]
 )
 def test_load_config_recognizes_the_file_of_a_rollout(tmp_path, text):
-    """The error names the commands that take the file, instead of listing unknown keys."""
+    """The error names the commands that take the file, instead of listing unknown
+    keys.
+    """
     (tmp_path / "rl.yml").write_text(text)
     with pytest.raises(ConfigError, match=r"configuration of a rollout.*`rampup plan`"):
         load_config(tmp_path / "rl.yml")
 
 
 def test_load_config_reads_each_value_once(monkeypatch):
-    """One call of `Key.convert` per key, for the values of base.yml and for the defaults."""
+    """One call of `Key.convert` per key, for the values of base.yml and for the
+    defaults.
+    """
     names, convert = [], Key.convert
     monkeypatch.setattr(
         Key,
@@ -216,7 +228,9 @@ def test_load_config_reads_each_value_once(monkeypatch):
 
 
 def test_auto_alone_is_enough(write):
-    """`batch_size_schedule: auto` sets the keys that it needs, also against a file below it; beside it, others are refused."""
+    """`batch_size_schedule: auto` sets the keys that it needs, also against a file
+    below it; beside it, others are refused.
+    """
     needed = (
         "enable_rampup_batch_size",
         "measure_gradient_noise",
@@ -254,7 +268,8 @@ def test_auto_alone_is_enough(write):
         ):
             load_config(
                 write(
-                    f"base_config: base.yml\nbatch_size_schedule: auto\n{name}: {value}\n",
+                    f"base_config: base.yml\nbatch_size_schedule: auto\n{name}:"
+                    f" {value}\n",
                     "b.yml",
                 )
             )
@@ -296,7 +311,9 @@ SCALARS |= {text: text for text in TEXTS}
 
 @pytest.mark.parametrize(("text", "value"), SCALARS.items())
 def test_scalars_follow_yaml_1_2(text, value):
-    """Numbers are exact and decimal, 1e-5 is a float, None is null, and colons and dates stay text."""
+    """Numbers are exact and decimal, 1e-5 is a float, None is null, and colons and
+    dates stay text.
+    """
     assert parse_scalar(text, "command line") == value
     assert values(f"key: {text}")["key"] == value
     assert type(values(f"key: {text}")["key"]) is type(value)
@@ -367,8 +384,13 @@ def test_read_text_refuses_unreadable_files(tmp_path):
 
 
 def test_positions_of_keys_and_values():
-    """Keys and values are found in any context; values with an alias, an anchor or a tag are left out."""
-    text = "# x: 1\r\na:  5 # five\r\n\"b\": 'six'\nc:\nd: [1,\n 2]\ne: &e 1\nf: *e\ng: !!str 3\n"
+    """Keys and values are found in any context; values with an alias, an anchor or a
+    tag are left out.
+    """
+    text = (
+        "# x: 1\r\na:  5 # five\r\n\"b\": 'six'\nc:\nd: [1,\n 2]\ne: &e 1\nf: *e\ng:"
+        " !!str 3\n"
+    )
     found = {
         name: (text[key], text[value]) for name, (key, value) in positions(text).items()
     }

@@ -9,8 +9,9 @@ from rampup.batch_size.scaling_laws import suggest_batch
 from rampup.plan.describe import summary
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-# First and last batch, phases, steps and samples of the ramp: published, or computed by the exact rule from what is published.
-# Then the tokens that a report gives for the whole run.
+# First and last batch, phases, steps and samples of the ramp: published, or computed by
+# the exact rule from what is published. Then the tokens that a report gives for the
+# whole run.
 PUBLISHED = {
     "gpt3_175b": (16, 1536, 96, 19_802, 5_859_424, 3e11),
     "bloom_176b": (192, 2048, 117, 12_658, 9_765_808, 3.66e11),
@@ -29,7 +30,8 @@ PUBLISHED = {
     "llama_8b_v5p": (256, 512, 2, 7632, 1_953_792, None),
     "llama_70b_v6e": (512, 1024, 2, 33_380, 17_090_560, None),
 }
-# The steps at which the batch changes, which the reports give or which follow from their token counts.
+# The steps at which the batch changes, which the reports give or which follow from
+# their token counts.
 CHANGES = {
     "palm_540b": [50_000, 115_000],
     "nemotron4_15b": [127_157, 190_736],
@@ -56,7 +58,9 @@ def test_every_preset_is_checked():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_has_the_expected_ramp(name):
-    """Sizes, phases, steps and samples of the ramp, where it changes, and the tokens that a report gives for the run."""
+    """Sizes, phases, steps and samples of the ramp, where it changes, and the tokens
+    that a report gives for the run.
+    """
     config, plan = preset(name)
     *expected, tokens = PUBLISHED[name]
     ramp, changes = plan.ramp, [phase.start_step for phase in plan.ramp.phases[1:]]
@@ -76,7 +80,9 @@ def test_preset_has_the_expected_ramp(name):
 
 
 def test_mimo_shrinks_its_batch_in_the_last_phase():
-    """The last phase of MiMo is smaller than the one before, and the headline names the largest batch too."""
+    """The last phase of MiMo is smaller than the one before, and the headline names the
+    largest batch too.
+    """
     _, plan = preset("mimo_7b")
     assert plan.ramp.sizes[-2:] == (2560, 640)
     assert "from 512 to 640 samples (at most 2,560)" in summary(plan)[1]
@@ -84,7 +90,9 @@ def test_mimo_shrinks_its_batch_in_the_last_phase():
 
 @pytest.mark.parametrize("name", ["llama_1b_v5e", "llama_8b_v5p", "llama_70b_v6e"])
 def test_recipes_end_within_the_laws_of_their_tokens(name):
-    """The last batch of a model of ours needs at most 20% more tokens by one critical law, and the rate follows the batch."""
+    """The last batch of a model of ours needs at most 20% more tokens by one critical
+    law, and the rate follows the batch.
+    """
     config, plan = preset(name)
     params = {"llama_1b_v5e": "1.2B", "llama_8b_v5p": "8B", "llama_70b_v6e": "70B"}[
         name

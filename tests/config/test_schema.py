@@ -13,7 +13,9 @@ from rampup.rl.config import ROLLOUT_KEYS
 
 
 def test_config_without_arguments_is_complete():
-    """Every key has a default that its own rules accept, a section and documentation in full sentences."""
+    """Every key has a default that its own rules accept, a section and documentation in
+    full sentences.
+    """
     config = Config()
     assert list(config.to_dict()) == list(KEYS)
     assert all(
@@ -57,7 +59,9 @@ WSD = {
     ],
 )
 def test_contradiction_names_a_key_and_offers_legal_values(keys, blamed, nearest):
-    """The error about keys that exclude each other names one of them, and each offered value is legal."""
+    """The error about keys that exclude each other names one of them, and each offered
+    value is legal.
+    """
     with pytest.raises(ConfigError) as caught:
         Config(**keys)
     assert (caught.value.key, caught.value.nearest) == (blamed, nearest)
@@ -122,7 +126,9 @@ RAMP = {
     ("name", "value"), [*RAMP.items(), ("rampup_carry_overshoot", True)]
 )
 def test_ramp_key_without_its_switch_is_refused(name: str, value: object) -> None:
-    """A key of the linear ramp says nothing without `enable_rampup_batch_size`, also if its value is the default."""
+    """A key of the linear ramp says nothing without `enable_rampup_batch_size`, also if
+    its value is the default.
+    """
     with pytest.raises(
         ConfigError, match=f"{name}=.*enable_rampup_batch_size is not set"
     ) as caught:
@@ -142,7 +148,9 @@ def test_ramp_keys_next_to_a_schedule_are_refused() -> None:
 
 
 def test_default_ramp_is_that_of_base_yml() -> None:
-    """`Config()` has a ramp; a batch or a schedule of one's own has none unless it asks for one."""
+    """`Config()` has a ramp; a batch or a schedule of one's own has none unless it asks
+    for one.
+    """
     assert build_plan(Config(), 4).ramp.sizes == (8, 16, 24, 32)
     assert build_plan(Config(per_device_batch_size=16), 4).ramp.sizes == (64,)
     assert build_plan(Config(batch_size_schedule="0:8"), 4).ramp.sizes == (8,)
@@ -228,7 +236,9 @@ NO_FOLDER_NAMES = (
     ],
 )
 def test_read_refuses_with_the_legal_values(spec, value, message, nearest):
-    """The error about a wrong type or a value outside the limits has the key and the rule, and offers legal values near it."""
+    """The error about a wrong type or a value outside the limits has the key and the
+    rule, and offers legal values near it.
+    """
     with pytest.raises(ConfigError, match="name=") as caught:
         read(value, **spec)
     assert message in str(caught.value)
@@ -252,7 +262,9 @@ BAD |= {"name": ["a/b", "..", "a b", "\u00e9"]}
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_refuses_a_bad_value(name):
-    """Before any work, an error names the key whose value is of another kind, below every minimum, or empty."""
+    """Before any work, an error names the key whose value is of another kind, below
+    every minimum, or empty.
+    """
     for value in ["no such choice", ""] if KEYS[name].choices else BAD[KEYS[name].kind]:
         with pytest.raises(RampupError) as caught:
             build_plan(load_config("base.yml", [f"{name}={value}"]), 4)
@@ -271,7 +283,9 @@ def test_settings_name_the_closest_key():
 
 
 def test_whole_numbers_take_suffixes():
-    """Every key that counts is written as the thresholds of a schedule are; other text is refused with the number it means."""
+    """Every key that counts is written as the thresholds of a schedule are; other text
+    is refused with the number it means.
+    """
     config = Config(
         max_target_length="2k",
         steps="1.5K",

@@ -26,7 +26,9 @@ def ids(batch):
 @pytest.mark.parametrize("mode", ["fixed", "per_phase", "auto"])
 @pytest.mark.parametrize(("seed", "number"), [(None, 7), (5, 150), (5, 60)])
 def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
-    """Over three phases and epochs that end in a step, or many of which are in a step, every row is read once an epoch."""
+    """Over three phases and epochs that end in a step, or many of which are in a step,
+    every row is read once an epoch.
+    """
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh, steps=25, rampup_microbatch=mode)
     order = SampleOrder(number, seed=seed)
@@ -47,7 +49,9 @@ def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
 
 
 def test_step_batches_starts_anywhere_with_the_same_rows():
-    """Batches from step N on, or from a position, are those of the full run from step N on."""
+    """Batches from step N on, or from a position, are those of the full run from step N
+    on.
+    """
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
     whole = [
@@ -77,7 +81,9 @@ def part_of_the_rows(process, count):
     st.sampled_from([1, 2, 4]),
 )
 def test_processes_share_a_batch_without_overlap(per_process, factors, num_processes):
-    """However many processes read, together they read each microbatch's rows, each its own."""
+    """However many processes read, together they read each microbatch's rows, each its
+    own.
+    """
     R = per_process * num_processes
     ramp = BatchRamp.piecewise(
         [(n * 100, R * factor) for n, factor in enumerate(factors)]
@@ -102,7 +108,9 @@ def test_processes_share_a_batch_without_overlap(per_process, factors, num_proce
 
 
 def test_microbatches_have_one_shape():
-    """Through the whole ramp, microbatches are of one shape and hold the samples in order."""
+    """Through the whole ramp, microbatches are of one shape and hold the samples in
+    order.
+    """
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
     seen = list(microbatches(range(1000), plan, mesh))
@@ -126,9 +134,11 @@ class CountedRows:
 
 
 def test_step_batches_reads_no_row_twice_for_another_split():
-    """A batch that is split otherwise than planned is the batch that was read ahead: rows read = rows used, and in order.
+    """A batch that is split otherwise than planned is the batch that was read ahead:
+    rows read = rows used, and in order.
 
-    Only the rows of the first step are read once more, to see whether the source repeats them.
+    Only the rows of the first step are read once more, to see whether the source
+    repeats them.
     """
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
@@ -150,7 +160,9 @@ def test_step_batches_reads_no_row_twice_for_another_split():
 
 
 def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
-    """When a batch is yielded, the next ones have been read; a shuffled and mapped MapDataset is a source of rows."""
+    """When a batch is yielded, the next ones have been read; a shuffled and mapped
+    MapDataset is a source of rows.
+    """
     mesh = toy.mesh_of("one")
     plan, asked, position = toy.plan_for(mesh), [], RampPlan.position
     monkeypatch.setattr(
@@ -173,7 +185,9 @@ def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
 
 
 def test_split_rows_reads_only_missing_rows():
-    """A process among several keeps the rows that it has, and reads those that only the other split needs, once."""
+    """A process among several keeps the rows that it has, and reads those that only the
+    other split needs, once.
+    """
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
     order = SampleOrder(1000, seed=None)

@@ -17,7 +17,9 @@ from rampup.errors import DataError
 
 
 def test_open_sources_reads_text(tmp_path):
-    """Text is bytes in the files' order, a zero after each; every n-th file is held out; rows name their file."""
+    """Text is bytes in the files' order, a zero after each; every n-th file is held
+    out; rows name their file.
+    """
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(f"text number {number}")
     train, held_out = open_rows("text", str(tmp_path / "*.txt"))
@@ -33,7 +35,9 @@ def test_open_sources_reads_text(tmp_path):
 
 
 def test_open_sources_defaults_to_the_standard_library():
-    """The standard library's source is enough to train on, and evaluation reads other files."""
+    """The standard library's source is enough to train on, and evaluation reads other
+    files.
+    """
     train, held_out = open_rows("text")
     assert len(train) > 10 * len(held_out) / 2 > 1000
     assert not {
@@ -45,11 +49,15 @@ def test_open_sources_defaults_to_the_standard_library():
 
 @pytest.mark.parametrize("suffix", ["npy", "bin"])
 def test_open_sources_reads_token_arrays(tmp_path, suffix):
-    """Memory-mapped .npy and .bin files give their tokens; the last rows are held out."""
+    """Memory-mapped .npy and .bin files give their tokens; the last rows are held
+    out.
+    """
     tokens = np.arange(1, 42, dtype=np.uint16)
     path = tmp_path / f"tokens.{suffix}"
-    np.save(path, tokens) if suffix == "npy" else path.write_bytes(
-        tokens.astype("<u2").tobytes()
+    (
+        np.save(path, tokens)
+        if suffix == "npy"
+        else path.write_bytes(tokens.astype("<u2").tobytes())
     )
     train, held_out = open_rows("tokens", str(path))
     assert (len(train), len(held_out)) == (9, 1)
@@ -59,7 +67,9 @@ def test_open_sources_reads_token_arrays(tmp_path, suffix):
 
 
 def test_open_sources_reads_array_records(tmp_path):
-    """A record is a row of tokens, also a short one; a record of another size is refused by number."""
+    """A record is a row of tokens, also a short one; a record of another size is
+    refused by number.
+    """
     path = str(tmp_path / "rows.array_record")
     writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
     for row in ([1, 2, 3, 4, 5], [6, 7], *[[9, 8, 7]] * 18, [1] * 6):
@@ -71,7 +81,9 @@ def test_open_sources_reads_array_records(tmp_path):
     assert batch["length"].tolist() == [1, 4]
     with pytest.raises(
         DataError,
-        match=r"record 20 of .*rows.array_record has 12 bytes; it must be 2 to 5 tokens",
+        match=(
+            r"record 20 of .*rows.array_record has 12 bytes; it must be 2 to 5 tokens"
+        ),
     ):
         held_out.read(np.array([len(held_out) - 1]))
 
@@ -115,7 +127,9 @@ def test_open_sources_reads_array_records(tmp_path):
     ],
 )
 def test_open_sources_refuses_broken_token_files(tmp_path, name, content, message):
-    """A file that is missing, empty, truncated or of another kind is a DataError that names it."""
+    """A file that is missing, empty, truncated or of another kind is a DataError that
+    names it.
+    """
     path = tmp_path / name
     if isinstance(content, np.ndarray):
         np.save(path, content, allow_pickle=True)
@@ -135,13 +149,18 @@ def test_read_names_tokens_outside_the_vocabulary(tmp_path):
     train, _ = open_rows("tokens", str(tmp_path / "a.npy"))
     with pytest.raises(
         DataError,
-        match=r"a.npy from token 4 \(row 1\): token 300 must be at least 0 and below vocab_size=256",
+        match=(
+            r"a.npy from token 4 \(row 1\): token 300 must be at least 0 and below"
+            r" vocab_size=256"
+        ),
     ):
         train.read(np.array([0, 1]))
 
 
 def test_open_sources_holds_out_the_last_rows_of_few_text_files(tmp_path):
-    """A single text file is enough to train on: if no complete file can be spared, its last rows are held out."""
+    """A single text file is enough to train on: if no complete file can be spared, its
+    last rows are held out.
+    """
     (tmp_path / "my.txt").write_text("0123456789" * 8)
     train, held_out = open_rows("text", str(tmp_path / "my.txt"))
     assert (len(train), len(held_out)) == (18, 2)
@@ -172,7 +191,9 @@ def test_token_file_reads_the_parts_of_an_array(tmp_path, dtype, number):
 
 
 def test_fingerprints_name_files_below_the_shared_folder(tmp_path):
-    """Files keep their names when all of them move, and files of the same name in two folders are two."""
+    """Files keep their names when all of them move, and files of the same name in two
+    folders are two.
+    """
     for number, name in enumerate("xy"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(str(number))
@@ -195,7 +216,9 @@ def few_files():
 
 
 def test_more_token_files_than_may_be_open(tmp_path, few_files):
-    """Rows of 300 files come in any order and from several threads, where 256 files may be open; a replaced file is named."""
+    """Rows of 300 files come in any order and from several threads, where 256 files may
+    be open; a replaced file is named.
+    """
     for number in range(300):
         np.full(9, number % 200, "<u2").tofile(tmp_path / f"{number:03}.bin")
     train, held_out = open_rows("tokens", str(tmp_path / "*.bin"), length=4)
@@ -217,7 +240,9 @@ def test_more_token_files_than_may_be_open(tmp_path, few_files):
 
 
 def test_fingerprints_are_read_once_and_shared(tmp_path, monkeypatch):
-    """A file of the same size and times is not read again; one of another content is, whatever its time; shares add up."""
+    """A file of the same size and times is not read again; one of another content is,
+    whatever its time; shares add up.
+    """
     paths = [str(tmp_path / f"{number}.bin") for number in range(5)]
     read, digest = [], hashlib.file_digest
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""Tests of rampup.data.sources, and of data of one's own: rows by number, streams of rows and of batches, what is refused."""
+"""Tests of rampup.data.sources, and of data of one's own: rows by number, streams of
+rows and of batches, what is refused.
+"""
 
 import dataclasses
 import threading
@@ -18,7 +20,9 @@ from rampup.errors import DataError
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 8, 9, 10])
 def test_token_rows_have_every_token_as_target_once(number):
-    """Rows cover an array without loss: every token but the last is an input once, every token but the first a target."""
+    """Rows cover an array without loss: every token but the last is an input once,
+    every token but the first a target.
+    """
     source = TokenRows(
         [np.arange(number)], ["array"], sequence_length=4, vocab_size=100
     )
@@ -43,7 +47,9 @@ def test_token_rows_do_not_cross_arrays():
 
 
 def test_synthetic_rows_follow_from_their_number():
-    """Row n is the same every time, whatever it is read with, and other rows are held out. A source is taken as it is."""
+    """Row n is the same every time, whatever it is read with, and other rows are held
+    out. A source is taken as it is.
+    """
     train, held_out = open_rows("synthetic")
     assert (
         train.read(np.array([3, 9]))["tokens"][1]
@@ -59,7 +65,9 @@ def test_synthetic_rows_follow_from_their_number():
 
 
 def test_stream_takes_no_more_rows_than_its_steps():
-    """A stream reads the rows of the steps that it yielded and no others, so that its state can be saved with a step."""
+    """A stream reads the rows of the steps that it yielded and no others, so that its
+    state can be saved with a step.
+    """
     step, source = start(steps=4)[0], iter(rows())
     next(step.stream(source))
     assert next(source)["id"] == 16
@@ -94,13 +102,18 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
         (
             COLUMNS,
             {},
-            r"a dict of arrays \('image', 'label'\) is not indexed by row.*grain.MapDataset",
+            (
+                r"a dict of arrays \('image', 'label'\) is not indexed by"
+                r" row.*grain.MapDataset"
+            ),
         ),
         (rows(), {"stop": 13}, "steps 0 to 13 .* 0 to 12"),
     ],
 )
 def test_sources_that_cannot_be_indexed_are_refused(source, options, words):
-    """Iterators, filtered and endless datasets and columns are errors that name the remedy; so are steps beyond the plan."""
+    """Iterators, filtered and endless datasets and columns are errors that name the
+    remedy; so are steps beyond the plan.
+    """
     with pytest.raises(DataError, match=words):
         next(
             rampup.step_batches(
@@ -120,7 +133,9 @@ def test_rows_by_number_are_a_source():
 
 
 def test_map_dataset_has_epochs_of_its_own():
-    """Without a seed, a shuffled MapDataset has another order in its second epoch, as Grain's `repeat` gives."""
+    """Without a seed, a shuffled MapDataset has another order in its second epoch, as
+    Grain's `repeat` gives.
+    """
     mesh = mesh_of("one")
     source = grain.MapDataset.range(16).shuffle(seed=3)
     batches = rampup.step_batches(source, plan_for(mesh, "0:16", steps=2), mesh)
@@ -160,7 +175,9 @@ def test_map_dataset_has_epochs_of_its_own():
     ],
 )
 def test_streamed_rows_that_do_not_fit_are_named(items, batched, words):
-    """Arrays of different numbers of rows would be matched wrongly, and JAX does not say which part of a row is no number."""
+    """Arrays of different numbers of rows would be matched wrongly, and JAX does not
+    say which part of a row is no number.
+    """
     with pytest.raises(DataError, match=words):
         next(start()[0].stream(iter(items), batched=batched))
 
@@ -178,7 +195,9 @@ ROWS = grain.MapDataset.source([{"x": np.ones((2, 3), np.float32)} for _ in rang
     ids=["last", "before", "part"],
 )
 def test_batched_datasets_are_refused(dataset):
-    """Where rows are expected, a dataset that batches is an error before a row is read, however it goes on."""
+    """Where rows are expected, a dataset that batches is an error before a row is read,
+    however it goes on.
+    """
     step, _ = start(schedule="0:8", steps=2)
     with pytest.raises(
         DataError, match=r"is batched .* the plan decides .* or train with step.stream"
@@ -197,7 +216,9 @@ def test_batched_datasets_are_refused(dataset):
 
 
 def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
-    """A DataLoader's operations are looked at too; rows that are matrices, and unknown classes, are legal."""
+    """A DataLoader's operations are looked at too; rows that are matrices, and unknown
+    classes, are legal.
+    """
     step, _ = start(schedule="0:8", steps=2)
 
     def loader(*operations):
@@ -234,7 +255,9 @@ def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
 
 
 class OneFile:
-    """Rows of a file that is open once, read into one buffer: whoever reads meanwhile gets other rows."""
+    """Rows of a file that is open once, read into one buffer: whoever reads meanwhile
+    gets other rows.
+    """
 
     def __init__(self, path):
         self.file, self.buffer, self.busy = (
@@ -257,7 +280,9 @@ class OneFile:
 
 
 def test_a_source_is_read_by_one_thread_and_each_row_is_copied(tmp_path):
-    """A source with one open file and one buffer gives every row as it is, also to two loaders at the same time."""
+    """A source with one open file and one buffer gives every row as it is, also to two
+    loaders at the same time.
+    """
     np.repeat(np.arange(64, dtype=np.int32), 4).tofile(tmp_path / "rows")
     source, mesh = OneFile(tmp_path / "rows"), mesh_of("one")
     plan = plan_for(mesh, "0:16", steps=40)
@@ -305,7 +330,9 @@ def test_a_source_declares_that_threads_may_read_it(declared, num_threads):
 
 
 class Augmented:
-    """Rows of an image and its label that a function of (generator, row) changes; what is not a number equals nothing."""
+    """Rows of an image and its label that a function of (generator, row) changes; what
+    is not a number equals nothing.
+    """
 
     def __init__(self, change):
         self.change, self.generator = change, np.random.default_rng(0)
@@ -322,9 +349,14 @@ class Augmented:
 
 @pytest.mark.parametrize("step_number", [0, 3])
 def test_a_source_whose_rows_differ_when_read_again_is_refused(step_number):
-    """A generator of the source's own gives other rows after every resume; one that is made of the row's number does not."""
+    """A generator of the source's own gives other rows after every resume; one that is
+    made of the row's number does not.
+    """
     step, _ = start(schedule="0:16", steps=4)
-    flip = lambda rng, x: x[::-1] if rng.random() < 0.5 else x  # noqa: E731
+
+    def flip(rng, x):
+        return x[::-1] if rng.random() < 0.5 else x
+
     for change in (
         flip,
         lambda rng, x: np.roll(x, rng.integers(9)),
@@ -343,7 +375,9 @@ def test_a_source_whose_rows_differ_when_read_again_is_refused(step_number):
 
 
 def test_batches_that_are_given_as_rows_are_warned_of():
-    """A list and a generator of batches name `batched=True`; `batched=False` says that each is one row."""
+    """A list and a generator of batches name `batched=True`; `batched=False` says that
+    each is one row.
+    """
     step, _ = start(schedule="0:8", steps=2)
     loader = [{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)}] * 16
     for batches in (
@@ -352,7 +386,10 @@ def test_batches_that_are_given_as_rows_are_warned_of():
     ):
         with pytest.warns(
             rampup.DataWarning,
-            match=r"\[4, 2\], \[4\]. If it is a batch of 4 rows.* batched=True.*batched=False",
+            match=(
+                r"\[4, 2\], \[4\]. If it is a batch of 4 rows.*"
+                r" batched=True.*batched=False"
+            ),
         ):
             next(batches())
         with warnings.catch_warnings():
@@ -433,7 +470,9 @@ UNUSUAL = {
 def test_rows_that_would_not_arrive_as_they_are_name_field_and_row(
     unusual, usual, words
 ):
-    """JAX would fail in its own words, or drop the upper half of an integer, without the name of the row."""
+    """JAX would fail in its own words, or drop the upper half of an integer, without
+    the name of the row.
+    """
     step, _ = start(schedule="0:8", steps=2)
     items = [{"x": unusual if number == 5 else usual} for number in range(16)]
     for batches in (step.batches(items), step.stream(iter(items))):
@@ -445,7 +484,9 @@ def test_rows_that_would_not_arrive_as_they_are_name_field_and_row(
 
 
 def test_numbers_of_64_bits_that_fit_arrive_and_all_do_with_x64():
-    """Small integers and infinity are as they were; with x64, which threads that read do not see, so is everything."""
+    """Small integers and infinity are as they were; with x64, which threads that read
+    do not see, so is everything.
+    """
     step, _ = start(schedule="0:8", steps=2)
     small = [
         {

@@ -1,4 +1,6 @@
-"""Tests of `rampup check` on the command line, of the system that a file belongs to, and of its conversion."""
+"""Tests of `rampup check` on the command line, of the system that a file belongs to,
+and of its conversion.
+"""
 
 import itertools
 import json
@@ -40,7 +42,9 @@ def file(tmp_path):
 
 
 def test_check_json_has_the_documented_keys(capsys, file):
-    """The names and types that --json prints, for a valid and an invalid file; exit code 2 for the invalid one only."""
+    """The names and types that --json prints, for a valid and an invalid file; exit
+    code 2 for the invalid one only.
+    """
     code, found = run_json(capsys, "check", file(VALID), "--from", "skyrl")
     assert code == 0
     assert list(found) == [
@@ -81,7 +85,9 @@ def test_check_json_has_the_documented_keys(capsys, file):
     ],
 )
 def test_check_rejects_wrong_usage(capsys, file, arguments, key, said):
-    """Unknown systems and keys, no file and an incomplete conversion are errors; key=value may come before or after options."""
+    """Unknown systems and keys, no file and an incomplete conversion are errors;
+    key=value may come before or after options.
+    """
     assert (
         run_json(
             capsys,
@@ -116,7 +122,9 @@ def test_check_rejects_wrong_usage(capsys, file, arguments, key, said):
     ("asked", "real"), [*itertools.permutations(["skyrl", "verl", "trlx"], 2)]
 )
 def test_check_file_recognizes_another_system(asked, real):
-    """A file that sets keys only of another system is an error that names that system."""
+    """A file that sets keys only of another system is an error that names that
+    system.
+    """
     config = next(case["config"] for case in cases(real) if len(case["config"]) > 1)
     with pytest.raises(
         ConfigError, match=f"looks like a file of {real}, not of {asked}.*--from {real}"
@@ -151,20 +159,27 @@ FOREIGN = {
 def test_files_of_systems_without_rules_are_named_and_refused(
     capsys, tmp_path, system, text, asked
 ):
-    """Such a file is never read as another system's, whatever `--from` says; the error says what can be read."""
+    """Such a file is never read as another system's, whatever `--from` says; the error
+    says what can be read.
+    """
     path = tmp_path / ("run.sh" if "--" in text else "config.yaml")
     path.write_text(text)
     code, found = run_json(
         capsys, "check", str(path), *([] if asked is None else ["--from", asked])
     )
     assert (code, found["error"]["key"]) == (2, "from")
-    said = f"this is a file of {system}, which rampup cannot check; it reads files and launch scripts of MaxText"
+    said = (
+        f"this is a file of {system}, which rampup cannot check; it reads files and"
+        " launch scripts of MaxText"
+    )
     assert said in found["error"]["message"]
 
 
 @pytest.mark.parametrize("system", ["skyrl", "verl", "trlx", "maxtext_rl"])
 def test_check_finds_the_system_by_itself(capsys, file, system):
-    """Without `--from` the system is the one whose keys a file sets; a key that many systems have is no evidence of one."""
+    """Without `--from` the system is the one whose keys a file sets; a key that many
+    systems have is no evidence of one.
+    """
     config = max(
         (case["config"] for case in cases(system)), key=lambda config: len(str(config))
     )
@@ -185,11 +200,16 @@ def test_check_finds_the_system_by_itself(capsys, file, system):
 
 
 def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
-    """The file that --to writes has the phases of the verdict; one that cannot be written, or is the source, is an error."""
+    """The file that --to writes has the phases of the verdict; one that cannot be
+    written, or is the source, is an error.
+    """
     output = tmp_path / "base.yml"
     path = file(
         PIPELINES["ramp in a pipeline"]
-        | {"data_parallel_size": 8, "train_samples": 5000}
+        | {
+            "data_parallel_size": 8,
+            "train_samples": 5000,
+        }
     )
     convert = ["check", path, "--from", "megatron", "--to", "rampup", "-o"]
     code, found = run_json(capsys, *convert, str(output))
@@ -211,12 +231,14 @@ def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
 
 
 def test_check_imports_no_jax_and_only_the_requested_system(file):
-    """`rampup check` imports neither JAX nor NumPy, and of the dialects only the requested one."""
+    """`rampup check` imports neither JAX nor NumPy, and of the dialects only the
+    requested one.
+    """
     code = (
-        "import sys; from rampup.cli import main; code = main(sys.argv[1:]);"
-        "assert not {'jax', 'numpy', 'flax', 'optax'} & set(sys.modules);"
-        "assert not any(name.startswith(('rampup.dialects.verl', 'rampup.dialects.megatron')) for name in sys.modules);"
-        "sys.exit(code)"
+        "import sys; from rampup.cli import main; code = main(sys.argv[1:]);assert not"
+        " {'jax', 'numpy', 'flax', 'optax'} & set(sys.modules);assert not"
+        " any(name.startswith(('rampup.dialects.verl', 'rampup.dialects.megatron')) for"
+        " name in sys.modules);sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "check", file(VALID), "--from", "skyrl"]
     subprocess.run(command, check=True, capture_output=True)
@@ -278,7 +300,9 @@ def values(entries):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
-    """Only a RampupError is raised; a verdict is JSON, names keys and legal values, and is explained."""
+    """Only a RampupError is raised; a verdict is JSON, names keys and legal values, and
+    is explained.
+    """
     entries = load_dialect(system).launch.entries
     flat = data.draw(values(entries))
     try:
@@ -310,7 +334,9 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
     ids=lambda value: value if isinstance(value, str) else value["name"],
 )
 def test_verdict_equals_every_reference_case(system, case):
-    """Both verdicts and every number are those of the system's own code, and the plan has the same numbers."""
+    """Both verdicts and every number are those of the system's own code, and the plan
+    has the same numbers.
+    """
     facts = [
         f"{key}={case[key]}"
         for key in ("num_processes", "num_prompts", "dataset_prompts")
@@ -355,7 +381,9 @@ SUMMARIES = {
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_summary_is_the_arithmetic_of_a_step_in_one_line(capsys, file, system):
-    """Prompts, samples, optimizer steps, replicas, passes and their size, below the verdict; then the version of the rules."""
+    """Prompts, samples, optimizer steps, replicas, passes and their size, below the
+    verdict; then the version of the rules.
+    """
     config, summary = SUMMARIES[system]
     path = file(config)
     main(["check", path, "--from", system])
@@ -366,7 +394,9 @@ def test_summary_is_the_arithmetic_of_a_step_in_one_line(capsys, file, system):
 
 
 def test_verbose_doubles_each_given_size(capsys, file):
-    """What follows from each size is found by trial: numbers that change, or a rule that breaks."""
+    """What follows from each size is found by trial: numbers that change, or a rule
+    that breaks.
+    """
     path = file(VALID)
     assert main(["check", path, "--from", "skyrl", "--verbose"]) == 0
     shown = capsys.readouterr().out
@@ -424,7 +454,9 @@ def read_back(tmp_path, result):
     ids=lambda value: value if isinstance(value, str) else value["name"],
 )
 def test_convert_keeps_ramps(tmp_path, system, case):
-    """The plan and phases of every reference case are equal, with accumulation; MaxText's ramp of fractions is refused."""
+    """The plan and phases of every reference case are equal, with accumulation;
+    MaxText's ramp of fractions is refused.
+    """
     mesh = (
         {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
         if system == "maxtext"
@@ -450,16 +482,27 @@ PP, CP, CHUNKS = (
 )
 PIPELINES = {
     "constant pipeline": {"global_batch_size": 80, "micro_batch_size": 2, PP: 4},
-    "ramp in a pipeline": BASE
-    | {"global_batch_size": 128, PP: 4, "rampup_batch_size": "32 32 999"},
-    "interleaved": BASE
-    | {"rampup_batch_size": [32, 32, 500], PP: 4, CHUNKS: 2, CP: 2, "num_layers": 16},
-    "decreased": BASE
-    | {
-        "micro_batch_size": 4,
-        "rampup_batch_size": "48 8 600",
-        "decrease_batch_size_if_needed": True,
-    },
+    "ramp in a pipeline": (
+        BASE | {"global_batch_size": 128, PP: 4, "rampup_batch_size": "32 32 999"}
+    ),
+    "interleaved": (
+        BASE
+        | {
+            "rampup_batch_size": [32, 32, 500],
+            PP: 4,
+            CHUNKS: 2,
+            CP: 2,
+            "num_layers": 16,
+        }
+    ),
+    "decreased": (
+        BASE
+        | {
+            "micro_batch_size": 4,
+            "rampup_batch_size": "48 8 600",
+            "decrease_batch_size_if_needed": True,
+        }
+    ),
     "unsorted": {
         "step_batch_size_schedule": "100:64 0:32",
         "micro_batch_size": 1,
@@ -470,7 +513,9 @@ PIPELINES = {
 
 @pytest.mark.parametrize("config", PIPELINES.values(), ids=PIPELINES)
 def test_convert_keeps_megatron_pipelines_and_roundings(tmp_path, config):
-    """One pass of any number of microbatches, growing multiples of the stages, and rounded sizes."""
+    """One pass of any number of microbatches, growing multiples of the stages, and
+    rounded sizes.
+    """
     result = verdict("megatron", config, "data_parallel_size=8")
     assert result.ok
     plan = read_back(tmp_path, result)
@@ -513,7 +558,9 @@ def test_convert_keeps_a_maxtext_pipeline(tmp_path):
 
 
 def test_convert_comments_each_key_without_a_counterpart():
-    """Keys that are not converted are named in one comment each; a line break in a name cannot write a line of its own."""
+    """Keys that are not converted are named in one comment each; a line break in a name
+    cannot write a line of its own.
+    """
     config = {
         "per_device_batch_size": 2,
         "quantization": "int8",
@@ -531,7 +578,9 @@ def test_convert_comments_each_key_without_a_counterpart():
 
 
 def test_convert_refuses_a_growing_pipeline_of_uneven_microbatches():
-    """Rampup's pipeline grows in multiples of its stages; the error names the first number that is not one."""
+    """Rampup's pipeline grows in multiples of its stages; the error names the first
+    number that is not one.
+    """
     config = BASE | {"global_batch_size": 72, "rampup_batch_size": [24, 24, 500], PP: 4}
     with pytest.raises(
         ConfigError, match="multiples of its 4 stages, but the file has phases of 3"

@@ -1,4 +1,6 @@
-"""Tests of scripts, commands and base files as `rampup check` reads them, for all six systems."""
+"""Tests of scripts, commands and base files as `rampup check` reads them, for all six
+systems.
+"""
 
 import json
 import re
@@ -12,8 +14,20 @@ from rampup.dialects import SYSTEMS, check_command, check_file
 from rampup.dialects.script import read_commands
 from rampup.errors import ConfigError
 
-VERL = "data.train_batch_size=$BATCH actor_rollout_ref.rollout.n=5 +critic.enable=False trainer.nnodes=${NNODES:-1} ++actor_rollout_ref.actor.ppo_mini_batch_size=$((BATCH / 4)) actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.name=vllm data.train_files=\"['a', 'b']\""
-SKYRL = "trainer.train_batch_size=$BATCH trainer.policy_mini_batch_size=$((BATCH/4)) generator.n_samples_per_prompt=5 trainer.placement.policy_num_gpus_per_node=8 trainer.placement.ref_num_gpus_per_node=8 generator.inference_engine.num_engines=8"
+VERL = (
+    "data.train_batch_size=$BATCH actor_rollout_ref.rollout.n=5 +critic.enable=False"
+    " trainer.nnodes=${NNODES:-1}"
+    " ++actor_rollout_ref.actor.ppo_mini_batch_size=$((BATCH / 4))"
+    " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
+    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4"
+    " actor_rollout_ref.rollout.name=vllm data.train_files=\"['a', 'b']\""
+)
+SKYRL = (
+    "trainer.train_batch_size=$BATCH trainer.policy_mini_batch_size=$((BATCH/4))"
+    " generator.n_samples_per_prompt=5 trainer.placement.policy_num_gpus_per_node=8"
+    " trainer.placement.ref_num_gpus_per_node=8"
+    " generator.inference_engine.num_engines=8"
+)
 # System: the command, with the key of the report and its value if BATCH is 64.
 COMMANDS = {
     "verl": (f"python3 -m verl.trainer.main_ppo {VERL}", "samples_per_step", 320),
@@ -34,7 +48,9 @@ def command_words(system):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_check_file_asks_for_an_unknown_variable(tmp_path, system):
-    """A size from the output of a command is named with the setting to add; both of its forms settle it."""
+    """A size from the output of a command is named with the setting to add; both of its
+    forms settle it.
+    """
     command, key, value = COMMANDS[system]
     path = tmp_path / "run.sh"
     path.write_text(f"BATCH=$(cat size)\nHALF=$((BATCH / 2))\n{command}\n")
@@ -50,7 +66,9 @@ def test_check_file_asks_for_an_unknown_variable(tmp_path, system):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_check_reads_a_command_after_two_dashes(capsys, system):
-    """`rampup check --from SYSTEM -- COMMAND ...` gives the verdict of the command; settings before the dashes win."""
+    """`rampup check --from SYSTEM -- COMMAND ...` gives the verdict of the command;
+    settings before the dashes win.
+    """
     _, key, value = COMMANDS[system]
     words = command_words(system)
     assert main(["check", "--json", "--from", system, "--", *words]) in (0, 2)
@@ -84,7 +102,10 @@ STARTS = (
     'bash examples/run.sh 64 "$@"',
     "source examples/run.sh 64",
     "cd ../.. && . examples/run.sh 64",
-    'sbatch -N 2 "$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/examples/run.sh" 64',
+    (
+        'sbatch -N 2 "$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." &&'
+        ' pwd)/examples/run.sh" 64'
+    ),
     "export BATCH=64\nsrun --mpi=pmix bash -x examples/run.sh",
     "if ! BATCH=64 sh ./examples/run.sh; then exit 1; fi",
     'ROOT=${0%/*}/../..\nexec "$ROOT/examples/run.sh" 64',
@@ -96,7 +117,9 @@ STARTS = (
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_check_file_follows_the_script_that_a_script_starts(tmp_path, system, start):
-    """The sizes are those of the script that is started, found from a folder above; one that is not there is refused by name."""
+    """The sizes are those of the script that is started, found from a folder above; one
+    that is not there is refused by name.
+    """
     command, key, value = COMMANDS[system]
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     (tmp_path / "examples").mkdir()
@@ -105,7 +128,10 @@ def test_check_file_follows_the_script_that_a_script_starts(tmp_path, system, st
         tmp_path / "examples" / "run.sh",
     )
     path.write_text(f"set -e\n{start}\npython summary.py --run_name x\n")
-    missing = r"e2e\.sh:\d: this starts or sources a script that is not read: .*examples/run\.sh is neither"
+    missing = (
+        r"e2e\.sh:\d: this starts or sources a script that is not read:"
+        r" .*examples/run\.sh is neither"
+    )
     with pytest.raises(ConfigError, match=missing):
         check_file(path, system)
     other.write_text(f"BATCH=${{BATCH:-$1}}\n{command}\n")
@@ -115,7 +141,9 @@ def test_check_file_follows_the_script_that_a_script_starts(tmp_path, system, st
 
 
 def test_keys_for_a_script_are_not_a_launch(tmp_path):
-    """Arguments of a script change its sizes, in each of its kinds; a script that is not there is never read as defaults."""
+    """Arguments of a script change its sizes, in each of its kinds; a script that is
+    not there is never read as defaults.
+    """
     child, key, value = COMMANDS["skyrl"]
     words = [
         "bash",
@@ -137,16 +165,20 @@ def test_keys_for_a_script_are_not_a_launch(tmp_path):
         expect(
             check(), **{key: value, "data_parallel_size": 8, "mini_batch_samples": 40}
         )
-    # A launcher of the machine, which starts the program that it is given, need not be there.
+    # A launcher of the machine, which starts the program that it is given, need not be
+    # there.
     words = ["/opt/launch.sh", *command_words("skyrl"), "trainer.epochs=2"]
     assert check_command(words, "skyrl").derived[key] == value
 
 
 def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
-    """An argument stands in the script that gives it, everything else in the one that is started."""
+    """An argument stands in the script that gives it, everything else in the one that
+    is started.
+    """
     path, other = tmp_path / "e2e.sh", tmp_path / "run.sh"
     other.write_text(
-        '\n\npython -m skyrl.train.entrypoints.main_base trainer.train_batch_size=x "$@"\n'
+        "\n\npython -m skyrl.train.entrypoints.main_base trainer.train_batch_size=x"
+        ' "$@"\n'
     )
     path.write_text("\nbash run.sh trainer.policy_mini_batch_size=y\n")
     with pytest.raises(ConfigError) as error:
@@ -155,7 +187,8 @@ def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
         (Path(problem.path).name, problem.line) for problem in error.value.problems
     ) == [("e2e.sh", 2), ("run.sh", 3)]
     other.write_text(
-        'torchrun pretrain_gpt.py --micro-batch-size 2 --global-batch-size $((N * 8)) "$@"\n'
+        "torchrun pretrain_gpt.py --micro-batch-size 2 --global-batch-size $((N * 8))"
+        ' "$@"\n'
     )
     path.write_text("\n\nbash run.sh --train-iters y --tensor-model-parallel-size 1\n")
     with pytest.raises(ConfigError) as error:
@@ -202,7 +235,9 @@ def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
     ],
 )
 def test_check_file_ends_on_scripts_that_cannot_be_followed(tmp_path, text, said):
-    """Scripts that start themselves without end, or have no known name, are refused in one sentence."""
+    """Scripts that start themselves without end, or have no known name, are refused in
+    one sentence.
+    """
     path = tmp_path / "run.sh"
     path.write_text(text)
     (tmp_path / "other.sh").write_text("if true; then (")
@@ -211,10 +246,15 @@ def test_check_file_ends_on_scripts_that_cannot_be_followed(tmp_path, text, said
 
 
 def test_a_script_that_is_not_read_is_a_note_beside_a_launch(tmp_path):
-    """Preparation that is not there does not hide the run; of several runs in several scripts the one with most keys counts."""
+    """Preparation that is not there does not hide the run; of several runs in several
+    scripts the one with most keys counts.
+    """
     command = COMMANDS["skyrl"][0]
     path = tmp_path / "run.sh"
-    others = "source ~/.bashrc\nsource not_there_env.sh\nbash not_there_prepare.sh PLATFORM=gpu\n[ -z $JOB ] && sbatch $0"
+    others = (
+        "source ~/.bashrc\nsource not_there_env.sh\nbash not_there_prepare.sh"
+        " PLATFORM=gpu\n[ -z $JOB ] && sbatch $0"
+    )
     path.write_text(f"{others}\nBATCH=64\n{command}\n")
     found = check_file(path, "skyrl")
     assert found.derived["samples_per_step"] == 320

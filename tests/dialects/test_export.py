@@ -1,4 +1,6 @@
-"""Tests of rampup.dialects.export: `check` of an exported rollout finds its numbers, and systems run a plan's batches."""
+"""Tests of rampup.dialects.export: `check` of an exported rollout finds its numbers,
+and systems run a plan's batches.
+"""
 
 import collections
 import contextlib
@@ -43,7 +45,9 @@ CHOICES |= {
 
 
 def random_rollout(rng):
-    """Return a random legal configuration, its plan and its devices; many are more than one system can run."""
+    """Return a random legal configuration, its plan and its devices; many are more than
+    one system can run.
+    """
     while True:
         axes, mini = rng.choice(AXES), rng.choice([1, 2, 3, 4, 8, 16, 24, 64])
         devices = rng.choice([1, 2, 3, 4, 8, 16]) * math.prod(axes)
@@ -84,7 +88,9 @@ def random_rollout(rng):
 
 
 def differences(plan, system, path, exported):
-    """Return the shared numbers in which `check` of an exported file and the plan differ."""
+    """Return the shared numbers in which `check` of an exported file and the plan
+    differ.
+    """
     path.write_text(exported.to_yaml(system))
     found = check_file(
         path, system, [f"{key}={value}" for key, value in exported.facts.items()]
@@ -102,7 +108,8 @@ def differences(plan, system, path, exported):
         "mini_batches",
         *(["critic_mini_batches"] if plan.critic else []),
     } <= found.derived.keys()
-    # Those mean something else: for instance, SkyRL pads mini batches, with a token budget too, and a plan pads passes.
+    # Those mean something else: for instance, SkyRL pads mini batches, with a token
+    # budget too, and a plan pads passes.
     names = found.derived.keys() & wanted.keys() - {
         "microbatch_samples",
         "eval_prompts",
@@ -117,7 +124,9 @@ def differences(plan, system, path, exported):
 
 @pytest.mark.parametrize("num_plans", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_plans_make_the_round_trip(tmp_path, num_plans):
-    """`check` gives back the plan's numbers; what a system cannot run is refused with a reason."""
+    """`check` gives back the plan's numbers; what a system cannot run is refused with a
+    reason.
+    """
     rng, done = random.Random(num_plans), collections.Counter()
     for _ in range(num_plans):
         config, plan, devices = random_rollout(rng)
@@ -137,7 +146,9 @@ def test_random_plans_make_the_round_trip(tmp_path, num_plans):
 
 
 def test_exported_keys_of_verl_also_work_as_a_command():
-    """Sizes of Megatron need `model_engine=megatron`: a command starts from FSDP's base files (config/ppo_trainer.yaml)."""
+    """Sizes of Megatron need `model_engine=megatron`: a command starts from FSDP's base
+    files (config/ppo_trainer.yaml).
+    """
     config = RolloutConfig(
         batch_size=16,
         mini_batch_size=8,
@@ -224,7 +235,9 @@ LOSSES = {
     ("system", "number"), [*itertools.product(LOSSES, range(len(AGGREGATIONS)))]
 )
 def test_loss_aggregation_has_the_name_of_the_system(system, number):
-    """How the losses of tokens add up is exported under the system's own key, or refused."""
+    """How the losses of tokens add up is exported under the system's own key, or
+    refused.
+    """
     key, names = LOSSES[system]
     config = RolloutConfig(loss_agg_mode=AGGREGATIONS[number], mini_batch_size=-1)
     with contextlib.nullcontext() if names[number] else pytest.raises(ConfigError):
@@ -244,7 +257,9 @@ def test_loss_aggregation_has_the_name_of_the_system(system, number):
 def test_plan_prints_or_writes_the_exported_file(
     tmp_path, capsys, file, devices, system, key, value
 ):
-    """`--export` prints YAML, writes it with `-o`, and is one object with `--json`; other tables are refused beside it."""
+    """`--export` prints YAML, writes it with `-o`, and is one object with `--json`;
+    other tables are refused beside it.
+    """
     command = ["plan", f"configs/{file}.yml", "--devices", devices, "--export", system]
     assert main(command) == 0
     printed = capsys.readouterr().out
@@ -260,7 +275,9 @@ def test_plan_prints_or_writes_the_exported_file(
 
 
 def random_plan(rng):
-    """Return a random legal configuration and its plan; many are more than one system can run."""
+    """Return a random legal configuration and its plan; many are more than one system
+    can run.
+    """
     while True:
         replicas, tensor, b = (
             rng.choice([1, 2, 3, 4, 8]),
@@ -329,7 +346,9 @@ def random_plan(rng):
 
 
 def levanter_sizes(values, plan):
-    """Yield the batches as Levanter does: the value of the last entry that has begun; its check divides each of them."""
+    """Yield the batches as Levanter does: the value of the last entry that has begun;
+    its check divides each of them.
+    """
     schedule, parallel = (
         values["trainer.train_batch_size"],
         values["trainer.per_device_parallelism"],
@@ -349,7 +368,9 @@ def levanter_sizes(values, plan):
 
 
 def megatron_sizes(values, plan):
-    """Yield the batches as Megatron does: thresholds of tokens through a float, then whole samples, then the samples so far."""
+    """Yield the batches as Megatron does: thresholds of tokens through a float, then
+    whole samples, then the samples so far.
+    """
     entries = values.get(
         "step_batch_size_schedule", f"0:{values.get('global_batch_size')}"
     ).split()
@@ -369,7 +390,9 @@ def megatron_sizes(values, plan):
 
 
 def olmo_core_sizes(values, plan):
-    """Yield the batches, in samples, as OLMo-core does: an increase waits until the batches so far fill whole new ones."""
+    """Yield the batches, in samples, as OLMo-core does: an increase waits until the
+    batches so far fill whole new ones.
+    """
     size, batches = values["data_loader.global_batch_size"], 0
     sizes = values.get("trainer.callbacks.batch_size_scheduler.batch_sizes", [size])
     starts = [
@@ -402,7 +425,9 @@ def olmo_core_sizes(values, plan):
 
 
 def maxtext_sizes(values, plan):
-    """Yield the batches as MaxText does: sizes truncated from sizes per device, every phase counted from zero."""
+    """Yield the batches as MaxText does: sizes truncated from sizes per device, every
+    phase counted from zero.
+    """
     sizes = (
         values.get(f"per_device_batch_size{end}", 0)
         for end in ("", "_start", "_increment")
@@ -433,7 +458,9 @@ SIZES = {
     ],
 )
 def test_every_system_runs_the_batches_of_random_plans(num_plans, systems):
-    """Step by step, the rule of each system gives the plan's sizes; the others are refused with a key and a reason."""
+    """Step by step, the rule of each system gives the plan's sizes; the others are
+    refused with a key and a reason.
+    """
     rng, done = random.Random(num_plans), collections.Counter()
     for _ in range(num_plans):
         config, plan = random_plan(rng)
@@ -453,7 +480,9 @@ def test_every_system_runs_the_batches_of_random_plans(num_plans, systems):
 
 
 def test_keys_for_the_adapter_of_maxtext_are_the_same_ramp():
-    """The note for `rampup.integrations.maxtext` keeps the passes: the manager that counts them returns the plan's sizes."""
+    """The note for `rampup.integrations.maxtext` keeps the passes: the manager that
+    counts them returns the plan's sizes.
+    """
     config = Config(enable_rampup_batch_size=True)
     plan = build_plan(config, 4)
     exported = export_plan(config, plan, "maxtext")
@@ -475,7 +504,9 @@ def test_keys_for_the_adapter_of_maxtext_are_the_same_ramp():
 
 
 def test_megatron_also_gets_its_older_ramp():
-    """A linear ramp has the arguments of releases before the step schedule, which `check` reads as the same phases."""
+    """A linear ramp has the arguments of releases before the step schedule, which
+    `check` reads as the same phases.
+    """
     config = Config(enable_rampup_batch_size=True, rampup_carry_overshoot=True)
     plan = build_plan(config, 4)
     note = next(
@@ -498,7 +529,9 @@ def test_megatron_also_gets_its_older_ramp():
 
 
 def test_notes_say_what_the_system_does_otherwise():
-    """The learning rate's clock and its rule, the constants of AdamW, and the rows that MaxText drops."""
+    """The learning rate's clock and its rule, the constants of AdamW, and the rows that
+    MaxText drops.
+    """
     config = Config(
         batch_size_schedule="0:8 80:16 160:24",
         batch_scaling="half_life",

@@ -1,4 +1,6 @@
-"""Tests of what starts a run: Slurm, MPI, xpk, Kubernetes, base files, scripts of other machines, and which command and key count."""
+"""Tests of what starts a run: Slurm, MPI, xpk, Kubernetes, base files, scripts of other
+machines, and which command and key count.
+"""
 
 import re
 
@@ -8,13 +10,28 @@ from helpers.dialect_files import expect
 from rampup.dialects import check_file
 from rampup.errors import ConfigError
 
-GPT = "pretrain_gpt.py --micro-batch-size 2 --global-batch-size 256 --tensor-model-parallel-size 2"
-HEADER = "#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gpus-per-node=mi250:8\n#SBATCH --ntasks-per-node 8 # one for each device\n"
+GPT = (
+    "pretrain_gpt.py --micro-batch-size 2 --global-batch-size 256"
+    " --tensor-model-parallel-size 2"
+)
+HEADER = (
+    "#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gpus-per-node=mi250:8\n#SBATCH"
+    " --ntasks-per-node 8 # one for each device\n"
+)
 MAXTEXT = "python3 MaxText/train.py MaxText/configs/base.yml per_device_batch_size=2"
-PPO = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 critic.enable=false actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
-SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 trainer.train_batch_size=32"
+PPO = (
+    "python3 -m verl.trainer.main_ppo data.train_batch_size=64 critic.enable=false"
+    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
+)
+SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8"
+    " trainer.train_batch_size=32"
+)
 LOADED = "global_batch_size_to_load"
-BRANCHES = f"if [ -d /opt/big ]; then TP=4; else TP=2; fi\ntorchrun --nproc_per_node 8 {GPT} --tensor-model-parallel-size $TP\n"
+BRANCHES = (
+    f"if [ -d /opt/big ]; then TP=4; else TP=2; fi\ntorchrun --nproc_per_node 8 {GPT}"
+    " --tensor-model-parallel-size $TP\n"
+)
 JOB = f"""apiVersion: jobset.x-k8s.io/v1alpha2
 spec:
   replicatedJobs:
@@ -41,7 +58,8 @@ TPUS = (
     JOB.replace("  - template:", "  - replicas: 2\n    template:")
     .replace(
         "        containers:",
-        "        parallelism: 4\n        nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:",
+        "        parallelism: 4\n        nodeSelector:"
+        " {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:",
     )
     .replace(
         "        - env",
@@ -59,11 +77,16 @@ VERTEX = (
     + '"]}}]}}'
 )
 DEVICES = (
-    'DEVICE=$(probe)\nif [ "$DEVICE" = npu ]; then A=(trainer.train_batch_size=8); else A=(trainer.train_batch_size=32); fi\n'
-    'if [ "$DEVICE" = npu ]; then B=(trainer.logger=x); else B=(trainer.logger=y); fi\n'
-    'python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 "${B[@]}" "${A[@]}"\n'
+    'DEVICE=$(probe)\nif [ "$DEVICE" = npu ]; then A=(trainer.train_batch_size=8); else'
+    ' A=(trainer.train_batch_size=32); fi\nif [ "$DEVICE" = npu ]; then'
+    " B=(trainer.logger=x); else B=(trainer.logger=y); fi\npython -m"
+    ' skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 "${B[@]}"'
+    ' "${A[@]}"\n'
 )
-CONVERT = "python tools/checkpoint/convert.py --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 8 --seq-length 4"
+CONVERT = (
+    "python tools/checkpoint/convert.py --micro-batch-size 1 --global-batch-size 8"
+    " --tensor-model-parallel-size 8 --seq-length 4"
+)
 DPO, TRAINED_ON = (
     "base_config: post_train/dpo.yml\nsteps: 100\n",
     "global_batch_size_to_train_on",
@@ -76,41 +99,53 @@ REST = (
 )
 GSM8K = "defaults: [gsm8k_multiturn_grpo, _self_]\ndata: {max_prompt_length: 64}\n"
 OWN_GSM8K = {
-    "gsm8k_multiturn_grpo.yaml": "defaults: [ppo_trainer]\ndata: {train_batch_size: 32}\n"
+    "gsm8k_multiturn_grpo.yaml": (
+        "defaults: [ppo_trainer]\ndata: {train_batch_size: 32}\n"
+    )
 }
 OTHER = f"{MAIN_PPO} --config-path=$HERE/config --config-name other {' '.join(REST)}\n"
-LARGE = "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size 64 "
+LARGE = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2"
+    " --global-batch-size 64 "
+)
 TORCHRUN = f"{LARGE.replace('64', '$b')}--train-iters 10 --seq-length 8"
 OPEN, MAXTEXT8, WORLD8 = "--num-layers $LAYERS", "num_devices=8", "world_size=8"
-# The system, its file and those beside it, the settings, and what the verdict is, or the error.
+# The system, its file and those beside it, the settings, and what the verdict is, or
+# the error.
 FILES = {
     # Options that differ between branches of an unknown condition are not left out.
     "options": ("skyrl", DEVICES, {}, [], r"what \$DEVICE is.*add DEVICE="),
     "options that are decided": ("skyrl", DEVICES, {}, ["DEVICE=gpu"], {"samples_per_step": 160}),
-    # Conversion and evaluation are not the run; of several runs the first counts, and a note names the others.
+    # Conversion and evaluation are not the run; of several runs the first counts, and a
+    # note names the others.
     "conversion before training": ("megatron", f"{CONVERT}\nfor b in 64 128; do {TORCHRUN}; done\n{TORCHRUN}\n", {}, [], {"num_microbatches": [4], "note": ["line 2", "similar commands in line 3"]}),
     "conversion alone": ("megatron", f"{CONVERT}\n", {}, [], r"starts tools/checkpoint/convert\.py, which the rules of Megatron do not"),
-    # Without `--from`, a program without rules and a command with open sizes are refused for what they are.
+    # Without `--from`, a program without rules and a command with open sizes are
+    # refused for what they are.
     "trainer without rules": (None, "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_batch_size=8", {}, [], "starts sft_trainer"),
     "evaluation": (None, "deepspeed evaluate.py --micro-batch-size 64 --tensor-model-parallel-size 2", {}, [], r"evaluate\.py, .* of Megatron do not cover"),
     "open sizes": (None, f"if [ -d /npu ]; then RUN=({MAIN_PPO} data.train_batch_size=8); else RUN=({MAIN_PPO}); fi\n${{RUN[@]}} actor_rollout_ref.rollout.n=2 data.train_batch_size=64", {}, [], "not known whether"),
-    # Without `--from`, a command under a condition that does not hold, and the name of a base file, tell whose file it is.
+    # Without `--from`, a command under a condition that does not hold, and the name of
+    # a base file, tell whose file it is.
     "system of a run that is off": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, [], r"this starts SkyRL only if .* add NODE_RANK="),
     "system of a run that is on": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, ["NODE_RANK=0"], {"samples_per_step": 160}),
     "system of a base file": (None, "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n", {}, [], {"samples_per_step": 1024, "note": "ppo_trainer: the sizes of veRL"}),
     "no command": ("megatron", "echo hello\n", {}, [], "no command in it is like `torchrun"),
-    # A `base_config` beside the file wins over MaxText's own of that name; one that is nowhere is an error, not base.yml.
+    # A `base_config` beside the file wins over MaxText's own of that name; one that is
+    # nowhere is an error, not base.yml.
     "shipped base_config": ("maxtext", DPO, {}, [MAXTEXT8], {TRAINED_ON: 16, "note": "post_train/dpo.yml"}),
     "own base_config": ("maxtext", DPO, OWN_DPO, [MAXTEXT8], {TRAINED_ON: 24}),
     "missing base_config": ("maxtext", "base_config: nowhere.yml\nsteps: 100\n", {}, [MAXTEXT8], r"nowhere\.yml is neither beside this file nor one that MaxText ships"),
     "given base_config": ("maxtext", "base_config: nowhere.yml\n", {}, [MAXTEXT8, "base_config=base.yml"], {TRAINED_ON: 96}),
-    # `--config-name` and `defaults` name a base file: one beside the source wins, veRL's own gives its sizes.
+    # `--config-name` and `defaults` name a base file: one beside the source wins,
+    # veRL's own gives its sizes.
     "shipped defaults": ("verl", GSM8K, {}, REST, {"samples_per_step": 256}),
     "own defaults": ("verl", GSM8K, OWN_GSM8K, REST, {"samples_per_step": 32}),
     "missing --config-name": ("verl", OTHER, {}, [], r"base file other\.yaml is neither beside this file nor one that is known"),
     "own --config-name": ("verl", OTHER, {"config/other.yaml": "data: {train_batch_size: 16}\n"}, [], {"samples_per_step": 16}),
     "shipped --config-name": ("verl", f"{MAIN_PPO} --config-name=ppo_megatron_trainer.yaml {' '.join(REST)} data.train_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", {}, [], {"data_parallel_size": 2}),
-    # A mandatory key is no misspelling of another; a repeated key that is no size is a note; a mapping is no value.
+    # A mandatory key is no misspelling of another; a repeated key that is no size is a
+    # note; a mapping is no value.
     "unrelated keys": ("verl", "actor_rollout_ref: {rollout: {name: vllm}}\ndata.train_batch_size: 64\nhydra: {run: {dir: .}}\ndefaults: [actor, _self_]\n", {}, [], {"samples_per_step": 64}),
     "repeated key": ("megatron", "M_ARGS:\n  --init: 1\n  --init: 2\n  --micro-batch-size: 2\n  --global-batch-size: 64\n", {}, [WORLD8], {"num_microbatches": [4], "note": "init is given twice, again in line 3"}),
     "repeated size": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8], "micro_batch_size is given twice"),
@@ -118,8 +153,8 @@ FILES = {
     "reference": ("megatron", "model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n", {}, [WORLD8], {"micro_batch_size": 2}),
     "further runs": ("megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8], {"micro_batch_size": 2, "note": "ARGS_2"}),
     "mapping": ("trlx", "method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n", {}, [], r"method\.num_rollouts is a mapping; it must be a whole number"),
-    # Layers and the length of a run may be unknown, with a note; not if a ramp or a chunk depends on them. An unknown value of
-    # an option is no unknown option.
+    # Layers and the length of a run may be unknown, with a note; not if a ramp or a
+    # chunk depends on them. An unknown value of an option is no unknown option.
     "open length": ("megatron", f"{LARGE}{OPEN} --train-iters $(($1 / 64)) --save $FOLDER --node-rank $SLURM_PROCID --bf16 $MOE_ARGS\n", {}, [], {"num_microbatches": [4], "no_note": ["FOLDER", "SLURM_PROCID"]} | {"note": ["train_iters", "does not say what $MOE_ARGS adds", "num_layers=$LAYERS: the script does not say what $LAYERS is; add LAYERS=..., or num_layers=..."]}),
     "open samples of a ramp": ("megatron", f"{LARGE}{OPEN} --train-samples $N --rampup-batch-size 16 16 1000\n", {}, [], r"train_samples=\$N: the script does not say"),
     "open layers of a chunk": ("megatron", f"{LARGE}{OPEN} --num-layers-per-virtual-pipeline-stage 2\n", {}, [], r"num_layers=\$LAYERS: the script does not say"),
@@ -187,7 +222,9 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_starts_a_run_is_read(tmp_path, name):
-    """The devices, the base file and the command come from what the launcher says; what is not known is asked as it is."""
+    """The devices, the base file and the command come from what the launcher says; what
+    is not known is asked as it is.
+    """
     system, text, others, settings, wanted = FILES[name]
     path = tmp_path / ("run.yaml" if re.match(r"[\w.-]+:|\{", text) else "run.sh")
     for file, content in {path.name: text, **others}.items():
@@ -209,7 +246,9 @@ def test_what_starts_a_run_is_read(tmp_path, name):
     [("launch.py", "a Python program"), ("README.md", "a text with commands in it")],
 )
 def test_files_that_are_not_read_are_named(tmp_path, name, kind):
-    """A launcher in Python and a description say what they are, and to paste the command."""
+    """A launcher in Python and a description say what they are, and to paste the
+    command.
+    """
     (tmp_path / name).write_text(f"import os\nos.system('{SKYRL}')\n")
     with pytest.raises(
         ConfigError, match=f"this is {kind}, which is not read; paste its command"

@@ -36,7 +36,9 @@ def found(config, devices=8):
 
 @pytest.mark.parametrize("case", cases("ramp_maxtext"), ids=lambda case: case["name"])
 def test_manager_equals_every_reference_case(case):
-    """MaxText's own ramp, step by step, also if rampup's plan counts accumulation or refuses fractions."""
+    """MaxText's own ramp, step by step, also if rampup's plan counts accumulation or
+    refuses fractions.
+    """
     config, wanted = {**case["config"], **UNSHARDED}, case["maxtext_manager"]
     result = found(config, case["num_devices"])
     assert result.validator == "accepts"
@@ -147,7 +149,8 @@ GRADIENT = {
 }
 LOADED = ("global_batch_size_to_load", TO_TRAIN, "micro_batch_size_to_train_on")
 NUMBERS = [
-    # Loaded, trained and per pass: below 1 a full sample per device is loaded, and products are truncated.
+    # Loaded, trained and per pass: below 1 a full sample per device is loaded, and
+    # products are truncated.
     *[
         ({SIZE: size, "expansion_factor_real_data": factor, "num_devices": devices, PASSES: passes},
          dict(zip(LOADED, sizes, strict=True)))
@@ -156,28 +159,33 @@ NUMBERS = [
             (2.7, -1, 8, 2, 42, 42, 21), (2, 0.5, 8, 1, 8, 16, 16), (2, 4, 8, 1, 64, 16, 16),
         )
     ],
-    # These change what a batch means, only with accumulation (utils/gradient_accumulation.py).
+    # These change what a batch means, only with accumulation
+    # (utils/gradient_accumulation.py).
     *[({PASSES: 4, key: True}, {"note": said}) for key, said in GRADIENT.items()],
     *[({PASSES: 1, key: True}, {"no_note": " passes "}) for key in GRADIENT],
     # With G = 2, MaxText runs 4s, then jumps to 16.
     ({**ramp(1, 1, 2, 64), PASSES: 2, "num_devices": 4},
      {"manager_phases": [[0, 4, 0], [16, 8, 64]], "lost_samples_at_ramp_end": 64, "note": ["batches are 4 ", "from 4 to 16"]}),
-    # Below one sample per device, rows loaded beyond the batch are dropped; with one, none are.
+    # Below one sample per device, rows loaded beyond the batch are dropped; with one,
+    # none are.
     ({"per_device_batch_size": 0.5}, {"run": "drops", "dropped_samples_per_step": 4, "note": "dropped"}),
     ({"per_device_batch_size": 0.125}, {"run": "drops", "dropped_samples_per_step": 7, "note": "dropped"}),
     ({"per_device_batch_size": 1}, {"run": "runs", "dropped_samples_per_step": 0, "no_note": "dropped"}),
-    # Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that fills its buffer loses none.
+    # Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that
+    # fills its buffer loses none.
     ({**ramp(1, 1, 4, 15), "num_devices": 1},
      {"run": "drops", "lost_samples_at_ramp_end": 3, "manager_ramp_samples": 17, "note": f"3 {LOST}"}),
     ({**ramp(1, 1, 4, 36), "num_devices": 1}, {"run": "runs", "lost_samples_at_ramp_end": 0}),
     # The nearest increments divide the growth of the batch.
     (ramp(4, 3, 12), {"message": f"12 - 4 = 8 must be a multiple of {SIZE}_increment=3; nearest {SIZE}_increment: 2, 4"}),
-    # Stages, repeats, microbatches and bubble, which delayed forwarding doubles; a note reports uneven microbatches.
+    # Stages, repeats, microbatches and bubble, which delayed forwarding doubles; a note
+    # reports uneven microbatches.
     (PIPED8, {**PIPED_NUMBERS, "pipeline_microbatch_samples": 4, "bubble_fraction": 3 / 35}),
     ({**PIPED8, **DELAY}, {"bubble_fraction": 6 / 38}),
     ({**PIPELINE, SIZE: 2, PIPED: 16},
      {"validator": "accepts", "note": "does not divide over data * fsdp = 2"}),
-    # fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts shard the loaded rows.
+    # fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts
+    # shard the loaded rows.
     ({f"ici_{axis}_parallelism": 2 for axis in ("fsdp", "fsdp_transpose", "tensor_sequence")}, {"data_parallel_size": 4}),
     ({**EXPERTS, "per_device_batch_size": 1.25}, {"rules": ["rows_over_mesh"]}),
     ({**EXPERTS, "per_device_batch_size": 2}, {"rules": []}),
@@ -188,7 +196,9 @@ test_numbers_and_notes = numbers_test(
 
 
 def test_num_devices_follows_from_a_closed_mesh():
-    """Without a free axis the file determines the devices; with one, num_devices must be given."""
+    """Without a free axis the file determines the devices; with one, num_devices must
+    be given.
+    """
     closed = {
         "ici_fsdp_parallelism": 4,
         "ici_data_parallelism": 2,
@@ -206,7 +216,9 @@ def test_num_devices_follows_from_a_closed_mesh():
 
 
 def test_upper_file_wins_whatever_the_name_of_a_key(tmp_path):
-    """A file takes what it does not set from its base_config. Names of a key mean the same in each file; in one they agree."""
+    """A file takes what it does not set from its base_config. Names of a key mean the
+    same in each file; in one they agree.
+    """
     base, mine = tmp_path / "base.yml", tmp_path / "mine.yml"
     base.write_text(
         "per_device_batch_size: 3\nnum_target_devices: 8\nbase_config: ''\n"
@@ -224,7 +236,9 @@ def test_upper_file_wins_whatever_the_name_of_a_key(tmp_path):
 
 
 def test_conversion_keeps_the_key_that_rampup_has_and_phases_count_accumulation():
-    """Rampup has one of the keys that change the gradient of several passes, and its phases have all passes of a step."""
+    """Rampup has one of the keys that change the gradient of several passes, and its
+    phases have all passes of a step.
+    """
     assert [
         row["global_batch_size"]
         for row in found({**ramp(1, 1, 2, 64), PASSES: 2}, 4).phases
@@ -237,7 +251,8 @@ def test_misspelled_keys_are_named_with_the_closest_key_and_their_line(tmp_path)
     """MaxText refuses them, also beside the right key, in a command and in a file."""
     script, config = tmp_path / "run.sh", tmp_path / "run.yml"
     script.write_text(
-        f"#!/bin/bash\npython3 -m maxtext.trainers.pre_train.train base.yml {SIZE}=4 per_device_batchsize=4\n"
+        f"#!/bin/bash\npython3 -m maxtext.trainers.pre_train.train base.yml {SIZE}=4"
+        " per_device_batchsize=4\n"
     )
     config.write_text(f"{SIZE}: 4\nnum_devices: 8\nper_device_batchsize: 4\n")
     for path, line in ((script, 2), (config, 3)):

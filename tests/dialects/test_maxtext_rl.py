@@ -89,19 +89,22 @@ NUMBERS = [
     (VALID | {"num_batches": 5, "num_prompts": 20},
      {"run": "drops", "dropped_prompts": 4, "note": "4 of 20 prompts fill no batch of 8"}),
     (VALID | {"num_batches": 5, "num_prompts": 16}, {"run": "runs"}),
-    # 2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails.
+    # 2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or
+    # 16, and nothing fails.
     *[
         (VALID | {"train_micro_batch_size": 2, "ici_fsdp_parallelism": fsdp},
          {"ok": True, "no_note" if 8 % fsdp == 0 else "note": f"do not divide over fsdp={fsdp}"})
         for fsdp in (1, 3, 4, 8, 16)
     ],
-    # Under Pathways two hosts are split, so that 8 of 16 devices train; without num_devices a note requests it.
+    # Under Pathways two hosts are split, so that 8 of 16 devices train; without
+    # num_devices a note requests it.
     (OPEN | {"num_devices": 16}, {"trainer_devices": 8, "sampler_devices": 8, "note": "fsdp=8"}),
     (OPEN | {"num_devices": 16, "use_pathways": False}, {"trainer_devices": 16}),
     (OPEN, {"note": "num_devices=N"}),
     # The agentic learner generates for one prompt at a time.
     (VALID | AGENTIC | {"rollout_micro_batch_size": 4}, {"generation_calls": 8, "note": "agentic"}),
-    # Tunix does not know sequence-mean, which MaxText accepts (tunix/rl/common.py, aggregate_loss).
+    # Tunix does not know sequence-mean, which MaxText accepts (tunix/rl/common.py,
+    # aggregate_loss).
     ({"batch_size": 4, LOSS: "sequence-mean"},
      {"validator": "accepts", "run": "fails", "rules": ["loss_is_known"], "message": "nearest rl.loss_agg_mode: token-mean"}),
     ({"batch_size": 4, LOSS: "sequence-mean", "rl.use_agentic_rollout": True},

@@ -41,7 +41,9 @@ def found(config, replicas=8, *settings, **more):
 
 @pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda case: case["name"])
 def test_ramps_equal_every_reference_case(case):
-    """Phases, microbatches and thresholds of both kinds of ramp, as Megatron's own code ran them."""
+    """Phases, microbatches and thresholds of both kinds of ramp, as Megatron's own code
+    ran them.
+    """
     wanted = {
         "ramp_phases": case["phases"],
         **{name: case[name] for name in ("num_microbatches", "thresholds_samples")},
@@ -117,21 +119,33 @@ MODEL=(--tensor-model-parallel-size 2 --swiglu)
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES:-2} pretrain_gpt.py \\
     ${TRAINING_ARGS[@]} ${MODEL[@]}
 """
-# One ramp as a script, a command line, YAML with underscores or dashes, and NeMo's YAML.
+# One ramp as a script, a command line, YAML with underscores or dashes, and NeMo's
+# YAML.
 FORMATS = (
     SCRIPT,
-    "--micro-batch-size 4 --global-batch-size=120 --rampup-batch-size 24 24 600 --world-size 12 "
-    "--tensor-model-parallel-size 2 --train-samples 10000",
-    "micro-batch-size: 4\nglobal_batch_size: 120\nrampup-batch-size: 24 24 600\nworld_size: 12\n"
-    "tensor_model_parallel_size: 2\ntrain_samples: 10000\n",
-    "MODEL_ARGS:\n  --micro-batch-size: 4\n  --global-batch-size: 120\n  --rampup-batch-size: 24 24 600\n"
-    "  --train-samples: 10_000\n  --tensor-model-parallel-size: 2\nworld_size: 12\n",
-    "trainer: {num_nodes: 2, devices: 6}\nmodel: {micro_batch_size: 4, global_batch_size: 120, rampup_batch_size: "
-    "[24, 24, 600], tensor_model_parallel_size: 2}\n",
+    (
+        "--micro-batch-size 4 --global-batch-size=120 --rampup-batch-size 24 24 600"
+        " --world-size 12 --tensor-model-parallel-size 2 --train-samples 10000"
+    ),
+    (
+        "micro-batch-size: 4\nglobal_batch_size: 120\nrampup-batch-size: 24 24"
+        " 600\nworld_size: 12\ntensor_model_parallel_size: 2\ntrain_samples: 10000\n"
+    ),
+    (
+        "MODEL_ARGS:\n  --micro-batch-size: 4\n  --global-batch-size: 120\n "
+        " --rampup-batch-size: 24 24 600\n  --train-samples: 10_000\n "
+        " --tensor-model-parallel-size: 2\nworld_size: 12\n"
+    ),
+    (
+        "trainer: {num_nodes: 2, devices: 6}\nmodel: {micro_batch_size: 4,"
+        " global_batch_size: 120, rampup_batch_size: [24, 24, 600],"
+        " tensor_model_parallel_size: 2}\n"
+    ),
 )
 NUMBERS = [
     *((text, {"ok": True, "data_parallel_size": 6, "num_microbatches": [1, 2, 3, 4, 5], "ramp_steps": 14}) for text in FORMATS),
-    # The exact threshold is used, and a note names Megatron's; both truncate a size, with a note.
+    # The exact threshold is used, and a note names Megatron's; both truncate a size,
+    # with a note.
     *((STEPS | REPLICAS | {"step_batch_size_schedule": f"0:8 {entry}"}, {"thresholds_samples": [[0, 8], [exact, 16]], **notes})
       for entry, exact, notes in (
           ("2.01K:16", 2010, {"note": "2,009 in Megatron"}), ("8.2B:16.9", 8_200_000_000, {"note": "truncated to 16"}),
@@ -142,16 +156,19 @@ NUMBERS = [
     (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, {**ORDERED, "no_note": "wrong order"}),
     # The linear ramp is ignored beside a schedule.
     (STEPS | {"rampup_batch_size": [16, 8, 500], **REPLICAS}, {**ORDERED, "note": "rampup_batch_size is ignored"}),
-    # Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one phase.
+    # Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one
+    # phase.
     (DECREASED | {"decrease_batch_size_if_needed": True},
      {"ramp_phases": [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]],
       "num_microbatches": [1, 2, 3, 4, 5], "note": "rounded down to a multiple of 12"}),
-    # If Megatron's division ends a ramp one step later than exact arithmetic, a note names the step.
+    # If Megatron's division ends a ramp one step later than exact arithmetic, a note
+    # names the step.
     (FLOATS, {"ramp_steps": 2648, "note": "floating-point division"}),
     # The second size, 272, stops the run, and the message names its step.
     (AT_272, {"rules": ["ramp_phases_divisible"], "validator": "accepts", "message": "272 from step 35"}),
     (AT_272, {"message": "256 256 1000000"}),
-    # The last batch fits the interleaved pipeline, the second does not: the message names its first step.
+    # The last batch fits the interleaved pipeline, the second does not: the message
+    # names its first step.
     (GROWING | {"rampup_batch_size": [32, 8, 1000]}, {"rules": ["whole_groups"], "message": "5 microbatches from step"}),
     (GROWING | {"rampup_batch_size": [32, 32, 1000]}, {"ok": True}),
     (GROWING | {"rampup_batch_size": [16, 16, 1000]}, {"rules": ["group_in_range", "whole_groups"]}),
@@ -164,13 +181,15 @@ NUMBERS = [
     # A quoted schedule, a flag before another option, and tokens as thresholds.
     ("--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8",
      {"thresholds_samples": [[0, 8], [500, 16]]}),
-    # Megatron-DeepSpeed balances 70 layers over 12 stages, DeepSeek-V3 has shorter ends.
+    # Megatron-DeepSpeed balances 70 layers over 12 stages, DeepSeek-V3 has shorter
+    # ends.
     (BLOOM, {"validator": "accepts", "run": "runs", "ramp_steps": 12_658, "no_note": "April 2026",
              "note": f"pp_partition_method: {NOT_CHECKED}"}),
     (BLOOM | {"pp_partition_method": None}, {"rules": ["layers_over_stages"]}),
     (BLOOM | {"pp_partition_method": None, "deepspeed": True}, {"ok": True}),
     (DEEPSEEK, {"ok": True, "note": [FIRST, NOT_CHECKED]}),
-    # Megatron-LM has ignored a linear ramp without a schedule since April 2026 (core/num_microbatches_calculator.py).
+    # Megatron-LM has ignored a linear ramp without a schedule since April 2026
+    # (core/num_microbatches_calculator.py).
     (RAMP | REPLICAS, {"note": ["until April 2026", "the batch is 48 from the first step"], "no_note": "floating-point"}),
     (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": "has no effect in Megatron-LM since April 2026"}),
     (RAMP | HEAD | {"rampup_batch_size": "1 2 x", "train_iters": 10}, {"ok": True}),
@@ -183,7 +202,9 @@ test_numbers_and_notes = numbers_test(
 
 
 def test_devices_and_conversion_are_refused_with_a_reason():
-    """An unknown or contradictory world size; uneven stages, which rampup has not; and a ramp that nothing reads."""
+    """An unknown or contradictory world size; uneven stages, which rampup has not; and
+    a ramp that nothing reads.
+    """
     with pytest.raises(ConfigError, match="world_size=N"):
         verdict("megatron", CONSTANT)
     with pytest.raises(ConfigError, match="is not the world size 64"):
@@ -263,7 +284,8 @@ BOUNDARIES = [
     ("layout_fills_stages", {**STAGES4, "num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"},
      {**STAGES4, "num_layers": 6, LAYOUT: "Ett|tt|ttL"}, "rejects"),
     ("layout_fills_stages", {**STAGES4, LAYOUT: LISTED}, {**STAGES4, "num_layers": 8, LAYOUT: "(t|)*100000"}, "rejects"),
-    # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
+    # Eight stages of a layout on four devices are two chunks each, and group sizes
+    # follow from them.
     ("group_in_range", STAGES8, {**STAGES8, GLOBAL: 16}, "accepts"),
 ]  # fmt: skip
 test_rules_break_just_beyond_their_boundary = boundary_test(
@@ -272,21 +294,28 @@ test_rules_break_just_beyond_their_boundary = boundary_test(
 
 
 def test_read_rejects_ambiguous_yaml():
-    """Two values at one depth are an error unless an override chooses; the less nested of two depths counts."""
+    """Two values at one depth are an error unless an override chooses; the less nested
+    of two depths counts.
+    """
     text = "a: {micro_batch_size: 2}\nb: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
     with pytest.raises(ConfigError, match="given twice"):
         verdict("megatron", text, "world_size=8")
     assert verdict("megatron", text, "world_size=8", "micro_batch_size=4").derived[
         "num_microbatches"
     ] == [2]
-    deeper = "micro_batch_size: 2\nvalidation: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
+    deeper = (
+        "micro_batch_size: 2\nvalidation: {micro_batch_size: 4}\nglobal_batch_size:"
+        " 64\n"
+    )
     assert verdict("megatron", deeper, "world_size=8").derived["num_microbatches"] == [
         4
     ]
 
 
 def test_pipeline_of_few_microbatches_runs():
-    """Megatron runs fewer microbatches than stages: the phases have the bubble, and a note reports it."""
+    """Megatron runs fewer microbatches than stages: the phases have the bubble, and a
+    note reports it.
+    """
     result = found(
         RAMP, 8, f"{PP}=4", rampup_batch_size=[24, 24, 500], global_batch_size=72
     )

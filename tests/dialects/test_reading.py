@@ -1,4 +1,6 @@
-"""Tests of rampup.dialects.reading: files are read safely, typed, and with suspicion; what a system does not have is not ignored."""
+"""Tests of rampup.dialects.reading: files are read safely, typed, and with suspicion;
+what a system does not have is not ignored.
+"""
 
 import re
 
@@ -41,7 +43,9 @@ def read(tmp_path, text, *overrides):
 
 
 def test_type_settings_treats_nested_and_dotted_keys_alike(tmp_path):
-    """Nested mappings, dotted keys and overrides give one table, with the given keys; an override wins over the file."""
+    """Nested mappings, dotted keys and overrides give one table, with the given keys;
+    an override wins over the file.
+    """
     found = read(
         tmp_path,
         "trainer:\n  train_batch_size: 8\n  model: {path: m}\nother: {}\n",
@@ -118,7 +122,9 @@ def test_type_settings_resolves_references(tmp_path, value, expected):
     ],
 )
 def test_type_settings_rejects_invalid_files(tmp_path, text, said):
-    """Mistyped, misspelt, foreign, empty, huge or malicious files give an error with the reason, and all problems at once."""
+    """Mistyped, misspelt, foreign, empty, huge or malicious files give an error with
+    the reason, and all problems at once.
+    """
     with pytest.raises(ConfigError, match=re.escape(said)):
         read(tmp_path, text)
 
@@ -134,7 +140,9 @@ def test_type_settings_rejects_invalid_files(tmp_path, text, said):
     ],
 )
 def test_type_settings_rejects_invalid_overrides(tmp_path, setting, said):
-    """An override must be key=value, and set a key of the system, which the file need not set."""
+    """An override must be key=value, and set a key of the system, which the file need
+    not set.
+    """
     found = read(
         tmp_path, "unrelated: 1", "trainer.train_batch_size=8", "trainer.logger=console"
     )
@@ -144,9 +152,16 @@ def test_type_settings_rejects_invalid_overrides(tmp_path, setting, said):
         read(tmp_path, "trainer.flag: true", setting)
 
 
-SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=32 trainer.policy_mini_batch_size=32 generator.n_samples_per_prompt=4 generator.inference_engine.num_engines=1"
+SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=32"
+    " trainer.policy_mini_batch_size=32 generator.n_samples_per_prompt=4"
+    " generator.inference_engine.num_engines=1"
+)
 OWN_KEYS = f"{SKYRL} trainer.no_such_thing=1 terminal_bench_config.x=2"
-MEGATRON = "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --global-batch-size 64 --num-layers 30"
+MEGATRON = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1"
+    " --global-batch-size 64 --num-layers 30"
+)
 STAGES = f"{MEGATRON} --pipeline-model-parallel-size 8"
 PADDED, OTHER_PROGRAM = (
     f"{STAGES} --allow-padding-num-layers",
@@ -154,11 +169,15 @@ PADDED, OTHER_PROGRAM = (
 )
 VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size=512"
 MAXTEXT = "python3 -m MaxText.train MaxText/configs/base.yml num_target_devices=8"
-MAXTEXT_RL = "python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml batch_size=4 num_target_devices=4"
+MAXTEXT_RL = (
+    "python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml batch_size=4"
+    " num_target_devices=4"
+)
 REFUSED = {"rules": ["known_keys"], "validator": "rejects"}
 # The system, its command, the settings, and what the verdict is, or the question.
 COMMANDS = [
-    # Invalid fields are rejected, a key that looks like a size is a question, and older keys are named.
+    # Invalid fields are rejected, a key that looks like a size is a question, and older
+    # keys are named.
     ("skyrl", SKYRL, [], {"ok": True}),
     ("skyrl", f"{SKYRL} trainer.no_such_thing=1", [], REFUSED),
     ("skyrl", f"{SKYRL} trainer.policy.fsdp_config.context_parallel_size=2", [], r"unknown, a fork: trainer\.policy\.fsdp_config\.context_parallel_size=2"),
@@ -167,7 +186,8 @@ COMMANDS = [
     ("skyrl", OWN_KEYS.replace("skyrl.train.entrypoints.main_base", "examples.dapo.main_dapo"), [], {"ok": True, "note": "trainer.no_such_thing"}),
     ("skyrl", f"{SKYRL} trainer.n_samples_per_prompt=8", [], r"unknown, a fork: trainer\.n_samples_per_prompt=8 is a key of no version of SkyRL"),
     ("skyrl", f"{SKYRL} generator.async_engine=true", [], {"ok": True, "note": "SkyRL had these keys until 2026"}),
-    # Unknown options that may be sizes and unknown programs are questions; others are named, but not those of the launcher.
+    # Unknown options that may be sizes and unknown programs are questions; others are
+    # named, but not those of the launcher.
     ("megatron", STAGES, [], {"rules": ["layers_over_stages"]}),
     ("megatron", PADDED, [], r"unknown, a fork: allow_padding_num_layers=True.*Add allow_padding_num_layers=null"),
     ("megatron", PADDED, ["allow_padding_num_layers=null", "num_layers=32"], {"ok": True}),
@@ -190,7 +210,9 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("system", "command", "given", "wanted"), COMMANDS)
 def test_what_a_system_does_not_have_is_never_ignored(system, command, given, wanted):
-    """Keys, options and programs of no version are refused as the system does, asked for if they may be sizes, or named."""
+    """Keys, options and programs of no version are refused as the system does, asked
+    for if they may be sizes, or named.
+    """
     if isinstance(wanted, str):
         with pytest.raises(ConfigError, match=wanted):
             check_command(command.split(), system, given)
@@ -199,7 +221,9 @@ def test_what_a_system_does_not_have_is_never_ignored(system, command, given, wa
 
 
 def test_tables_say_which_versions_have_a_key():
-    """A key, a section that is replaced as a whole, a key further down, and one that none has."""
+    """A key, a section that is replaced as a whole, a key further down, and one that
+    none has.
+    """
     verl = load_known_keys("verl")
     assert verl.life("actor_rollout_ref.rollout.n") == (2, 9)
     assert verl.life("trainer.use_v1") == (9, 9)
@@ -226,10 +250,13 @@ def test_every_key_that_the_rules_read_is_one_of_the_system(system):
 
 
 def test_files_of_forks_are_questions_or_have_notes(tmp_path):
-    """Meshes of several kinds of devices are a question, answered by a setting; a YAML of another trainer names its keys."""
+    """Meshes of several kinds of devices are a question, answered by a setting; a YAML
+    of another trainer names its keys.
+    """
     path = tmp_path / "train.yaml"
     path.write_text(
-        "micro_batch_size: 1\nglobal_batch_size: 8\nworld_size: 8\nenable_hetero: true\n"
+        "micro_batch_size: 1\nglobal_batch_size: 8\nworld_size: 8\nenable_hetero:"
+        " true\n"
     )
     with pytest.raises(ConfigError, match="enable_hetero=True"):
         check_file(path, "megatron")
@@ -244,7 +271,9 @@ def test_files_of_forks_are_questions_or_have_notes(tmp_path):
 
 
 def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
-    """A key of no version is rejected with its line, unless it is given as a setting too, or the base file of a fork has it."""
+    """A key of no version is rejected with its line, unless it is given as a setting
+    too, or the base file of a fork has it.
+    """
     path = tmp_path / "scripts" / "run.sh"
     path.parent.mkdir()
     path.write_text(f"true\n{MAXTEXT} no_such_thing=1")
@@ -265,7 +294,9 @@ def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
 
 
 def test_model_files_of_maxtext_forks_are_read_or_named(tmp_path):
-    """The file of a model is read above base.yml if it is there; otherwise a model that MaxText does not have is named."""
+    """The file of a model is read above base.yml if it is there; otherwise a model that
+    MaxText does not have is named.
+    """
     command = (
         "python3 -m MaxText.train configs/base.yml model_name=omni num_target_devices=8"
     )

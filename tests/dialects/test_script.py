@@ -1,4 +1,6 @@
-"""Tests of rampup.dialects.script: shell scripts are read as bash would expand them, and never executed."""
+"""Tests of rampup.dialects.script: shell scripts are read as bash would expand them,
+and never executed.
+"""
 
 import re
 import subprocess
@@ -16,36 +18,95 @@ from rampup.errors import ConfigError
 
 NESTED = re.compile(r"\brun\b")
 SCRIPTS = {
-    "assignments": 'A=1; B=$A$A\nC="x $B"\nexport D="$C" E=5\nrun $A ${B} $C "$C" \'$C\' $D$E',
+    "assignments": (
+        'A=1; B=$A$A\nC="x $B"\nexport D="$C" E=5\nrun $A ${B} $C "$C" \'$C\' $D$E'
+    ),
     "prefixed assignments": "A=1\nA=2 B=3 run $A",
     "continuation": "run --a 1 \\\n  --b 2 \\\n  # the end\nrun --c",
     "comments": "# no\nrun a#b '#c' # d\nrun e;# f\nrun g",
-    "arrays": 'A=(--a 1 "b c" ${UNUSED:-})\nA+=(--d 2\n  # inside\n  --e "3")\nrun "${A[@]}" ${#A[@]} ${A[1]} "${A[*]}" "x${A[@]}y" "${A[@]:2:2}"',
+    "arrays": (
+        'A=(--a 1 "b c" ${UNUSED:-})\nA+=(--d 2\n  # inside\n  --e "3")\nrun "${A[@]}"'
+        ' ${#A[@]} ${A[1]} "${A[*]}" "x${A[@]}y" "${A[@]:2:2}"'
+    ),
     "assigned item": "A=(1 2 3)\nA[1]=9\nrun ${A[@]} ${A[-1]}",
-    "mapping": 'declare -A M=([a]=1 [b]="2 3")\nM[c]=4\nK=b\nrun ${M[a]} "${M[$K]}" ${M[c]}',
+    "mapping": (
+        'declare -A M=([a]=1 [b]="2 3")\nM[c]=4\nK=b\nrun ${M[a]} "${M[$K]}" ${M[c]}'
+    ),
     "options in a text": 'ARGS="--a 1 \\\n --b 2"\nARGS+=" --c 3"\nrun $ARGS "$ARGS"',
     "arguments left out": 'run a "$@" b $* c',
-    "defaults": 'run ${A:-1} ${B-2} ${C:=3} $C ${C:+4} ${D:+5}. ${1:-8} ${2-9} "${E:-a b}" ${E:-a b}',
+    "defaults": (
+        'run ${A:-1} ${B-2} ${C:=3} $C ${C:+4} ${D:+5}. ${1:-8} ${2-9} "${E:-a b}"'
+        " ${E:-a b}"
+    ),
     "nested defaults": "N=4\nrun ${A:-${B:-$((N * 2))}} ${N:-${X}}",
-    "changes": "P=/a/b.c.d\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P/b/X} ${P//\\//_} ${P:2:3} ${P: -1} ${#P} ${P^^} ${P,,}",
+    "changes": (
+        "P=/a/b.c.d\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P/b/X} ${P//\\//_}"
+        " ${P:2:3} ${P: -1} ${#P} ${P^^} ${P,,}"
+    ),
     "indirect": "A=B\nB=7\nrun ${!A}",
-    "arithmetic": "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A ** B)) $((A*(B+1))) $(( (A>B) ? 10 : 20 )) $[A+B] $((A>3&&B>3))",
+    "arithmetic": (
+        "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A ** B)) $((A*(B+1))) $(("
+        " (A>B) ? 10 : 20 )) $[A+B] $((A>3&&B>3))"
+    ),
     "arithmetic commands": "((N = 3 * 4)); ((N++)); ((N += 2)); let M=N*2\nrun $N $M",
-    "arithmetic assignments": 'N=2\n(( N <<= 1 ))\n((M = 1, N |= 8)); let "M += 4, N ^= 1" K=N\nrun $N $M $K $((N &= 12, N)) $((A = B = 5)) $A $B\nfor ((i=0, j=9; i<2; i++, j--)); do run $i $j; done\nif ((N >= 12 && N <= 12 && N != 3 && N == 12)); then run $N; fi',
-    "arithmetic conditions": "N=2 M=3\n(( M > 4 && (N = 5) ))\nrun $N $(( 0 || (M -= 1) )) $M $(( 1 ? N = 7 : (M = 9) )) $N $M $(( 0 && 1 / 0 ))",
-    "arithmetic changes": 'N=2 M=3\nrun $(( M++ * 2 )) $M $(( --M - -N )) $(( N <<= 2 )) $N $(( (M += 2, M) )); A=(1 2); i=1; ((A[0] *= 4)); ((A[i] += 1)); A[i+1]=9; run ${A[@]} ${A[i]}; E="N*2"; run $((E + 1)) $((010 + 0x10))',
-    "conditions": 'N=2\nif [ $N -gt 1 ] && [[ "$N" == 2* ]]; then A=1; elif true; then A=2; else A=3; fi\nrun $A',
-    "else": 'if [ -n "$NOT_SET" ]; then A=1; else A=2; fi\n[[ -z $NOT_SET ]] && B=1 || B=2\n[ ! 3 -lt 2 ] && C=1\nrun $A $B $C',
-    "strings compared": 'A="x y"\nif [[ $A != "x y" || ( $A < z && 1 -eq 1 ) ]]; then run 1; else run 2; fi',
-    "empty without quotes": "if [ $NOT_SET = 7B ]; then L=1; elif [ $NOT_SET -gt 3 ]; then L=2; else L=3; fi\nrun $L",
-    "case": "for m in 7B 13B other; do case $m in 7B|8B) L=32;; 13*) L=40 ;; *) L=0;; esac; run $m $L; done",
-    "loops": "for i in 1 2 'a b'; do for j in {1..2}; do run $i \"$i\" $j; done; done\nfor ((k=0; k<3; k++)); do run $k; done",
-    "functions": 'f() { local x=$1; shift; run "$x" "$@" $#; return 0; run never; }\nfunction g { f 1 "$1"; }\ng "a b"',
+    "arithmetic assignments": (
+        'N=2\n(( N <<= 1 ))\n((M = 1, N |= 8)); let "M += 4, N ^= 1" K=N\nrun $N $M $K'
+        " $((N &= 12, N)) $((A = B = 5)) $A $B\nfor ((i=0, j=9; i<2; i++, j--)); do run"
+        " $i $j; done\nif ((N >= 12 && N <= 12 && N != 3 && N == 12)); then run $N; fi"
+    ),
+    "arithmetic conditions": (
+        "N=2 M=3\n(( M > 4 && (N = 5) ))\nrun $N $(( 0 || (M -= 1) )) $M $(( 1 ? N = 7"
+        " : (M = 9) )) $N $M $(( 0 && 1 / 0 ))"
+    ),
+    "arithmetic changes": (
+        "N=2 M=3\nrun $(( M++ * 2 )) $M $(( --M - -N )) $(( N <<= 2 )) $N $(( (M += 2,"
+        " M) )); A=(1 2); i=1; ((A[0] *= 4)); ((A[i] += 1)); A[i+1]=9; run ${A[@]}"
+        ' ${A[i]}; E="N*2"; run $((E + 1)) $((010 + 0x10))'
+    ),
+    "conditions": (
+        'N=2\nif [ $N -gt 1 ] && [[ "$N" == 2* ]]; then A=1; elif true; then A=2; else'
+        " A=3; fi\nrun $A"
+    ),
+    "else": (
+        'if [ -n "$NOT_SET" ]; then A=1; else A=2; fi\n[[ -z $NOT_SET ]] && B=1 ||'
+        " B=2\n[ ! 3 -lt 2 ] && C=1\nrun $A $B $C"
+    ),
+    "strings compared": (
+        'A="x y"\nif [[ $A != "x y" || ( $A < z && 1 -eq 1 ) ]]; then run 1; else run'
+        " 2; fi"
+    ),
+    "empty without quotes": (
+        "if [ $NOT_SET = 7B ]; then L=1; elif [ $NOT_SET -gt 3 ]; then L=2; else L=3;"
+        " fi\nrun $L"
+    ),
+    "case": (
+        "for m in 7B 13B other; do case $m in 7B|8B) L=32;; 13*) L=40 ;; *) L=0;; esac;"
+        " run $m $L; done"
+    ),
+    "loops": (
+        "for i in 1 2 'a b'; do for j in {1..2}; do run $i \"$i\" $j; done; done\nfor"
+        " ((k=0; k<3; k++)); do run $k; done"
+    ),
+    "functions": (
+        'f() { local x=$1; shift; run "$x" "$@" $#; return 0; run never; }\nfunction g'
+        ' { f 1 "$1"; }\ng "a b"'
+    ),
     "usage": "if [ $# -gt 5 ]; then echo usage; exit 1; fi\nrun a",
-    "pipes": "run a 2>&1 | run b > /dev/null &\nrun c >> /dev/null 2>/dev/null && run d || run e\n(run f; X=1)\n{ run g${X:-}; }",
-    "here-document": "N=3\nrun <<EOF\n$N a b\nEOF\nrun a <<-'X' > /dev/null\n\t$N\n\tX\nrun b <<< \"$N\"",
-    "quoted commands": "export N=3\nrun bash -c \"run a $N \\$N\"\nrun bash -c 'run b $N.'",
-    "variables of a shell in quotes": "A=1\nexport B=2\nC=3\nexport C\ndeclare -x D=4\nE=5 bash -c 'run a $A. $B $C $D $E'\nbash -c \"run b $A \\$A. $E.\"",
+    "pipes": (
+        "run a 2>&1 | run b > /dev/null &\nrun c >> /dev/null 2>/dev/null && run d ||"
+        " run e\n(run f; X=1)\n{ run g${X:-}; }"
+    ),
+    "here-document": (
+        "N=3\nrun <<EOF\n$N a b\nEOF\nrun a <<-'X' > /dev/null\n\t$N\n\tX\nrun b <<<"
+        ' "$N"'
+    ),
+    "quoted commands": (
+        "export N=3\nrun bash -c \"run a $N \\$N\"\nrun bash -c 'run b $N.'"
+    ),
+    "variables of a shell in quotes": (
+        "A=1\nexport B=2\nC=3\nexport C\ndeclare -x D=4\nE=5 bash -c 'run a $A. $B $C"
+        ' $D $E\'\nbash -c "run b $A \\$A. $E."'
+    ),
     "all variables exported": "A=1\nset -a\nB=2\nset +a\nbash -c 'run $A. $B'",
     "eval": "C='run a \"b c\"'\neval $C",
     "set": 'set -euo pipefail\nset -- 1 "2 3"\nrun "$@" $2',
@@ -54,8 +115,16 @@ SCRIPTS = {
     "carriage returns in quotes": "run 'a\tb' \"c\td\"",
 }
 
-LONG = 'N= V= REST=(); while [[ $# -gt 0 ]]; do case "$1" in --n) N="$2"; shift 2;; --n=*) N="${1#*=}"; shift;; -v|--verbose) V=1; shift;; --) shift; break;; *) REST+=("$1"); shift;; esac; done\nrun "$N" "$V" "${REST[@]}" "$@"'
-GETOPTS = 'N=256 M=1 V=0 E= U=; while getopts ":n:m:vh" o; do case $o in n) N=$OPTARG;; m) M=$OPTARG;; v) ((V++));; :) E=$OPTARG;; \\?) U=$OPTARG;; esac; done; shift $((OPTIND - 1))\nrun $N $M $V "$E" "$U" "$@" $OPTIND'
+LONG = (
+    'N= V= REST=(); while [[ $# -gt 0 ]]; do case "$1" in --n) N="$2"; shift 2;; --n=*)'
+    ' N="${1#*=}"; shift;; -v|--verbose) V=1; shift;; --) shift; break;; *)'
+    ' REST+=("$1"); shift;; esac; done\nrun "$N" "$V" "${REST[@]}" "$@"'
+)
+GETOPTS = (
+    'N=256 M=1 V=0 E= U=; while getopts ":n:m:vh" o; do case $o in n) N=$OPTARG;; m)'
+    " M=$OPTARG;; v) ((V++));; :) E=$OPTARG;; \\?) U=$OPTARG;; esac; done; shift"
+    ' $((OPTIND - 1))\nrun $N $M $V "$E" "$U" "$@" $OPTIND'
+)
 # Scripts with options of their own, loops and small programs, and their arguments.
 WITH_ARGUMENTS = {
     "long options": (LONG, "--n 4 a -v b --n=8 -- --n c"),
@@ -173,7 +242,9 @@ SIGNS = "+ - * % / < <= == && || << >> & | ^ **"
 @needs_bash
 @pytest.mark.parametrize("name", [*SCRIPTS, *WITH_ARGUMENTS, *FAMILIES])
 def test_read_commands_equals_bash(name, tmp_path):
-    """Each construct, and each way to start another script, gives the words that bash itself gives to the commands."""
+    """Each construct, and each way to start another script, gives the words that bash
+    itself gives to the commands.
+    """
     text, others = FAMILIES.get(name, ("", {}))
     text, arguments = WITH_ARGUMENTS.get(name, (text or SCRIPTS.get(name), ""))
     for other, content in {"script.sh": text, "child.sh": CHILD, **others}.items():
@@ -198,7 +269,9 @@ def test_read_commands_equals_bash(name, tmp_path):
 @example(values=[0, 0, 1], signs=["<<", "-"])
 @example(values=[40, 40, 40], signs=["<<", "+"])
 def test_arithmetic_equals_bash(values, signs):
-    """Arithmetic of three variables equals bash's; unknown stay what bash refuses, and what C leaves undefined or cuts off."""
+    """Arithmetic of three variables equals bash's; unknown stay what bash refuses, and
+    what C leaves undefined or cuts off.
+    """
     names = "".join(
         f"{name}={value};" for name, value in zip("ABC", values, strict=True)
     )
@@ -241,7 +314,9 @@ def test_arithmetic_equals_bash(values, signs):
     ],
 )
 def test_read_commands_names_what_it_cannot_know(text, words):
-    """Output of commands, the environment, arguments and what depends on them are unknown and have a name."""
+    """Output of commands, the environment, arguments and what depends on them are
+    unknown and have a name.
+    """
     found = read_commands(text, "x.sh", {}, NESTED)[-1].words
     assert tuple(map(show_unknown, found)) == words
 
@@ -260,7 +335,9 @@ def test_read_commands_names_what_it_cannot_know(text, words):
     ],
 )
 def test_read_commands_finds_the_script_of_a_command(tmp_path, text, script):
-    """The script is the first word after options, shells and launchers, with Slurm's numbers; a file that is an argument is not."""
+    """The script is the first word after options, shells and launchers, with Slurm's
+    numbers; a file that is an argument is not.
+    """
     header = "#!/bin/bash\n#SBATCH --nodes=12 # all\n#SBATCH --gpus-per-node=4\n"
     (tmp_path / "job.sh").write_text(
         header
@@ -274,9 +351,14 @@ def test_read_commands_finds_the_script_of_a_command(tmp_path, text, script):
 
 
 def test_read_commands_executes_nothing(tmp_path):
-    """No command of a script runs: neither plain ones nor substitutions, redirections, traps or here-documents."""
+    """No command of a script runs: neither plain ones nor substitutions, redirections,
+    traps or here-documents.
+    """
     target = tmp_path / "made"
-    text = f"touch {target}\nA=$(touch {target})\nB=`touch {target}`\necho > {target}\neval 'touch {target}'\ntrap 'touch {target}' EXIT\n"
+    text = (
+        f"touch {target}\nA=$(touch {target})\nB=`touch {target}`\necho >"
+        f" {target}\neval 'touch {target}'\ntrap 'touch {target}' EXIT\n"
+    )
     text += f"cat <<EOF\n$(touch {target})\nEOF\nrun <(touch {target}) $(< /etc/passwd)"
     read_commands(text, "x.sh", {}, re.compile("touch"))
     assert not target.exists()
@@ -333,7 +415,9 @@ OPEN = [
 
 @pytest.mark.parametrize(("text", "question"), OPEN)
 def test_what_is_open_is_asked_as_it_is(text, question):
-    """A condition or a loop that is not known opens what it changes, and no more; the question names it."""
+    """A condition or a loop that is not known opens what it changes, and no more; the
+    question names it.
+    """
     found = read_commands(f"{text}\nrun $N", "x.sh", {}, NESTED)[-1].words[-1]
     assert question in (explain_unknown(found) if unknown_names(found) else [found])
 
@@ -356,11 +440,17 @@ def test_a_loop_without_end_is_followed_for_a_bounded_time():
 
 
 def test_a_sweep_reads_its_script_a_few_times(tmp_path):
-    """Of many runs that one line starts, the first ones are read, and the script is parsed once; the others have a reason."""
+    """Of many runs that one line starts, the first ones are read, and the script is
+    parsed once; the others have a reason.
+    """
     (tmp_path / "launch.sh").write_text(
-        'while [ $# -gt 0 ]; do case $1 in -n) N=$2; shift;; esac; shift; done\nrun $N "$M"\n'
+        "while [ $# -gt 0 ]; do case $1 in -n) N=$2; shift;; esac; shift; done\nrun $N"
+        ' "$M"\n'
     )
-    text = "for n in {1..12}; do for M in a b c d e f g h; do export M\nbash launch.sh -n $n; done; done"
+    text = (
+        "for n in {1..12}; do for M in a b c d e f g h; do export M\nbash launch.sh -n"
+        " $n; done; done"
+    )
     before = parse.cache_info().misses
     found = read_commands(text, tmp_path / "sweep.sh", {}, NESTED)
     assert parse.cache_info().misses - before == 2
@@ -372,7 +462,10 @@ def test_a_sweep_reads_its_script_a_few_times(tmp_path):
     assert "starts launch.sh more than 8 times" in found[-1].unread
 
 
-TOKENS = "if then fi for in do done case esac { } ( ) ; && | $A ${A $(x) \" ' ` << EOF \\ = A=( [ ]] run $(( )) #"
+TOKENS = (
+    "if then fi for in do done case esac { } ( ) ; && | $A ${A $(x) \" ' ` << EOF \\ ="
+    " A=( [ ]] run $(( )) #"
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -395,7 +488,9 @@ TOKENS = "if then fi for in do done case esac { } ( ) ; && | $A ${A $(x) \" ' ` 
 @example(["\ue000\ue004\0"])
 @given(st.lists(st.sampled_from([*TOKENS.split(), "\n"])))
 def test_read_commands_ends_on_any_script(parts):
-    """Endless loops, recursion, growth, nesting and any sequence of shell tokens end with commands or a ConfigError."""
+    """Endless loops, recursion, growth, nesting and any sequence of shell tokens end
+    with commands or a ConfigError.
+    """
     try:
         assert isinstance(read_commands(" ".join(parts), "x.sh", {}, NESTED), list)
     except ConfigError as error:

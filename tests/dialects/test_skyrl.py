@@ -151,7 +151,9 @@ test_rules_break_just_beyond_their_boundary = boundary_test("skyrl", BASE, BOUND
 
 
 def test_rules_find_runs_that_the_check_of_skyrl_misses():
-    """Of the 4,854 small configurations that SkyRL's check accepts, 1,413 stop in their first step and 235 are padded."""
+    """Of the 4,854 small configurations that SkyRL's check accepts, 1,413 stop in their
+    first step and 235 are padded.
+    """
     defaults = {key: entry.default for key, entry in KEYS.items()} | {
         "trainer.algorithm.use_kl_loss": False
     }
@@ -192,7 +194,8 @@ SPLIT, NODES = (
     {"trainer.placement.policy_num_nodes": 2, REF_GPUS: 4},
 )
 NUMBERS = [
-    # SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a multiple of 3 * 5 // 4 = 3.
+    # SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a
+    # multiple of 3 * 5 // 4 = 3.
     ({**SHARES, TRAIN: 6}, {"rules": ["policy_share_divides_train_share", "no_tail_is_cut"]}),
     ({**SHARES, TRAIN: 12}, {"run": "pads"}),
     ({MICRO: -1}, {"message": f"{MICRO}=-1 must be at least 1"}),
@@ -202,7 +205,8 @@ NUMBERS = [
     ({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1},
      {"rules": ["policy_mini_divides_train"], "validator": "rejects",
       "message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300; nearest {TRAIN}: 900, 1200"}),
-    # With a token budget the number of passes is unknown, and the rules of micro sizes still apply.
+    # With a token budget the number of passes is unknown, and the rules of micro sizes
+    # still apply.
     (TOKENS, {"ok": True, "accumulation_steps": "absent"}),
     ({**TOKENS, MICRO: 3}, {"rules": ["micro_divides_policy_mini"]}),
     # Prompts that do not fill a step are dropped.
@@ -213,7 +217,8 @@ NUMBERS = [
     ({"trainer.policy.sequence_parallel_size": 3}, {"note": "rounded down"}),
     ({"trainer.placement.colocate_all": True}, {"note": "does not size the inference engines"}),
     (LEGACY, {"note": "weights wrongly"}),
-    # SkyRL's check requires equal nodes and devices with colocate_policy_ref (train/utils/utils.py, validate_cfg).
+    # SkyRL's check requires equal nodes and devices with colocate_policy_ref
+    # (train/utils/utils.py, validate_cfg).
     (SPLIT, {"validator": "rejects", "rules": ["colocated_ref_num_gpus_per_node"], "message": "nearest " + REF_GPUS + ": 4"}),
     ({**SPLIT, REF_GPUS: 4}, {"ok": True}),
     ({**SPLIT, "trainer.placement.colocate_policy_ref": False}, {"ok": True}),

@@ -46,7 +46,9 @@ test_rules_break_just_beyond_their_boundary = boundary_test("trlx", BASE, BOUNDA
 )
 @settings(max_examples=80)
 def test_collection_takes_full_chunks(wanted, chunk, prompts, processes):
-    """Full chunks until there are enough; a single process meets a short chunk at the end of each pass."""
+    """Full chunks until there are enough; a single process meets a short chunk at the
+    end of each pass.
+    """
     change = {ROLLOUTS: wanted, CHUNK: chunk, "num_processes": processes}
     found = trlx(change, {} if prompts is None else {"num_prompts": prompts})
     chunks, left = [], prompts
@@ -127,11 +129,16 @@ def test_other_trainers_are_refused(change):
 
 
 def test_sizes_that_a_program_may_set_are_named():
-    """A command without sizes says that those of its program are not read; with them it does not."""
+    """A command without sizes says that those of its program are not read; with them it
+    does not.
+    """
     words = ["accelerate", "launch", "--num_processes", "7", "examples/hh/ppo_hh.py"]
     expect(
         check_command(words, "trlx"),
-        note="hh/ppo_hh.py may set train.batch_size, method.num_rollouts, method.chunk_size itself",
+        note=(
+            "hh/ppo_hh.py may set train.batch_size, method.num_rollouts,"
+            " method.chunk_size itself"
+        ),
     )
     sizes = ["train.batch_size=4", "method.num_rollouts=64", "method.chunk_size=16"]
     expect(check_command(words, "trlx", sizes), no_note="may set", ok=True)

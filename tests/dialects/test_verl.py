@@ -1,4 +1,6 @@
-"""Tests of rampup.dialects.verl: its check, what only the run finds, its trainers and versions, and keys that none has."""
+"""Tests of rampup.dialects.verl: its check, what only the run finds, its trainers and
+versions, and keys that none has.
+"""
 
 import math
 
@@ -211,10 +213,12 @@ BOUNDARIES = [
         "accepts",
     ),
     ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "accepts"),
-    # The base files give each model the configuration class of one backend (trainer/config/ppo_trainer.yaml). Composed by Hydra
-    # and given to veRL's own validate_config (utils/config.py) at 1dda039: strategy=megatron stops at `Key 'megatron' is not in
-    # struct`, sizes of another backend at the composition, and the rest at the engine (workers/engine_workers.py: the class of
-    # FSDP with another backend's strategy).
+    # The base files give each model the configuration class of one backend
+    # (trainer/config/ppo_trainer.yaml). Composed by Hydra and given to veRL's own
+    # validate_config (utils/config.py) at 1dda039: strategy=megatron stops at `Key
+    # 'megatron' is not in struct`, sizes of another backend at the composition, and the
+    # rest at the engine (workers/engine_workers.py: the class of FSDP with another
+    # backend's strategy).
     (
         "actor_strategy_fits_engine",
         {**DP, STRATEGY: "fsdp2"},
@@ -279,13 +283,15 @@ OWN_DEVICES = {
     f"{R}tensor_model_parallel_size": 3,
 }
 NUMBERS = [
-    # The check counts devices although the run needs only the replicas: a false rejection.
+    # The check counts devices although the run needs only the replicas: a false
+    # rejection.
     ({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1},
      {"data_parallel_size": 4, "message": "the run itself would need only the 4 replicas"}),
     # A token budget disables the checks of a static batch, and the newer trainer pads.
     ({**BUDGET, TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7},
      {"validator": "accepts", "run": "pads", "padded_samples": 16 * 4 - 5 * 4, "accumulation_steps": "absent"}),
-    # A budget below the longest sequence can stop the run; all devices that share a sequence count.
+    # A budget below the longest sequence can stop the run; all devices that share a
+    # sequence count.
     (BUDGET_512, {"note": SHORT}),
     ({**BUDGET_512, SP: 2}, {"no_note": SHORT}),
     # separate_async trains on one mini batch at a time, with the same optimizer steps.
@@ -303,18 +309,21 @@ NUMBERS = [
     ({"num_prompts": 65}, {"note": "the last 1 prompt of 65"}),
     ({"algorithm.adv_estimator": None, C_MICRO: 4}, {"note": "gae by default"}),
     ({**CRITIC, C_SP: 2}, {"note": "read by the check alone"}),
-    # With model_engine=megatron the engine is Megatron, whatever the strategy: only the check reads that (utils/config.py).
+    # With model_engine=megatron the engine is Megatron, whatever the strategy: only the
+    # check reads that (utils/config.py).
     (BY_STRATEGY, {"ok": True, "data_parallel_size": 4, "note": "strategy=fsdp is read by the check alone"}),
     ({**BY_STRATEGY, TP: 8, MICRO: 8, TRAIN: 17, MINI: 2, LOG: 1}, {"validator": "rejects"}),
     (MEGATRON, {"data_parallel_size": 4}),
-    # With filter_groups the trainer sets gen_batch_size to 1 (trainer/ppo/v1/trainer_base.py, _init_dataloader).
+    # With filter_groups the trainer sets gen_batch_size to 1
+    # (trainer/ppo/v1/trainer_base.py, _init_dataloader).
     (FILTERED, {"ok": True, "samples_per_step": 8192, "note": f"{FILTER} sets data.gen_batch_size to 1"}),
     ({**FILTERED, FILTER: False}, {"rules": ["loader_divides_train"]}),
     ({**FILTERED, FILTER: False, REFILL: True}, {"ok": True}),
-    # DAPO's recipe generates in batches of gen_batch_size, but keeps train_batch_size prompts (dapo_ray_trainer.py).
+    # DAPO's recipe generates in batches of gen_batch_size, but keeps train_batch_size
+    # prompts (dapo_ray_trainer.py).
     ({**FILTERED, **V0}, {"ok": True, "samples_per_step": 8192, "mini_batches": 16, "note": "1,536 prompts at a time"}),
-    # Fully asynchronous training asserts data.train_batch_size=0 (fully_async_rollouter.py), and trains on require_batches
-    # mini batches at a time.
+    # Fully asynchronous training asserts data.train_batch_size=0
+    # (fully_async_rollouter.py), and trains on require_batches mini batches at a time.
     ({**ASYNC, "num_prompts": 1000, EPOCHS: 1},
      {"validator": "accepts", "run": "drops", "rules": [], "samples_per_step": 2 * 16 * 4, "optimizer_steps": 2,
       "training_steps": 1000 // 32}),
@@ -324,7 +333,8 @@ NUMBERS = [
     ({TRAIN: 0}, {"rules": [f"positive.{TRAIN}"]}),
     ({**PARTIAL, TRAIN: 0}, {"samples_per_step": 16 * 4}),
     (PARTIAL, {"samples_per_step": 64 * 4}),
-    # Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py), not the trainer's devices.
+    # Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py),
+    # not the trainer's devices.
     ({**ASYNC, **OWN_DEVICES}, {"ok": True}),
     ({**ASYNC, **OWN_DEVICES, "rollout.n_gpus_per_node": 8}, {"rules": ["engines_divide_devices"]}),
 ]  # fmt: skip
@@ -334,7 +344,9 @@ test_numbers_and_notes = numbers_test(verl, NUMBERS)
 @given(sizes=st.tuples(*(st.integers(1, most) for most in (40, 40, 40, 6, 9))))
 @settings(max_examples=60)
 def test_newer_trainer_pads_to_full_mini_batches(sizes):
-    """Samples are padded to the least multiple that suits replicas, actor and critic."""
+    """Samples are padded to the least multiple that suits replicas, actor and
+    critic.
+    """
     train, mini, critic, responses, replicas = sizes
     change = {
         TRAIN: train,
@@ -358,7 +370,9 @@ def test_newer_trainer_pads_to_full_mini_batches(sizes):
 
 
 def test_passes_over_a_step_are_counted():
-    """The meaning of log-probability passes has their number; the plan's critic has the token budget of its engine."""
+    """The meaning of log-probability passes has their number; the plan's critic has the
+    token budget of its engine.
+    """
     (means,) = [
         meaning.means for meaning in verl().meanings if meaning.says.startswith(LOG)
     ]
@@ -382,7 +396,9 @@ ENGINE = {
     [("dp", 8), ("megatron", 2), ("veomni", 2), ("torchtitan", 2)],
 )
 def test_model_engine_chooses_the_backend(engine, replicas):
-    """`model_engine` selects the base files, and with them the backend (trainer/config/ppo_trainer.yaml)."""
+    """`model_engine` selects the base files, and with them the backend
+    (trainer/config/ppo_trainer.yaml).
+    """
     found = verl(ENGINE[engine], {"model_engine": engine})
     assert found.ok, rules(found)
     assert found.derived["data_parallel_size"] == replicas
@@ -400,7 +416,9 @@ def test_model_engine_chooses_the_backend(engine, replicas):
 
 
 def test_commands_start_from_the_base_file_of_fsdp():
-    """A command without --config-name has model_engine=dp; a complete file has the engine of its strategy."""
+    """A command without --config-name has model_engine=dp; a complete file has the
+    engine of its strategy.
+    """
     command = [
         "python3",
         "-m",
@@ -434,7 +452,9 @@ def test_commands_start_from_the_base_file_of_fsdp():
     ],
 )
 def test_program_decides_which_trainer_runs(program, settings, samples):
-    """Without --config-name a command starts from its program's own base file (recipe/dapo/main_dapo.py: dapo_trainer)."""
+    """Without --config-name a command starts from its program's own base file
+    (recipe/dapo/main_dapo.py: dapo_trainer).
+    """
     sizes = [
         f"{key}={value}"
         for key, value in {
@@ -471,7 +491,9 @@ def test_program_decides_which_trainer_runs(program, settings, samples):
     ],
 )
 def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
-    """Trainers without a check, and the check with another strategy, leave it to Megatron's own start."""
+    """Trainers without a check, and the check with another strategy, leave it to
+    Megatron's own start.
+    """
     found = verl(change, {TP: 3, GPUS: 4})
     assert ("megatron_starts_actor" in rules(found), found.validator, found.run) == (
         True,
@@ -483,7 +505,9 @@ def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
 
 
 def test_distillation_from_a_served_teacher_is_refused():
-    """The recipe gkd has a trainer and sizes of its own (verl-recipe gkd/megatron/ray_trainer.py), which are not covered."""
+    """The recipe gkd has a trainer and sizes of its own (verl-recipe
+    gkd/megatron/ray_trainer.py), which are not covered.
+    """
     with pytest.raises(ConfigError, match="gkd has a trainer of its own"):
         verl({"actor_rollout_ref.teacher.server_ip": "127.0.0.1"})
     with pytest.raises(
@@ -495,12 +519,14 @@ def test_distillation_from_a_served_teacher_is_refused():
 PPO = "python3 -m verl.trainer.main_ppo"
 PASS_SIZE = f"{R}log_prob_micro_batch_size_per_gpu=4"
 NEW = (
-    f"algorithm.adv_estimator=grpo data.train_batch_size=64 {R}n=4 {A}ppo_mini_batch_size=16 {A}ppo_micro_batch_size_per_gpu=4 "
-    f"{PASS_SIZE}"
+    f"algorithm.adv_estimator=grpo data.train_batch_size=64 {R}n=4"
+    f" {A}ppo_mini_batch_size=16 {A}ppo_micro_batch_size_per_gpu=4 {PASS_SIZE}"
 )
 EARLY = (
-    f"algorithm.adv_estimator=grpo data.train_batch_size=8 {R}n=16 {A}ppo_mini_batch_size=64 {A}ppo_micro_batch_size=16 "
-    f"{R}log_prob_micro_batch_size=160 actor_rollout_ref.ref.log_prob_micro_batch_size=160 trainer.n_gpus_per_node=4"
+    f"algorithm.adv_estimator=grpo data.train_batch_size=8 {R}n=16"
+    f" {A}ppo_mini_batch_size=64 {A}ppo_micro_batch_size=16"
+    f" {R}log_prob_micro_batch_size=160"
+    " actor_rollout_ref.ref.log_prob_micro_batch_size=160 trainer.n_gpus_per_node=4"
 )
 
 
@@ -508,7 +534,9 @@ EARLY = (
     "case", cases("verl_versions"), ids=lambda case: case["version"]
 )
 def test_verdict_equals_the_checks_and_workers_of_each_version(case):
-    """The answers are those of the validators and workers of 0.2 to 0.7, run on the same sizes."""
+    """The answers are those of the validators and workers of 0.2 to 0.7, run on the
+    same sizes.
+    """
     found = verdict("verl", nested(case["config"]), f"verl_version={case['version']}")
     expect(found, **case["expect"])
 
@@ -520,7 +548,8 @@ def test_verdict_equals_the_checks_and_workers_of_each_version(case):
         ("0.2", EARLY, {"ok": True, "optimizer_steps": 1, "mini_batch_samples": 128, "note": "more than there is"}),
         # Nothing reads the sizes of the whole job since 0.8.
         ("0.8", f"{EARLY} {A}ppo_mini_batch_size=8 {A}ppo_micro_batch_size=8", {"validator": "accepts", "run": "fails"}),
-        # Only the newer trainer pads; the older workers take what is left as a last, smaller mini batch.
+        # Only the newer trainer pads; the older workers take what is left as a last,
+        # smaller mini batch.
         ("0.9", f"{NEW} {A}ppo_mini_batch_size=48", {"run": "pads", "padded_samples": 128}),
         ("0.4", f"{NEW} {A}ppo_mini_batch_size=48",
          {"run": "runs", "optimizer_steps": 2, "note": "the last update of a step has 64 samples instead of 192"}),
@@ -530,7 +559,9 @@ def test_verdict_equals_the_checks_and_workers_of_each_version(case):
     ],
 )  # fmt: skip
 def test_versions_differ_as_their_code_does(version, settings, wanted):
-    """Mini batches above a step, the whole job's sizes, padding, and passes that are larger than what there is."""
+    """Mini batches above a step, the whole job's sizes, padding, and passes that are
+    larger than what there is.
+    """
     kept = {word.partition("=")[0]: word for word in f"{PPO} {settings}".split()}
     expect(
         check_command([*kept.values()], "verl", [f"verl_version={version}"]), **wanted
@@ -538,7 +569,9 @@ def test_versions_differ_as_their_code_does(version, settings, wanted):
 
 
 def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
-    """In this order; the report names the version and why, and other possible versions that decide otherwise."""
+    """In this order; the report names the version and why, and other possible versions
+    that decide otherwise.
+    """
     (tmp_path / "a" / "b").mkdir(parents=True)
     script = tmp_path / "a" / "b" / "run.sh"
 
@@ -572,13 +605,16 @@ def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
 
 
 def test_program_starts_from_the_base_file_beside_it(tmp_path):
-    """A vendored base file gives the defaults and the keys that Hydra finds, also those of its groups."""
+    """A vendored base file gives the defaults and the keys that Hydra finds, also those
+    of its groups.
+    """
     folder = tmp_path / "verl" / "trainer" / "config"
     (folder / "actor").mkdir(parents=True)
     (folder / "ppo_trainer.yaml").write_text(
-        "defaults:\n  - actor@actor_rollout_ref.actor: dp_actor\n  - _self_\n"
-        "data: {train_batch_size: 64, own_key: 1}\nalgorithm: {adv_estimator: grpo}\ncritic: {enable: false}\n"
-        "actor_rollout_ref: {rollout: {n: 4, log_prob_micro_batch_size_per_gpu: 4}}\n"
+        "defaults:\n  - actor@actor_rollout_ref.actor: dp_actor\n  - _self_\ndata:"
+        " {train_batch_size: 64, own_key: 1}\nalgorithm: {adv_estimator: grpo}\ncritic:"
+        " {enable: false}\nactor_rollout_ref: {rollout: {n: 4,"
+        " log_prob_micro_batch_size_per_gpu: 4}}\n"
     )
     (folder / "actor" / "dp_actor.yaml").write_text(
         "defaults: [actor, _self_]\nppo_micro_batch_size_per_gpu: 4\n"
@@ -598,9 +634,14 @@ def test_program_starts_from_the_base_file_beside_it(tmp_path):
 
 
 def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
-    """One that looks like a size, and another trainer, are questions; Hydra refuses any other key without `+`."""
+    """One that looks like a size, and another trainer, are questions; Hydra refuses any
+    other key without `+`.
+    """
     command = f"{PPO} {NEW} data.n_samples=8".split()
-    said = r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add data\.n_samples=null"
+    said = (
+        r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add"
+        r" data\.n_samples=null"
+    )
     with pytest.raises(ConfigError, match=said):
         check_command(command)
     assert (
@@ -628,7 +669,10 @@ def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
         note="a fork: trainer.its_own are taken as keys of its own",
     )
     fork = " ".join(["python3 -m verl.agent_trainer.main_ppo", NEW]).split()
-    said = r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which: verl_version=0\.9"
+    said = (
+        r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which:"
+        r" verl_version=0\.9"
+    )
     with pytest.raises(ConfigError, match=said):
         check_command(fork)
     expect(

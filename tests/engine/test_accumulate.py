@@ -32,7 +32,9 @@ def float64():
 
 
 def problem(name, K, R, dtype=np.float32):
-    """Return a mesh, parameters, a buffer (K, R, ...) of rows on the mesh, the rows on the host, and their keys."""
+    """Return a mesh, parameters, a buffer (K, R, ...) of rows on the mesh, the rows on
+    the host, and their keys.
+    """
     mesh, host = toy.mesh_of(name), toy.stacked(toy.rows(K * R, dtype))
     cut = {name: x.reshape(K, R, *x.shape[1:]) for name, x in host.items()}
     keys = per_row_keys(
@@ -60,7 +62,9 @@ def linear_loss(params, batch, keys):
     ],
 )
 def test_accumulate_equals_the_full_batch_gradient(name, float64):
-    """In float64, with unequal weights, for any number of microbatches, from one trace and one executable, to 1e-10."""
+    """In float64, with unequal weights, for any number of microbatches, from one trace
+    and one executable, to 1e-10.
+    """
     K, R = 5, 16
     mesh, params, batch, host, keys = problem(name, K, R, float64)
     traces = []
@@ -108,7 +112,9 @@ def test_accumulate_equals_the_full_batch_gradient(name, float64):
 
 
 def test_accumulate_sums_in_float32():
-    """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do not vanish."""
+    """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do
+    not vanish.
+    """
     params, batch = (
         {"w": jnp.ones((), jnp.bfloat16)},
         {"x": jnp.full((1000, 1), 1 / 1024, jnp.bfloat16)},
@@ -120,7 +126,9 @@ def test_accumulate_sums_in_float32():
 
 @pytest.mark.parametrize(("name", "K"), [("one", 1), ("one", 3), ("data", 1)])
 def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
-    """No microbatch is no sum, of a buffer of one too; a number beyond the buffer is an error, and NaN if it is traced."""
+    """No microbatch is no sum, of a buffer of one too; a number beyond the buffer is an
+    error, and NaN if it is traced.
+    """
     mesh, params, batch, host, keys = problem(name, K, 16)
     run = jax.jit(
         lambda number: accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh)
@@ -149,7 +157,9 @@ def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
 
 @pytest.mark.parametrize("name", ["one", "data"])
 def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
-    """The program carries bfloat16 and returns float32; the error grows with the number of microbatches, by its rounding."""
+    """The program carries bfloat16 and returns float32; the error grows with the number
+    of microbatches, by its rounding.
+    """
     K = 32
     mesh, params, batch, _, keys = problem(name, K, 8)
     loss = AccumulatedLoss(toy.loss_fn, accumulator_dtype=jnp.bfloat16)
@@ -181,7 +191,9 @@ def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
 
 
 def test_replicas_exchange_gradients_without_rounding_their_sum_again():
-    """The sum of 256 and 1, which are bfloat16, has nine digits: the result is 257 and not 256. Complex numbers stay whole."""
+    """The sum of 256 and 1, which are bfloat16, has nine digits: the result is 257 and
+    not 256. Complex numbers stay whole.
+    """
     mesh = make_mesh(devices=jax.devices()[:2])
     batch = jax.device_put(
         {"x": np.array([[256.0, 1]], np.float32)}, batch_sharding(mesh, leading=1)
@@ -209,7 +221,9 @@ def test_replicas_exchange_gradients_without_rounding_their_sum_again():
     "axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), toy.slow(MeshAxes(fsdp=8))]
 )
 def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
-    """Without the argument `param_shardings`, or with others, those of the loss decide what is left to reduce."""
+    """Without the argument `param_shardings`, or with others, those of the loss decide
+    what is left to reduce.
+    """
     mesh = make_mesh(axes)
     batch = jax.device_put(
         {"x": np.arange(16, dtype=np.float32).reshape(2, 8)},
@@ -250,7 +264,9 @@ def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
 
 
 def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
-    """Parameters sharded over the replicas by the loss are no matter of `shard_optimizer_over_data`."""
+    """Parameters sharded over the replicas by the loss are no matter of
+    `shard_optimizer_over_data`.
+    """
     mesh = toy.mesh_of("data")
     loss = AccumulatedLoss(
         linear_loss, param_shardings={"w": NamedSharding(mesh, PartitionSpec("data"))}
@@ -258,7 +274,9 @@ def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
     batch = {"x": jnp.ones((1, 8))}
     with pytest.raises(
         ConfigError,
-        match=r"`param_shardings` of the loss shard parameters over the replicas \(data\)",
+        match=(
+            r"`param_shardings` of the loss shard parameters over the replicas \(data\)"
+        ),
     ):
         accumulate(loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh)
     given = {"w": NamedSharding(mesh, PartitionSpec("data"))}
@@ -269,7 +287,9 @@ def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
 
 
 def test_evaluation_drops_what_a_loss_carries():
-    """A loss that returns `mutable` as another kind of dict evaluates: nothing goes on with what it returned."""
+    """A loss that returns `mutable` as another kind of dict evaluates: nothing goes on
+    with what it returned.
+    """
     mesh, params = toy.mesh_of("one"), {"w": jnp.ones(())}
 
     def loss_fn(params, batch, keys, mutable):
@@ -297,7 +317,9 @@ CARRIED = {"n": np.float32(0)}
 
 
 def test_carried_values_are_merged_to_the_same_on_all_replicas():
-    """At the end, numbers are averaged, constants and infinities stay, counters and flags become their maximum; keys stay."""
+    """At the end, numbers are averaged, constants and infinities stay, counters and
+    flags become their maximum; keys stay.
+    """
     mesh = make_mesh(MeshAxes(data=3, tensor=2), jax.devices()[:6])
     batch = jax.device_put(
         {"x": np.array([[7, 1, 4], [9, 2, 1], [0, 0, 0]], np.float32)},
@@ -369,7 +391,10 @@ def test_carried_values_are_merged_to_the_same_on_all_replicas():
         ((1.0, 1.0), "returned 2 results and not 4"),
         (
             (np.ones(2), 1.0, {}, CARRIED),
-            r"returned float\d+\[2\] as loss_sum, which must be a floating-point scalar",
+            (
+                r"returned float\d+\[2\] as loss_sum, which must be a floating-point"
+                r" scalar"
+            ),
         ),
         (
             (np.int32(3), 1.0, {}, CARRIED),
@@ -391,7 +416,9 @@ def test_carried_values_are_merged_to_the_same_on_all_replicas():
     ],
 )
 def test_results_that_break_the_contract_are_errors_in_words(results, words):
-    """The message says what the loss function returned, and what it must return with `mutable`."""
+    """The message says what the loss function returned, and what it must return with
+    `mutable`.
+    """
     with pytest.raises(ConfigError, match=words) as caught:
         check_results(results, lambda *args: results, ({}, {}, None, CARRIED))
     assert (
@@ -401,7 +428,9 @@ def test_results_that_break_the_contract_are_errors_in_words(results, words):
 
 
 def test_multi_steps_follows_the_plan():
-    """K at every optimizer step is the plan's number of microbatches, also after a jump; steps beyond int32 are refused."""
+    """K at every optimizer step is the plan's number of microbatches, also after a
+    jump; steps beyond int32 are refused.
+    """
     keys = {
         "splitter": BatchSplitter(data_parallel_size=2),
         "num_devices": 2,

@@ -21,7 +21,9 @@ from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 def test_layout_holds_every_phase_and_wastes_less_than_a_chunk(
     d, factors, chunk_size, size
 ):
-    """Every phase's microbatches fit, in at most `MAX_CHUNKS` chunks by default or one if they are small."""
+    """Every phase's microbatches fit, in at most `MAX_CHUNKS` chunks by default or one
+    if they are small.
+    """
     plan = RampPlan(
         ramp=BatchRamp.piecewise(
             [(n * 10**6, d * factor) for n, factor in enumerate(factors)]
@@ -45,7 +47,9 @@ def test_layout_holds_every_phase_and_wastes_less_than_a_chunk(
 
 
 def test_a_large_buffer_transfers_only_the_rows_of_early_phases(monkeypatch):
-    """A phase with a third of the microbatches fills a third of the chunks, and a small buffer is one chunk."""
+    """A phase with a third of the microbatches fills a third of the chunks, and a small
+    buffer is one chunk.
+    """
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh, microbatch_size=2)
     assert all(
@@ -65,7 +69,9 @@ def test_a_large_buffer_transfers_only_the_rows_of_early_phases(monkeypatch):
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
 @pytest.mark.parametrize("limit", [0, MAX_WHOLE])
 def test_put_batch_keeps_rows_in_order_and_pads_with_zeros(name, limit, monkeypatch):
-    """In one chunk or in several, on one device or sharded, the rows are the given ones, and what follows them is zero."""
+    """In one chunk or in several, on one device or sharded, the rows are the given
+    ones, and what follows them is zero.
+    """
     monkeypatch.setattr(batch, "MAX_WHOLE", limit)
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh, "0:16 64:80")

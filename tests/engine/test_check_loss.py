@@ -1,4 +1,6 @@
-"""`check_loss`: no false alarm for forty right losses, wrong ones by their kind, and the warning of a training step."""
+"""`check_loss`: no false alarm for forty right losses, wrong ones by their kind, and
+the warning of a training step.
+"""
 
 import functools
 import warnings
@@ -22,9 +24,11 @@ BATCH = {
     "z": _rng.normal(size=(8, D)).astype(np.float32),
     "y": _rng.normal(size=8).astype(np.float32),
     "c": (np.arange(8) % 3).astype(np.int32),
-    "t": np.where(
-        np.arange(T) < LENGTHS[:, None], _rng.integers(1, V, (8, T)), 0
-    ).astype(np.int32),
+    "t": (
+        np.where(
+            np.arange(T) < LENGTHS[:, None], _rng.integers(1, V, (8, T)), 0
+        ).astype(np.int32)
+    ),
     "u": _rng.integers(1, V, (8, T)).astype(np.int32),
     "n": np.arange(8),
     "weight": np.array([1, 2, 0.5, 3, 1, 2, 1, 0.1], np.float32),
@@ -64,7 +68,9 @@ def logits(p, b):
 
 
 def whole(sum_of, weight_of=lambda b: len(b["y"])):
-    """Return a loss without random numbers and aux: a sum, and by default the number of rows."""
+    """Return a loss without random numbers and aux: a sum, and by default the number of
+    rows.
+    """
     return lambda p, b, k: (sum_of(p, b), weight_of(b), {})
 
 
@@ -115,12 +121,13 @@ def pairwise(p, b):
 def crf(p, b):
     """Return the negative log-likelihood of a chain per row, by a scan over time."""
     scores = p["e"][b["t"]] @ p["k"]
-    forward = (
-        lambda alpha, s: (  # noqa: E731
+
+    def forward(alpha, s):
+        return (
             jax.nn.logsumexp(alpha[:, :, None] + p["b"][:3, :3], 1) + s,
             None,
         )
-    )
+
     alpha, _ = jax.lax.scan(forward, scores[:, 0], scores.swapaxes(0, 1)[1:])
     return jax.nn.logsumexp(alpha, -1) - scores.sum(1)[jnp.arange(len(b["c"])), b["c"]]
 
@@ -486,7 +493,9 @@ def cases(*names):
 
 @pytest.mark.parametrize("name", [cases(name) for name in RIGHT])
 def test_a_sum_over_rows_is_no_problem(name):
-    """Losses per row and per token, penalties times the weight, keys by row and narrow types raise no alarm."""
+    """Losses per row and per token, penalties times the weight, keys by row and narrow
+    types raise no alarm.
+    """
     report = rampup.check_loss(RIGHT[name], PARAMS, BATCH)
     assert report, str(report)
 
@@ -511,17 +520,22 @@ def test_double_precision_is_checked_closely(float64):
         BATCH | {name: np.float64(BATCH[name]) for name in ("x", "y", "weight")},
     )
     params = jax.tree.map(lambda x: x.astype(np.float64), PARAMS)
-    penalized = lambda p, b, k: (  # noqa: E731
-        loss(p, b, k)[0] + 1e-6 * optax.tree.norm(p, squared=True),
-        len(k),
-        {},
-    )
+
+    def penalized(p, b, k):
+        return (
+            loss(p, b, k)[0] + 1e-6 * optax.tree.norm(p, squared=True),
+            len(k),
+            {},
+        )
+
     assert rampup.check_loss(loss, params, batch)
     assert kinds(rampup.check_loss(penalized, params, batch)) == ["penalty"]
 
 
 def test_parts_have_sums_and_weights_of_their_own():
-    """A loss of several parts is right if each is a sum, and otherwise the part is named."""
+    """A loss of several parts is right if each is a sum, and otherwise the part is
+    named.
+    """
 
     def loss(mean, p, b, k):
         losses, mask = tokens(p, b)
@@ -559,8 +573,13 @@ class Model(nnx.Module):
     ],
 )
 def test_nnx_models_are_checked_in_their_split_form(normalizes, reduce, expected):
-    """Random streams of a model hide no problem and are none; normalization over the batch is one."""
-    loss = lambda model, b, k: (reduce((model(b["x"]) - b["y"]) ** 2), len(k), {})  # noqa: E731
+    """Random streams of a model hide no problem and are none; normalization over the
+    batch is one.
+    """
+
+    def loss(model, b, k):
+        return (reduce((model(b["x"]) - b["y"]) ** 2), len(k), {})
+
     state, pure = rampup.split_model(
         Model(normalizes), loss, optax.sgd(0.1), mesh_of("one")
     )
@@ -569,7 +588,9 @@ def test_nnx_models_are_checked_in_their_split_form(normalizes, reduce, expected
 
 @pytest.mark.parametrize("normalizes", [False, True])
 def test_a_state_brings_what_its_loss_reads(normalizes):
-    """Frozen parameters, and `mutable` such as a memory bank, are arguments of the loss; statistics of the batch interact."""
+    """Frozen parameters, and `mutable` such as a memory bank, are arguments of the
+    loss; statistics of the batch interact.
+    """
     norm = linen.BatchNorm(use_running_average=False)
 
     def loss(p, b, k, mutable, frozen):
@@ -613,7 +634,9 @@ def test_pipelined_losses_are_checked_as_one_function(reduce):
 
 
 def test_rows_come_in_any_form_that_a_step_takes():
-    """Arrays, a list of rows and a batch of a step are the same; one row is too few, and contracts are kept."""
+    """Arrays, a list of rows and a batch of a step are the same; one row is too few,
+    and contracts are kept.
+    """
     loss, rows = (
         WRONG["mean"]["regression"],
         [{name: x[n] for name, x in BATCH.items()} for n in range(8)],
@@ -637,7 +660,9 @@ def toy(reduce):
 
 @pytest.mark.parametrize("mesh_name", ["one", "data_fsdp_tensor"])
 def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeypatch):
-    """The warning comes once, on any mesh, and can be turned off; results and executables are those without the check."""
+    """The warning comes once, on any mesh, and can be turned off; results and
+    executables are those without the check.
+    """
     monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
     step, state = start(mesh_name, toy(jnp.mean))
     with pytest.warns(
@@ -658,13 +683,18 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
 
 
 def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
-    """With one microbatch per step on one replica, only what is wrong even then is warned of.
+    """With one microbatch per step on one replica, only what is wrong even then is
+    warned of.
 
-    A phase that runs in the shape of an earlier one until its program is compiled splits its batches.
+    A phase that runs in the shape of an earlier one until its program is compiled
+    splits its batches.
     """
     monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
     shapes = {"schedule": "0:16 64:32", "rampup_microbatch": "per_phase"}
-    centered = lambda p, b, k: toy(jnp.sum)(p, b | {"x": b["x"] - b["x"].mean(0)}, k)  # noqa: E731
+
+    def centered(p, b, k):
+        return toy(jnp.sum)(p, b | {"x": b["x"] - b["x"].mean(0)}, k)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(*start("one", centered), steps=1)

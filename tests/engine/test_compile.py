@@ -21,7 +21,9 @@ from rampup.plan.topology import CHIPS
 
 
 def lowering(function, *args):
-    """Return a function that lowers another one, and a list of the threads that the program was compiled in."""
+    """Return a function that lowers another one, and a list of the threads that the
+    program was compiled in.
+    """
     threads = []
 
     def lower():
@@ -34,7 +36,9 @@ def lowering(function, *args):
 
 
 def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
-    """One compilation in the background, however often it is asked for; an error there is a warning, and `get` raises it."""
+    """One compilation in the background, however often it is asked for; an error there
+    is a warning, and `get` raises it.
+    """
     compiler = Compiler()
     lower, threads = lowering(jnp.sin, np.float32(1))
     compiler.compile_async("sin", lower)
@@ -51,7 +55,10 @@ def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
     assert compiler.waited_seconds == waited
     compiler.get("late", lower)
     assert compiler.waited_seconds > waited
-    no_memory = lambda: toy.delayed(None, lambda: 1 / 0)  # noqa: E731
+
+    def no_memory():
+        return toy.delayed(None, lambda: 1 / 0)
+
     with pytest.warns(
         RuntimeWarning,
         match="'bad' of a later phase cannot be compiled: ZeroDivisionError",
@@ -61,7 +68,10 @@ def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             compiler.get("bad", no_memory)
-    untraceable = lambda: jax.jit(lambda x: x @ x).lower(np.ones((2, 3)))  # noqa: E731
+
+    def untraceable():
+        return jax.jit(lambda x: x @ x).lower(np.ones((2, 3)))
+
     with pytest.warns(
         RuntimeWarning, match="'worse' of a later phase cannot be compiled: TypeError"
     ):
@@ -71,7 +81,9 @@ def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
 
 
 def test_compile_async_uses_the_contexts_of_the_caller():
-    """A program that is compiled in the background was traced in all contexts of the caller: JAX's, Flax's and any other."""
+    """A program that is compiled in the background was traced in all contexts of the
+    caller: JAX's, Flax's and any other.
+    """
     compiler, own, seen = Compiler(), threading.local(), []
 
     def lower():
@@ -99,7 +111,9 @@ def test_compile_async_uses_the_contexts_of_the_caller():
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing_pending(monkeypatch):
-    """The caller gets the error of the operating system; later, `get` compiles in its own thread and does not wait."""
+    """The caller gets the error of the operating system; later, `get` compiles in its
+    own thread and does not wait.
+    """
 
     def fail(self):
         raise RuntimeError("can't start new thread")
@@ -118,10 +132,14 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_pending(monkeypatch):
 
 
 def test_close_cancels_pending_programs():
-    """A compilation that has started finishes; one that has not is compiled by `get`."""
+    """A compilation that has started finishes; one that has not is compiled by
+    `get`.
+    """
     compiler, gate = Compiler(), threading.Event()
 
-    slow = lambda: toy.delayed(jax.jit(jnp.tan).lower(np.float32(1)), gate.wait)  # noqa: E731
+    def slow():
+        return toy.delayed(jax.jit(jnp.tan).lower(np.float32(1)), gate.wait)
+
     compiler.compile_async("slow", slow)
     lower, threads = lowering(jnp.exp, np.float32(1))
     compiler.compile_async("never", lower)
@@ -133,7 +151,9 @@ def test_close_cancels_pending_programs():
 
 
 def leave(folder):
-    """Request three programs, the first of which takes until the main thread has ended, and return without `close`."""
+    """Request three programs, the first of which takes until the main thread has ended,
+    and return without `close`.
+    """
     compiler = Compiler()
 
     def wait(number):
@@ -150,7 +170,9 @@ def leave(folder):
 
 
 def test_a_program_that_ends_without_close_waits_for_one_compilation_at_most(tmp_path):
-    """At the end of a program, the compilation that has started finishes; the others, which nobody will run, are left."""
+    """At the end of a program, the compilation that has started finishes; the others,
+    which nobody will run, are left.
+    """
     process = processes.start(leave, tmp_path, log=tmp_path / "log")
     process.join(300)
     assert process.exitcode == 0, (tmp_path / "log").read_text()
@@ -158,7 +180,9 @@ def test_a_program_that_ends_without_close_waits_for_one_compilation_at_most(tmp
 
 
 def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
-    """On a CPU the level is 2, unless XLA_FLAGS sets one; other backends keep their default."""
+    """On a CPU the level is 2, unless XLA_FLAGS sets one; other backends keep their
+    default.
+    """
     given = []
 
     class Lowered:
@@ -179,7 +203,9 @@ def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
 def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(
     monkeypatch,
 ):
-    """Options that an older compiler refuses are left out, and those of the user win. Other errors are raised."""
+    """Options that an older compiler refuses are left out, and those of the user win.
+    Other errors are raised.
+    """
     known, asked = (
         {"xla_tpu_assign_all_reduce_scatter_layout", "xla_tpu_max_hbm_size_mib"},
         [],

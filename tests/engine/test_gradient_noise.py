@@ -1,4 +1,6 @@
-"""Tests of rampup.engine.gradient_noise: S and G2 of a training step against gradients of each block, in float64."""
+"""Tests of rampup.engine.gradient_noise: S and G2 of a training step against gradients
+of each block, in float64.
+"""
 
 import collections
 import re
@@ -34,7 +36,9 @@ ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
 def plan_for(mesh, *, size=BLOCKS * ROWS, rows=ROWS, steps=2, stages=1, repeats=1):
-    """Return a plan of blocks of `rows` rows: a microbatch of one replica, over all its fsdp shards."""
+    """Return a plan of blocks of `rows` rows: a microbatch of one replica, over all its
+    fsdp shards.
+    """
     splitter = {
         "microbatch_size": rows // mesh.shape["fsdp"],
         "num_stages": stages,
@@ -46,7 +50,9 @@ def plan_for(mesh, *, size=BLOCKS * ROWS, rows=ROWS, steps=2, stages=1, repeats=
 
 
 def oracle(block_loss, params, batch, moments=None, rows=ROWS):
-    """Return S and G2 of one step from the gradient of every block, and in Adam's geometry if there are second moments."""
+    """Return S and G2 of one step from the gradient of every block, and in Adam's
+    geometry if there are second moments.
+    """
     number = len(batch["weight"]) // rows
     blocks = jax.tree.map(lambda x: x.reshape(number, rows, *x.shape[1:]), batch)
     grads = jax.jit(jax.vmap(jax.grad(block_loss), (None, 0)))(params, blocks)
@@ -71,7 +77,9 @@ def oracle(block_loss, params, batch, moments=None, rows=ROWS):
 
 
 def run(step, state, rows, plan, check=lambda state, batch, metrics: None):
-    """Run all steps; `check` sees the state before each step, its rows on the host, and its metrics."""
+    """Run all steps; `check` sees the state before each step, its rows on the host, and
+    its metrics.
+    """
     for number, batch in enumerate(step.batches(rows)):
         before = jax.device_get(state)
         state, metrics = step(state, batch)
@@ -110,7 +118,9 @@ ZERO = ("zero-all", "zero-4x8", "zero-fsdp", "zero-tensor")
     "name", [name if "all" in name else toy.slow(name) for name in (*MESHES, *ZERO)]
 )
 def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
-    """S and G2 equal those of the blocks' own gradients to 1e-6, with no collective more, and no parameter changes a bit."""
+    """S and G2 equal those of the blocks' own gradients to 1e-6, with no collective
+    more, and no parameter changes a bit.
+    """
     axes = MESHES[name.removeprefix("zero-")]
     mesh, zero = (
         make_mesh(axes, jax.devices()[: axes.num_devices]),
@@ -147,14 +157,17 @@ def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
         collections.Counter(COLLECTIVE.findall(program.as_text()))
         for program in programs
     )
-    # Before JAX 0.8, XLA wrote the same groups of three axes in two ways, and did not combine their reductions of a number.
+    # Before JAX 0.8, XLA wrote the same groups of three axes in two ways, and did not
+    # combine their reductions of a number.
     is_old = name == "zero-all" and jax.__version_info__ < (0, 8)
     assert on == off + collections.Counter({"all-reduce": 2} if is_old else {})
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
 def pipelined(num_repeats=1, *, tied=False):
-    """Return a loss in parts whose first and last part have parameters of their own, unless they are tied."""
+    """Return a loss in parts whose first and last part have parameters of their own,
+    unless they are tied.
+    """
 
     def first(params, batch, keys):
         return jnp.tanh(batch["x"] @ params["in"])
@@ -197,12 +210,15 @@ def pipeline_params(mesh):
     ],
 )
 def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
-    """The stages add up the squares of their own gradients, and each microbatch is divided by its own weight."""
+    """The stages add up the squares of their own gradients, and each microbatch is
+    divided by its own weight.
+    """
     mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
     plan, rows = plan_for(mesh, stages=2, repeats=repeats), toy.rows(200, np.float64)
     rows[3]["weight"] = rows[2]["weight"] = np.float64(0)  # a block without weight
     loss, programs = pipelined(repeats), []
-    # Layers of a chunk are applied one after the other; with two repeats the stages hold layers 0 and 2, and 1 and 3.
+    # Layers of a chunk are applied one after the other; with two repeats the stages
+    # hold layers 0 and 2, and 1 and 3.
     order = np.array([0, 2, 1, 3]) if repeats == 2 else np.arange(4)
 
     def block_loss(params, batch):
@@ -254,7 +270,9 @@ def one_device(**options):
 
 
 def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
-    """A scaled loss, parameters that are integers and batch statistics change neither S nor G2."""
+    """A scaled loss, parameters that are integers and batch statistics change neither S
+    nor G2.
+    """
     mesh, plan, rows = one_device(steps=2)
 
     class State(TrainState):
@@ -286,7 +304,9 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
 
 
 def test_gradient_noise_of_a_state_made_by_hand_on_one_device():
-    """Arrays on one device that are not placed on its mesh are whole there, and their noise is measured."""
+    """Arrays on one device that are not placed on its mesh are whole there, and their
+    noise is measured.
+    """
     mesh, plan, rows = one_device(steps=1, size=2 * ROWS)
     step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
     params = jax.device_put(toy.new_params(mesh, np.float64), jax.devices()[0])
@@ -297,7 +317,9 @@ def test_gradient_noise_of_a_state_made_by_hand_on_one_device():
 
 
 def test_gradient_noise_needs_no_more_memory():
-    """Not even a mask of Adam's second moments is kept over the microbatches of a step."""
+    """Not even a mask of Adam's second moments is kept over the microbatches of a
+    step.
+    """
     mesh, plan, _ = one_device(size=16 * 64, rows=64)
 
     def loss(params, batch, keys):
@@ -316,7 +338,9 @@ def test_gradient_noise_needs_no_more_memory():
 
 
 def test_gradient_noise_is_measured_before_clipping_and_not_a_number_in_a_skipped_step():
-    """The gradient's norm is that before the clipping to 0.5. A step with an infinite row has no S for an average to take."""
+    """The gradient's norm is that before the clipping to 0.5. A step with an infinite
+    row has no S for an average to take.
+    """
     mesh, plan, rows = one_device()
     rows[70]["x"] = rows[70]["x"] * np.inf
     step = train_step(
@@ -344,7 +368,9 @@ def test_gradient_noise_is_measured_before_clipping_and_not_a_number_in_a_skippe
 
 
 def test_gradient_noise_needs_two_blocks_in_every_phase():
-    """One microbatch on one replica is refused with the phase and what to do; two replicas are enough."""
+    """One microbatch on one replica is refused with the phase and what to do; two
+    replicas are enough.
+    """
     one, two = (make_mesh(devices=jax.devices()[:number]) for number in (1, 2))
     train_step(
         loss_fn, ADAM, toy.plan_for(two, "0:16 64:8"), two, measure_gradient_noise=True
@@ -370,7 +396,9 @@ def test_gradient_noise_needs_two_blocks_in_every_phase():
 
 
 def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
-    """MultiSteps does not weight microbatches, and a loss of one's own must use the meter."""
+    """MultiSteps does not weight microbatches, and a loss of one's own must use the
+    meter.
+    """
 
     class OwnLoss(AccumulatedLoss):
         def sums_and_grads(self, *args, **options):

@@ -1,4 +1,6 @@
-"""A loss of several parts, each with a weight of its own: the sum of their means over the whole step."""
+"""A loss of several parts, each with a weight of its own: the sum of their means over
+the whole step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ SCHEDULE, SIZES = "0:16 32:32", (16, 16, 32, 32)
 
 
 def parts(params, batch):
-    """Return sums and weights of an error per number of a row, one per row, and one that few rows have."""
+    """Return sums and weights of an error per number of a row, one per row, and one
+    that few rows have.
+    """
     y = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
     counts = jnp.arange(toy.WIDTH) < batch["weight"][:, None]
     rare = batch["id"] % 16 == 3
@@ -35,7 +39,9 @@ def loss_fn(params, batch, keys):
 
 
 def big_batches():
-    """Return losses, their parts and the last parameters of a plain loop over whole batches."""
+    """Return losses, their parts and the last parameters of a plain loop over whole
+    batches.
+    """
     params, used, found = jax.device_get(toy.new_params(toy.mesh_of("one"))), 0, []
 
     def loss_of(params, batch):
@@ -85,7 +91,9 @@ def assert_big_batches(state, metrics):
     ids=str,
 )
 def test_parts_equal_the_big_batch(name, options):
-    """Losses, parts and parameters of a ramp, with microbatches in which a part has no weight, and one executable."""
+    """Losses, parts and parameters of a ramp, with microbatches in which a part has no
+    weight, and one executable.
+    """
     zero = (
         {"shard_optimizer_over_data": True}
         if "shard_optimizer_over_data" in options
@@ -102,7 +110,9 @@ def test_parts_equal_the_big_batch(name, options):
 
 
 def test_parts_of_a_loss_that_takes_shards_and_of_a_scaled_loss():
-    """The weights are those of all devices that share the rows; the scale of float16 is undone."""
+    """The weights are those of all devices that share the rows; the scale of float16 is
+    undone.
+    """
     mesh = rampup.make_mesh(rampup.MeshAxes(data=4, fsdp=2))
     plan = toy.plan_for(mesh, SCHEDULE, steps=len(SIZES), microbatch_size=1)
     params = {
@@ -153,7 +163,9 @@ def test_a_negative_weight_beside_none_hides_no_gradient():
 
 @pytest.mark.parametrize("name", ["one", toy.slow("data")])
 def test_weights_may_depend_on_parameters_and_on_what_is_carried(name):
-    """The first pass over the microbatches carries what the second one does, and the weights are no part of the gradient."""
+    """The first pass over the microbatches carries what the second one does, and the
+    weights are no part of the gradient.
+    """
     mesh, K, R = toy.mesh_of(name), 3, 8
     params = {"w": jnp.float32(0.5)}
     x = np.arange(1, 1 + K * R, dtype=np.float32).reshape(K, R) / 10
@@ -189,7 +201,9 @@ def test_weights_may_depend_on_parameters_and_on_what_is_carried(name):
 
 
 def test_evaluation_returns_the_sums_of_each_part():
-    """To be added up over batches, and then divided; the zeros that fill the buffer up do not count."""
+    """To be added up over batches, and then divided; the zeros that fill the buffer up
+    do not count.
+    """
     step, state = toy.start("data", loss_fn, schedule=SCHEDULE, microbatch_size=1)
     batch = next(step.batches(toy.rows()))
     evaluate = rampup.EvalStep(loss_fn, toy.mesh_of("data"))
@@ -203,7 +217,9 @@ def test_evaluation_returns_the_sums_of_each_part():
 
 
 def test_a_step_without_any_weight_changes_nothing():
-    """With `skip_nonfinite`, parts that all weigh nothing are a loss of 0, and no update."""
+    """With `skip_nonfinite`, parts that all weigh nothing are a loss of 0, and no
+    update.
+    """
     step, state = toy.start(
         loss=lambda p, b, k: ((p["in"].sum(), p["out"].sum()), (0, 0), {}),
         skip_nonfinite=True,
@@ -216,7 +232,9 @@ def test_a_step_without_any_weight_changes_nothing():
 
 
 def test_parts_are_refused_where_they_cannot_be_right():
-    """With `optax.MultiSteps`, with measured noise, in a pipeline; and sums and weights that do not belong together."""
+    """With `optax.MultiSteps`, with measured noise, in a pipeline; and sums and weights
+    that do not belong together.
+    """
     bad = [((1.0, 2.0), 3.0), (1.0, (2.0,)), ((), ()), ((1.0, 2.0), (1.0,))]
     cases = [
         (lambda *_, r=result: (*r, {}), {}, "has a sum and a weight for each")

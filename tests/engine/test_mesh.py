@@ -28,7 +28,9 @@ def test_make_mesh_refuses_axes_that_cannot_be_trained(axes, key):
 
 
 def test_process_rows_of_one_process_are_all_rows():
-    """The rows of a process follow from the sharding: with one process all of them, once."""
+    """The rows of a process follow from the sharding: with one process all of them,
+    once.
+    """
     made = make_mesh(MeshAxes(data=2, fsdp=2, tensor=2))
     assert process_rows(made, 8).tolist() == list(range(8))
     rows = jax.device_put(np.arange(8), batch_sharding(made))
@@ -41,7 +43,9 @@ def test_process_rows_of_one_process_are_all_rows():
 
 
 def device(number, slice_index, platform="tpu"):
-    """Return a stand-in for a device in a slice; the arrangement reads only these attributes."""
+    """Return a stand-in for a device in a slice; the arrangement reads only these
+    attributes.
+    """
     return SimpleNamespace(
         id=number, slice_index=slice_index, platform=platform, device_kind=platform
     )
@@ -58,7 +62,9 @@ def device(number, slice_index, platform="tpu"):
     ],
 )
 def test_arrange_puts_slices_along_the_named_axes(axes, crossed, monkeypatch):
-    """Moving along an axis leaves the slice only where the axis has several, at the multiples of its devices per slice."""
+    """Moving along an axis leaves the slice only where the axis has several, at the
+    multiples of its devices per slice.
+    """
     monkeypatch.setattr(
         mesh.mesh_utils,
         "create_device_mesh",
@@ -83,7 +89,9 @@ def test_arrange_puts_slices_along_the_named_axes(axes, crossed, monkeypatch):
 
 
 def test_arrange_refuses_a_mesh_for_other_slices():
-    """A mesh without a data axis to put the slices on, or for another number of slices, is refused with the numbers."""
+    """A mesh without a data axis to put the slices on, or for another number of slices,
+    is refused with the numbers.
+    """
     devices = [device(n, n // 4) for n in range(8)]
     for axes in (MeshAxes(fsdp=8), MeshAxes(data=8, slices=(4, 1, 1, 1, 1, 1))):
         with pytest.raises(ConfigError, match="the devices form 2 slices") as caught:
@@ -92,7 +100,9 @@ def test_arrange_refuses_a_mesh_for_other_slices():
 
 
 def test_make_mesh_takes_devices_in_a_row_for_a_slice():
-    """Devices that do not say which slice they are in form slices in their order; by default, all are on the data axis."""
+    """Devices that do not say which slice they are in form slices in their order; by
+    default, all are on the data axis.
+    """
     found = make_mesh(MeshAxes(data=2, fsdp=2, pipeline=2, slices=(1, 1, 1, 1, 1, 2)))
     assert dict(found.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "stage": 2}
     assert [d.id for d in found.devices[..., 0].flat] == [0, 1, 2, 3]

@@ -19,7 +19,9 @@ def loss_fn(model, batch, rngs):
 
 
 def test_split_model_equals_a_pure_function():
-    """Without statistics and dropout, NNX gives the losses of the same model written as a pure function."""
+    """Without statistics and dropout, NNX gives the losses of the same model written as
+    a pure function.
+    """
     mesh = toy.mesh_of("data")
     plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
     model = nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0))
@@ -43,7 +45,9 @@ def test_split_model_equals_a_pure_function():
 
 
 def test_split_model_seeds_stacked_layers():
-    """Layers that are created with `nnx.vmap` and applied with `nnx.scan` have one random stream each, and train."""
+    """Layers that are created with `nnx.vmap` and applied with `nnx.scan` have one
+    random stream each, and train.
+    """
 
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -58,16 +62,19 @@ def test_split_model_seeds_stacked_layers():
 
     mesh = toy.mesh_of("one")
     plan, tx = toy.plan_for(mesh, steps=2), optax.sgd(0.01)
-    stacked_loss = lambda layers, batch, rngs: loss_fn(  # noqa: E731
-        lambda x: apply(x, layers), batch, rngs
-    )
+
+    def stacked_loss(layers, batch, rngs):
+        return loss_fn(lambda x: apply(x, layers), batch, rngs)
+
     state, pure = split_model(create(nnx.Rngs(0)), stacked_loss, tx, mesh)
     _, metrics = toy.train(train_step(pure, tx, plan, mesh), state)
     assert np.isfinite(float(metrics["loss"]))
 
 
 def test_split_model_takes_the_options_of_create_state():
-    """The optimizer's state is scattered over the replicas, over axes of the user's names; a step without it is refused."""
+    """The optimizer's state is scattered over the replicas, over axes of the user's
+    names; a step without it is refused.
+    """
     mesh = jax.make_mesh(
         (4, 2), ("dp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )

@@ -28,7 +28,9 @@ def device(**stats):
 
 
 def test_program_memory_counts_arrays():
-    """Arguments, outputs, temporaries; an output that aliases an argument once. A missing analysis is an error, not a zero."""
+    """Arguments, outputs, temporaries; an output that aliases an argument once. A
+    missing analysis is an error, not a zero.
+    """
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     grown = offload.program_memory(
         jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None])
@@ -47,7 +49,9 @@ def test_program_memory_counts_arrays():
 
 
 def test_room_to_run_is_that_of_the_smallest_device():
-    """The room is the smallest of all devices. Devices without memory of their own share half of the host's free memory."""
+    """The room is the smallest of all devices. Devices without memory of their own
+    share half of the host's free memory.
+    """
     assert offload.device_limit(device(**GIVEN)) == 1000
     assert offload.device_limit(device()) is None
     assert offload.room_to_run([device(bytes_limit=7), device(bytes_limit=5)]) == 5
@@ -68,7 +72,9 @@ def test_is_out_of_memory_recognizes_only_exhausted_resources():
 
 
 def test_bytes_per_device_counts_shards():
-    """A sharded array counts with its shard per device, a replicated one with its full size."""
+    """A sharded array counts with its shard per device, a replicated one with its full
+    size.
+    """
     mesh = make_mesh()
     cut = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec()))
@@ -76,7 +82,9 @@ def test_bytes_per_device_counts_shards():
 
 
 def test_offloaded_state_trains_identically_and_stays_in_host_memory():
-    """Steps and evaluation give identical numbers, and every array returns to host memory."""
+    """Steps and evaluation give identical numbers, and every array returns to host
+    memory.
+    """
     mesh = make_mesh(devices=jax.devices()[:2])
     if problem := offload.host_memory_problem(mesh):
         pytest.skip(problem)
@@ -119,7 +127,9 @@ def test_offloaded_state_trains_identically_and_stays_in_host_memory():
 
 
 def test_host_memory_problem_names_the_missing_memory():
-    """A device without host memory is reported, and a CPU does not count it separately."""
+    """A device without host memory is reported, and a CPU does not count it
+    separately.
+    """
     without = SimpleNamespace(addressable_memories=list, platform="cpu")
     mesh = SimpleNamespace(devices=np.array([without]), local_devices=[without])
     assert "no pinned_host" in offload.host_memory_problem(mesh)

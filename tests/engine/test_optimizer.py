@@ -31,7 +31,9 @@ def plan(steps=60, ramp=RAMP, **keys):
 @pytest.mark.parametrize("clock", ["steps", "samples"])
 @pytest.mark.parametrize("scaling", ["none", "sqrt"])
 def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
-    """The rate on the device equals the rate on the host, at every step, also after the end of the schedule."""
+    """The rate on the device equals the rate on the host, at every step, also after the
+    end of the schedule.
+    """
     keys = {
         "learning_rate_clock": clock,
         "learning_rate_batch_scaling": scaling,
@@ -48,7 +50,9 @@ def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
 
 
 def test_learning_rate_warm_up_follows_the_samples_clock():
-    """Warm-up over a tenth of the samples ends at the step that has consumed a tenth of them, not at a tenth of the steps."""
+    """Warm-up over a tenth of the samples ends at the step that has consumed a tenth of
+    them, not at a tenth of the steps.
+    """
     by_samples = LearningRate(
         plan=plan(learning_rate_clock="samples"),
         peak=1.0,
@@ -87,7 +91,9 @@ def test_learning_rate_of_a_constant_batch_equals_optax():
 
 
 def test_learning_rate_wsd_is_stable_then_decays():
-    """Warm-up, a constant rate, then linear decay. By sqrt, a quarter of the batch has half of the rate."""
+    """Warm-up, a constant rate, then linear decay. By sqrt, a quarter of the batch has
+    half of the rate.
+    """
     rate = LearningRate(
         plan=plan(100, BatchRamp.constant(8)),
         peak=1.0,
@@ -111,7 +117,9 @@ def test_learning_rate_wsd_is_stable_then_decays():
 
 
 def test_learning_rate_refuses_steps_beyond_int32():
-    """Phases beyond the int32 range are ignored as long as the run ends before them. A longer run is refused."""
+    """Phases beyond the int32 range are ignored as long as the run ends before them. A
+    longer run is refused.
+    """
     long = BatchRamp.piecewise([(0, 1), (2**33, 2)])
     assert (
         float(
@@ -144,7 +152,9 @@ HAS_MUON = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
     not HAS_MUON, reason="this Optax has no Muon with updates of AdamW's size"
 )
 def test_muon_updates_are_orthogonal_and_of_the_size_of_adam():
-    """A matrix of a layer moves along nearly orthonormal rows, with a root mean square of 0.2; the rest moves as with AdamW."""
+    """A matrix of a layer moves along nearly orthonormal rows, with a root mean square
+    of 0.2; the rest moves as with AdamW.
+    """
     model = LanguageModel(
         num_layers=2, width=32, mlp_dim=64, num_heads=4, num_kv_heads=2, vocab_size=16
     )
@@ -187,7 +197,9 @@ def test_muon_needs_a_newer_optax():
 
 
 def test_make_optimizer_stores_moments_in_other_types():
-    """Between steps, moments have the requested types, also those of bfloat16 parameters; the updates are close to exact."""
+    """Between steps, moments have the requested types, also those of bfloat16
+    parameters; the updates are close to exact.
+    """
     params = {"w": jnp.linspace(0.5, 2, 64)}
     grads = [
         {"w": jnp.asarray(np.random.default_rng(n).normal(size=64), jnp.float32)}

@@ -1,4 +1,6 @@
-"""A loss of one's own inside the manual region of a training step: callbacks, kernels and sharding constraints."""
+"""A loss of one's own inside the manual region of a training step: callbacks, kernels
+and sharding constraints.
+"""
 
 import threading
 
@@ -20,7 +22,9 @@ def one_step(loss, mesh_name="data"):
 
 
 def test_debug_print_and_callbacks_in_the_loss(capfd):
-    """`jax.debug.print` and callbacks run inside the loss on a mesh with several replicas."""
+    """`jax.debug.print` and callbacks run inside the loss on a mesh with several
+    replicas.
+    """
     seen = []
 
     def loss(p, b, k):
@@ -48,7 +52,9 @@ def test_debug_print_and_callbacks_in_the_loss(capfd):
     reason="JAX has no callbacks in a manual function of a manual function",
 )
 def test_callbacks_beside_a_convolution_run_once_per_replica():
-    """On data, fsdp and tensor, where the loss is evaluated with whole operands, each replica calls back once."""
+    """On data, fsdp and tensor, where the loss is evaluated with whole operands, each
+    replica calls back once.
+    """
     seen = []
 
     def loss(p, b, k):
@@ -92,7 +98,9 @@ def constrained_by_flax(mesh, x):
 )
 @pytest.mark.parametrize("mesh_name", ["data", "data_fsdp_tensor", "fsdp"])
 def test_sharding_constraint_over_the_data_axis_in_the_loss(mesh_name, constrain):
-    """A loss that constrains its activations over the data axis, as MaxText's models do, runs and agrees."""
+    """A loss that constrains its activations over the data axis, as MaxText's models
+    do, runs and agrees.
+    """
     mesh = mesh_of(mesh_name)
     original = jax.lax.with_sharding_constraint
 
@@ -107,7 +115,9 @@ def test_sharding_constraint_over_the_data_axis_in_the_loss(mesh_name, constrain
 
 
 def test_constraints_of_other_threads_are_untouched():
-    """While one thread traces a loss, another one's constraints reach JAX as they are."""
+    """While one thread traces a loss, another one's constraints reach JAX as they
+    are.
+    """
     mesh, done = mesh_of("data"), []
 
     def other():
@@ -126,7 +136,9 @@ def test_constraints_of_other_threads_are_untouched():
 
 
 def test_constraint_keeps_the_automatic_axes():
-    """Only the manual axes leave a constraint; if no other axis has several devices, nothing is constrained."""
+    """Only the manual axes leave a constraint; if no other axis has several devices,
+    nothing is constrained.
+    """
     found = []
 
     def body(x):

@@ -1,4 +1,6 @@
-"""Loops of one's own: other sources of batches, accumulation in a jitted step, frozen weights, and states that do not fit."""
+"""Loops of one's own: other sources of batches, accumulation in a jitted step, frozen
+weights, and states that do not fit.
+"""
 
 import dataclasses
 import functools
@@ -55,7 +57,9 @@ def refilled(items):
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
 def test_streams_and_arrays_train_as_random_access_does(mesh_name):
-    """A generator, a Grain IterDataset, batches of another size, buffers that are filled again, and arrays of a step."""
+    """A generator, a Grain IterDataset, batches of another size, buffers that are
+    filled again, and arrays of a step.
+    """
     mesh, data = mesh_of(mesh_name), rows()
     plan = plan_for(mesh, steps=6)
     step = rampup.train_step(loss_fn, optax.sgd(0.01), plan, mesh)
@@ -82,7 +86,9 @@ def test_streams_and_arrays_train_as_random_access_does(mesh_name):
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
 def test_accumulate_in_a_jitted_step_of_ones_own(mesh_name):
-    """`accumulate` without keys and shardings gives the parameters of `train_step`, with one compilation."""
+    """`accumulate` without keys and shardings gives the parameters of `train_step`,
+    with one compilation.
+    """
     mesh = mesh_of(mesh_name)
     plan, tx = plan_for(mesh, steps=6), optax.sgd(0.01)
     state = rampup.prepare_state(toy.flax_state()(new_params(mesh), tx), mesh)
@@ -92,9 +98,10 @@ def test_accumulate_in_a_jitted_step_of_ones_own(mesh_name):
         sums = rampup.accumulate(
             plain_loss_fn, state.params, batch_KR, num_microbatches, mesh=mesh
         )
-        return state.apply_gradients(
-            grads=sums.mean_grads(state.params)
-        ), sums.loss / sums.weight
+        return (
+            state.apply_gradients(grads=sums.mean_grads(state.params)),
+            sums.loss / sums.weight,
+        )
 
     chunk_size = max(plan.max_microbatches.values())
     for batch in rampup.step_batches(rows(), plan, mesh, chunk_size=chunk_size):
@@ -133,7 +140,9 @@ def test_wrong_arguments_are_named():
 
 
 def test_plan_beyond_int32_steps_is_refused():
-    """A plan with more steps than a device can count is refused when the step is made."""
+    """A plan with more steps than a device can count is refused when the step is
+    made.
+    """
     plan = dataclasses.replace(plan_for(mesh_of("one")), total_steps=2**31)
     with pytest.raises(RampupError, match="int32"):
         rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh_of("one"))
@@ -166,7 +175,9 @@ def test_dynamic_scale_skips_and_adapts(mesh_name):
 
 
 class LoRAModel(nnx.Module):
-    """Two linear layers with LoRA, and what a model may have beside: statistics, dropout, sown values."""
+    """Two linear layers with LoRA, and what a model may have beside: statistics,
+    dropout, sown values.
+    """
 
     def __init__(self, rngs):
         self.hidden = nnx.LoRALinear(8, 64, lora_rank=2, rngs=rngs)
@@ -191,7 +202,9 @@ class LoRAModel(nnx.Module):
     ],
 )
 def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
-    """Only `wrt` is trained and accumulated; statistics, dropout and sown values work."""
+    """Only `wrt` is trained and accumulated; statistics, dropout and sown values
+    work.
+    """
 
     def model_loss(model, batch, keys):
         error = (model(batch["x"]) - batch["x"]) ** 2
@@ -236,7 +249,9 @@ def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
 def test_a_field_of_ones_own_is_updated_once_per_step_and_saved(
     skip_nonfinite, tmp_path
 ):
-    """With `multi_steps`, a moving average in `apply_gradients` moves once per optimizer step, as with `fused`."""
+    """With `multi_steps`, a moving average in `apply_gradients` moves once per
+    optimizer step, as with `fused`.
+    """
 
     class State(train_state.TrainState):
         ema: dict = None
@@ -277,7 +292,9 @@ def test_a_field_of_ones_own_is_updated_once_per_step_and_saved(
 
 
 def test_batch_of_another_plan_is_refused():
-    """A batch with the layout of the step's plan, but the size that another plan has at this step."""
+    """A batch with the layout of the step's plan, but the size that another plan has at
+    this step.
+    """
     step, state = start(schedule="0:16 48:32", steps=4)
     other, again = (
         start(schedule="0:16 16:32", steps=4)[0],
@@ -300,7 +317,9 @@ def test_batch_of_another_plan_is_refused():
 @pytest.mark.parametrize("mesh_name", ["one", "data", "data_tensor", "fsdp"])
 @pytest.mark.parametrize(("number", "size"), [(300, 64), (64, 64), (5, 16), (13, 8)])
 def test_an_evaluation_counts_every_row_once(mesh_name, number, size):
-    """Batches that do not divide the rows evaluate all of them, whatever is left over, and no row twice."""
+    """Batches that do not divide the rows evaluate all of them, whatever is left over,
+    and no row twice.
+    """
     mesh = mesh_of(mesh_name)
     evaluate, state = (
         rampup.EvalStep(plain_loss_fn, mesh),
@@ -316,7 +335,9 @@ def test_an_evaluation_counts_every_row_once(mesh_name, number, size):
 
 
 def test_an_evaluation_of_whole_batches_leaves_one_batch_over():
-    """A loss that sees whole batches sees the rows that are left over together; a batch that cannot be shared is refused."""
+    """A loss that sees whole batches sees the rows that are left over together; a batch
+    that cannot be shared is refused.
+    """
     mesh, seen = (
         mesh_of("data"),
         lambda params, batch, keys: (jnp.float32(len(keys)) ** 2, len(keys), {}),

@@ -1,4 +1,6 @@
-"""The contract of a loss function of one's own: wrong results become clear errors, unusual ones become right."""
+"""The contract of a loss function of one's own: wrong results become clear errors,
+unusual ones become right.
+"""
 
 import dataclasses
 import traceback
@@ -54,7 +56,9 @@ def test_weights_that_mean_nothing_are_not_hidden(weight):
     ],
 )
 def test_grad_norm_is_real_and_float32(params, loss_of, norm):
-    """The gradient's norm is computed from the sums, whatever the type of the parameters."""
+    """The gradient's norm is computed from the sums, whatever the type of the
+    parameters.
+    """
 
     def loss(p, b, k):
         return loss_of(p["w"]) * b["weight"].size, b["weight"].size, {}
@@ -83,7 +87,9 @@ def test_multi_steps_refuses_chunks_of_several_microbatches():
     ],
 )
 def test_loss_function_without_keys_is_refused(kind, engine):
-    """A loss function of two arguments is named, also if the state makes the step wrap it."""
+    """A loss function of two arguments is named, also if the state makes the step wrap
+    it.
+    """
     state = flax_state(
         ScaledState, dynamic_scale=DynamicScale() if kind == "scaled" else None
     )
@@ -111,20 +117,27 @@ def test_loss_function_without_keys_is_refused(kind, engine):
     ids=["RC", "CR", "flat"],
 )
 def test_aux_with_a_value_per_row_is_refused(per_row, mesh_name, engine):
-    """Rows of different microbatches would be added up, so the error names the entry and its two shapes."""
+    """Rows of different microbatches would be added up, so the error names the entry
+    and its two shapes.
+    """
 
     def loss(params, batch, keys):
         return *loss_fn(params, batch, keys)[:2], {"seen": per_row(batch["x"])}
 
     with pytest.raises(
         ConfigError,
-        match=r"aux\['seen'\].* of the loss function has values for single rows: its shape is",
+        match=(
+            r"aux\['seen'\].* of the loss function has values for single rows: its"
+            r" shape is"
+        ),
     ):
         one_step(loss, mesh_name=mesh_name, engine=engine)
 
 
 def test_text_in_aux_keys_taken_for_one_key_and_unknown_axes_are_named():
-    """Both end in errors of JAX otherwise, which name neither the loss function nor what to change, as do axes of a pmap."""
+    """Both end in errors of JAX otherwise, which name neither the loss function nor
+    what to change, as do axes of a pmap.
+    """
     with pytest.raises(
         ConfigError, match=r"returned a str as aux\['name'\], which must be a number"
     ):
@@ -160,7 +173,9 @@ def test_text_in_aux_keys_taken_for_one_key_and_unknown_axes_are_named():
 
 
 def test_aux_as_long_as_the_rows_is_no_value_per_row():
-    """Counts of 16 classes are summed over a microbatch of 16 rows; so is what a loss function for 16 rows alone returns."""
+    """Counts of 16 classes are summed over a microbatch of 16 rows; so is what a loss
+    function for 16 rows alone returns.
+    """
 
     def loss(params, batch, keys):
         classes = jax.nn.one_hot(batch["id"] % 16, 16)
@@ -180,7 +195,9 @@ def test_aux_as_long_as_the_rows_is_no_value_per_row():
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
 def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(mesh_name):
-    """Whoever debugs a loss function sees little of rampup between the call of the step and the loss."""
+    """Whoever debugs a loss function sees little of rampup between the call of the step
+    and the loss.
+    """
     package, counts = str(Path(rampup.__file__).parent), []
 
     def loss(params, batch, keys):
@@ -197,7 +214,9 @@ def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(mesh_name)
 
 
 def test_a_backward_rule_that_is_not_linear_sees_the_same_however_a_batch_is_split():
-    """A model that clips the gradient of its activations has one update with any microbatches, devices and phases."""
+    """A model that clips the gradient of its activations has one update with any
+    microbatches, devices and phases.
+    """
     clip = jax.custom_vjp(lambda x: x)
     clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
@@ -264,7 +283,9 @@ class Unscaled(AccumulatedLoss):
 
 
 def test_a_summable_loss_may_ignore_the_scale_of_the_state():
-    """Only a loss that scales unscales, so one that does not has the same metrics, and no gradient that is too small."""
+    """Only a loss that scales unscales, so one that does not has the same metrics, and
+    no gradient that is too small.
+    """
     scaled = flax_state(ScaledState, dynamic_scale=DynamicScale())
     metrics = [
         one_step(loss, mesh_name="one", state=scaled)[1]

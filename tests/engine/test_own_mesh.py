@@ -80,7 +80,9 @@ def losses_of_one_device():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", MESHES)
 def test_any_mesh_trains_like_one_device(name, axis_type):
-    """Losses on meshes of any axis names and types equal those of one device, also in `jax.set_mesh` of the user's mesh."""
+    """Losses on meshes of any axis names and types equal those of one device, also in
+    `jax.set_mesh` of the user's mesh.
+    """
     shape, names, axes = MESHES[name]
     expected = losses_of_one_device()
     mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
@@ -90,7 +92,9 @@ def test_any_mesh_trains_like_one_device(name, axis_type):
 
 
 def explicit_loss_fn(params, batch, keys, *, frozen=None):
-    """The loss `plain_loss_fn` of `helpers.toy`, as a model for Explicit axes says it."""
+    """The loss `plain_loss_fn` of `helpers.toy`, as a model for Explicit axes says
+    it.
+    """
     x = batch["x"]
     hidden = jnp.tanh(
         jnp.einsum(
@@ -112,7 +116,9 @@ def explicit_loss_fn(params, batch, keys, *, frozen=None):
 def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(
     shape, zero, in_context
 ):
-    """A model with `out_sharding` has the losses of one with Auto axes; metrics, state and rows fit the program around it."""
+    """A model with `out_sharding` has the losses of one with Auto axes; metrics, state
+    and rows fit the program around it.
+    """
     names = "batch", "model"
     mesh = jax.make_mesh(
         shape,
@@ -200,7 +206,9 @@ def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(
     ],
 )
 def test_plan_for_another_mesh_is_refused(splitter, key):
-    """A plan for other numbers of replicas or stages is an error of the step and of the batches, with the mesh's number."""
+    """A plan for other numbers of replicas or stages is an error of the step and of the
+    batches, with the mesh's number.
+    """
     mesh = rampup.make_mesh(rampup.MeshAxes(data=8))
     plan = rampup.RampPlan(
         ramp=rampup.BatchRamp.from_schedule("0:64"),
@@ -247,7 +255,9 @@ def test_mesh_without_a_batch_axis_is_refused():
     "axes", ["batch", rampup.BatchAxes(replica="batch", rows="batch"), ("batch",)]
 )
 def test_axes_that_are_no_tuples_are_refused(axes):
-    """A name or a tuple alone, and names that are not in a tuple, are an error that shows `BatchAxes`."""
+    """A name or a tuple alone, and names that are not in a tuple, are an error that
+    shows `BatchAxes`.
+    """
     with pytest.raises(
         rampup.ConfigError, match="must be a BatchAxes of two tuples, such as"
     ):
@@ -255,7 +265,9 @@ def test_axes_that_are_no_tuples_are_refused(axes):
 
 
 def test_parameters_of_an_equal_mesh_keep_their_sharding():
-    """A parameter that is sharded on another mesh is not replicated in silence: its axes are axes of this one, or an error."""
+    """A parameter that is sharded on another mesh is not replicated in silence: its
+    axes are axes of this one, or an error.
+    """
     ours = rampup.make_mesh(rampup.MeshAxes(data=4, tensor=2))
     for name in ("tensor", "y"):
         other = jax.make_mesh((4, 2), ("data", name), axis_types=(AxisType.Auto,) * 2)

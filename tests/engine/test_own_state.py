@@ -1,4 +1,6 @@
-"""A training state of one's own: subclasses of Flax's TrainState, aliased buffers, and what a caller keeps."""
+"""A training state of one's own: subclasses of Flax's TrainState, aliased buffers, and
+what a caller keeps.
+"""
 
 import dataclasses
 import re
@@ -57,7 +59,9 @@ def test_batch_stats_reach_the_loss(mesh_name):
 
 
 def test_state_that_is_a_plain_dataclass():
-    """A frozen dataclass with `step`, `params` and `opt_state` works without a `replace` method."""
+    """A frozen dataclass with `step`, `params` and `opt_state` works without a
+    `replace` method.
+    """
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,9 @@ def test_state_that_is_a_plain_dataclass():
     ids=["prodigy", "sam", "plateau", "prepared"],
 )
 def test_arrays_of_the_caller_survive_any_optimizer(mesh_name, tx, state):
-    """Some keep the initial parameters in their state, or get `value=loss`; none donates a buffer twice or the caller's."""
+    """Some keep the initial parameters in their state, or get `value=loss`; none
+    donates a buffer twice or the caller's.
+    """
     params = new_params(mesh_of(mesh_name)) | {"empty": jnp.zeros((0, 3))}
     params["tied"] = params["in"]
     state, _ = train(*start(mesh_name, tx=tx, params=params, state=state), steps=3)
@@ -105,7 +111,9 @@ def test_arrays_of_the_caller_survive_any_optimizer(mesh_name, tx, state):
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 def test_two_steps_read_the_parameters_of_each_other(engine):
-    """`frozen` is not donated: each of two states is trained with the other's parameters in it, as in a GAN."""
+    """`frozen` is not donated: each of two states is trained with the other's
+    parameters in it, as in a GAN.
+    """
 
     def loss(params, batch, keys, *, frozen):
         return loss_fn(jax.tree.map(jnp.add, params, frozen), batch, keys)
@@ -171,7 +179,9 @@ def test_integer_leaves_in_the_parameters():
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 def test_a_maximum_that_starts_at_infinity_skips_no_step(engine):
-    """With `skip_nonfinite`, what was infinite before a step is no reason to skip it; what becomes so is."""
+    """With `skip_nonfinite`, what was infinite before a step is no reason to skip it;
+    what becomes so is.
+    """
 
     def loss(params, batch, keys, mutable):
         bad = jnp.where(jnp.any(batch["id"] == 20), jnp.inf, 0.0)
@@ -201,7 +211,9 @@ class FrozenState(toy.ScaledState):
 
 
 def run_pipeline(num_stages, **fields):
-    """Return losses and parameters of some steps with a state that has further fields, on two replicas with stages."""
+    """Return losses and parameters of some steps with a state that has further fields,
+    on two replicas with stages.
+    """
     mesh = make_mesh(
         MeshAxes(data=2, pipeline=num_stages), jax.devices()[: 2 * num_stages]
     )
@@ -234,7 +246,9 @@ def run_pipeline(num_stages, **fields):
 
 @pytest.mark.slow
 def test_dynamic_scale_works_with_pipeline_stages():
-    """Losses, skipped steps, the scale and the parameters are those without a pipeline, to 1e-6."""
+    """Losses, skipped steps, the scale and the parameters are those without a pipeline,
+    to 1e-6.
+    """
     scale = DynamicScale(
         scale=jnp.float32(2.0**122), growth_interval=2, backoff_factor=2**-8
     )  # The first steps overflow.
@@ -254,7 +268,9 @@ def test_dynamic_scale_works_with_pipeline_stages():
 
 @pytest.mark.slow
 def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
-    """The error comes before anything is computed, and names the field, the loss and what to do."""
+    """The error comes before anything is computed, and names the field, the loss and
+    what to do.
+    """
     with pytest.raises(
         rampup.ConfigError,
         match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze",
@@ -279,7 +295,9 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
 
 
 def test_parameters_whose_gradients_are_new_values_are_refused():
-    """The scales of Flax's float8 layers cannot be summed over microbatches, so they would be wrong without an error."""
+    """The scales of Flax's float8 layers cannot be summed over microbatches, so they
+    would be wrong without an error.
+    """
     params = {
         "params": new_params(mesh_of("one")),
         "_overwrite_with_gradient": {"scale": jnp.ones(1)},
@@ -292,7 +310,9 @@ def test_parameters_whose_gradients_are_new_values_are_refused():
 
 
 def test_states_and_batches_print_shapes_instead_of_arrays():
-    """The repr of a state has counts and shapes; a subclass, a trace and a donated state have one too."""
+    """The repr of a state has counts and shapes; a subclass, a trace and a donated
+    state have one too.
+    """
 
     class WithAverage(rampup.TrainState):
         average: Any = None
@@ -303,7 +323,10 @@ def test_states_and_batches_print_shapes_instead_of_arrays():
         "parts": [np.ones(n, np.float32) for n in range(1, 6)],
     }
     state = rampup.create_state(params, optax.adam(0.1), mesh)
-    words = "<6 arrays, 31 numbers: parts.0 float32[1], parts.1 float32[2], parts.2 float32[3], parts.3 float32[4], 2 more>"
+    words = (
+        "<6 arrays, 31 numbers: parts.0 float32[1], parts.1 float32[2], parts.2"
+        " float32[3], parts.3 float32[4], 2 more>"
+    )
     assert repr(state).startswith(
         f"TrainState(step=0, params={words}, opt_state=<13 arrays, 63 numbers: "
     )
@@ -312,7 +335,8 @@ def test_states_and_batches_print_shapes_instead_of_arrays():
         step=np.int32(3), params=params, opt_state=(), average={"w": np.ones(2)}
     )
     assert repr(own).endswith(
-        "opt_state=<no arrays>, mutable=None, frozen=None, average=<1 array, 2 numbers: w float64[2]>)"
+        "opt_state=<no arrays>, mutable=None, frozen=None, average=<1 array, 2 numbers:"
+        " w float64[2]>)"
     )
     jax.eval_shape(lambda state: seen.append(repr(state)), state)
     state.step.delete()
@@ -332,7 +356,10 @@ def test_states_and_batches_print_shapes_instead_of_arrays():
         (
             optax.adam(0.1),
             optax.sgd(0.1),
-            r"\[0\]\.count has the shape \[\] in the state, and is absent in the optimizer",
+            (
+                r"\[0\]\.count has the shape \[\] in the state, and is absent in the"
+                r" optimizer"
+            ),
         ),
         (
             optax.sgd(0.1),
@@ -348,7 +375,9 @@ def test_states_and_batches_print_shapes_instead_of_arrays():
     ids=["adam", "sgd", "chain"],
 )
 def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, engine):
-    """Another optimizer than that of the state is an error before anything is compiled; optax would run some of them."""
+    """Another optimizer than that of the state is an error before anything is compiled;
+    optax would run some of them.
+    """
     (step, _), (_, state) = (
         start(tx=given, engine=engine),
         start(tx=made, engine=engine),
@@ -364,7 +393,9 @@ def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, en
 
 
 def test_what_is_no_tree_of_arrays_is_refused():
-    """An NNX model and a tree with functions would train without their statistics, or end in an error of JAX."""
+    """An NNX model and a tree with functions would train without their statistics, or
+    end in an error of JAX.
+    """
     mesh, tx = mesh_of("one"), optax.sgd(0.1)
     model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     with pytest.raises(
@@ -376,7 +407,9 @@ def test_what_is_no_tree_of_arrays_is_refused():
         params = {"w": jnp.ones(2), "activation": leaf}
         with pytest.raises(
             rampup.ConfigError,
-            match=r"params\['activation'\] is .* not an array of numbers.*eqx.partition",
+            match=(
+                r"params\['activation'\] is .* not an array of numbers.*eqx.partition"
+            ),
         ):
             rampup.create_state(params, tx, mesh)
     state = rampup.create_state(
@@ -416,7 +449,9 @@ SAM = [
     ids=["lbfgs", "partition", "sam", "lookahead"],
 )
 def test_optimizers_that_need_more_than_a_gradient_are_refused(tx, words):
-    """They are named wherever Optax nests them, before anything is compiled; the transparent form of sam is not refused."""
+    """They are named wherever Optax nests them, before anything is compiled; the
+    transparent form of sam is not refused.
+    """
     mesh = mesh_of("one")
     with pytest.raises(rampup.ConfigError, match=words):
         rampup.create_state(new_params(mesh), tx, mesh)
@@ -426,7 +461,9 @@ def test_optimizers_that_need_more_than_a_gradient_are_refused(tx, words):
 
 
 def test_a_donated_array_that_is_in_the_state_twice_is_named():
-    """A moving average that starts as the parameters without a copy would be deleted with them."""
+    """A moving average that starts as the parameters without a copy would be deleted
+    with them.
+    """
 
     class Averaged(rampup.TrainState):
         ema: Any = None
@@ -442,7 +479,9 @@ def test_a_donated_array_that_is_in_the_state_twice_is_named():
 
 
 def test_parameters_sharded_over_data_train_with_the_line_that_the_error_offers():
-    """As with the default of many programs, parameters in parts on the data axis: `batch_axes` of the error trains them."""
+    """As with the default of many programs, parameters in parts on the data axis:
+    `batch_axes` of the error trains them.
+    """
     mesh = mesh_of("data")
     params = {
         name: jax.device_put(x, NamedSharding(mesh, P("data")))

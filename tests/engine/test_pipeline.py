@@ -1,4 +1,6 @@
-"""Tests of rampup.engine.pipeline, in float64 against the model without a pipeline; one executable serves many cases."""
+"""Tests of rampup.engine.pipeline, in float64 against the model without a pipeline; one
+executable serves many cases.
+"""
 
 import collections
 import dataclasses
@@ -29,7 +31,9 @@ DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 @functools.cache
 def problem():
-    """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts."""
+    """Return parameters with a tied embedding, sixteen microbatches, their keys, and a
+    function for the loss in parts.
+    """
     rng = np.random.default_rng(0)
     layers = {
         "kernel": rng.normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
@@ -82,7 +86,9 @@ def problem():
 
 @functools.cache
 def reference():
-    """Return loss, weight and gradients of the first m microbatches for every m, from the model without a pipeline."""
+    """Return loss, weight and gradients of the first m microbatches for every m, from
+    the model without a pipeline.
+    """
     params, batch, keys, parts = problem()
     loss = parts()
 
@@ -101,7 +107,9 @@ def reference():
 
 
 def on_mesh(params, axes, repeats=1):
-    """Return a mesh and the parameters on it, layers in the order in which the stages hold them."""
+    """Return a mesh and the parameters on it, layers in the order in which the stages
+    hold them.
+    """
     mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
     tensor = "tensor" if axes.tensor > 1 else None
     specs = {
@@ -142,7 +150,9 @@ OPTIONS = {
     [case if case in DEFAULT else slow(*case) for case in GRID + BESIDE],
 )
 def test_pipeline_sums_equal_the_model(p, v, beside):
-    """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those of the model to 1e-9 for each."""
+    """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those
+    of the model to 1e-9 for each.
+    """
     check_all(
         MeshAxes(pipeline=p, **beside), problem()[3](num_repeats=v), range(1, MOST + 1)
     )
@@ -157,7 +167,9 @@ def test_pipeline_sums_equal_the_model(p, v, beside):
     ],
 )
 def test_pipeline_sums_with_other_options_equal_the_model(name, v):
-    """Neither computing idle ticks instead of skipping them nor a remat policy changes the results."""
+    """Neither computing idle ticks instead of skipping them nor a remat policy changes
+    the results.
+    """
     check_all(
         MeshAxes(pipeline=4),
         problem()[3](num_repeats=v, **OPTIONS[name]),
@@ -166,7 +178,9 @@ def test_pipeline_sums_with_other_options_equal_the_model(name, v):
 
 
 def check_all(axes, loss, numbers):
-    """Compare the pipeline with the model for several numbers of microbatches, counting traces."""
+    """Compare the pipeline with the model for several numbers of microbatches, counting
+    traces.
+    """
     params, batch, keys, _ = problem()
     mesh, shardings, placed, natural = on_mesh(params, axes, loss.num_repeats)
     (losses, weights), grads = reference()
@@ -195,7 +209,9 @@ def check_all(axes, loss, numbers):
 
 
 def test_pipeline_sums_run_several_passes():
-    """Three passes of four microbatches have the mean gradient of twelve, and the forward alone gives the same loss."""
+    """Three passes of four microbatches have the mean gradient of twelve, and the
+    forward alone gives the same loss.
+    """
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
     (losses, weights), grads = reference()
@@ -228,7 +244,9 @@ def test_pipeline_sums_run_several_passes():
 
 
 def test_the_program_runs_the_ticks_that_the_plan_counts():
-    """Also if the stages do not divide the microbatches: counted in every stage, by one program for all numbers."""
+    """Also if the stages do not divide the microbatches: counted in every stage, by one
+    program for all numbers.
+    """
     params, batch, keys, parts = problem()
     mesh, _, placed, _ = on_mesh(params, MeshAxes(pipeline=4), repeats=3)
     loss, chunks = parts(num_repeats=3, skip_idle=False), []
@@ -249,7 +267,9 @@ def test_the_program_runs_the_ticks_that_the_plan_counts():
 
 
 def compiled(loss, number, axes):
-    """Return the executable for at most `number` microbatches, and the bytes of its rows."""
+    """Return the executable for at most `number` microbatches, and the bytes of its
+    rows.
+    """
     params, batch, keys, _ = problem()
     mesh, shardings, placed, _ = on_mesh(params, axes, loss.num_repeats)
     batch, keys = jax.tree.map(
@@ -261,9 +281,10 @@ def compiled(loss, number, axes):
             loss, params, (batch, keys), (number, 1), Recipe(), mesh, shardings
         )
 
-    return jax.jit(run).lower(placed, batch, keys).compile(), sum(
-        x.nbytes for x in jax.tree.leaves(batch)
-    ) + 8 * keys.size
+    return (
+        jax.jit(run).lower(placed, batch, keys).compile(),
+        sum(x.nbytes for x in jax.tree.leaves(batch)) + 8 * keys.size,
+    )
 
 
 @pytest.mark.slow
@@ -281,7 +302,9 @@ def test_memory_does_not_grow_with_the_microbatches():
 
 @pytest.mark.parametrize(("p", "v", "m"), [slow(4, 1, 16), (4, 2, 16), slow(2, 3, 12)])
 def test_a_tick_has_two_permutes_and_a_step_one_reduction(p, v, m):
-    """The loop runs the documented ticks, with a permute of activations and one of gradients (per leaf), and no all-reduce."""
+    """The loop runs the documented ticks, with a permute of activations and one of
+    gradients (per leaf), and no all-reduce.
+    """
     executable, _ = compiled(
         problem()[3](num_repeats=v), m, MeshAxes(pipeline=p, data=2)
     )
@@ -332,7 +355,9 @@ def test_a_tick_has_two_permutes_and_a_step_one_reduction(p, v, m):
     ],
 )
 def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words):
-    """Sizes that do not divide, parameters without stacked layers, and stages that do not pass on what they get, in words."""
+    """Sizes that do not divide, parameters without stacked layers, and stages that do
+    not pass on what they get, in words.
+    """
     params, batch, keys, parts = problem()
     mesh, shardings, placed, _ = on_mesh(
         params, MeshAxes(data=8) if spoil == "rows" else MeshAxes(pipeline=4)
@@ -348,10 +373,13 @@ def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words):
             loss, stage=lambda layers, x, *_: {**x, "x": changes[spoil](x["x"])}
         )
     if spoil == "integer":
-        first = lambda *args: {  # noqa: E731
-            **parts().first(*args),
-            "n": jnp.zeros((ROWS,), jnp.int32),
-        }
+
+        def first(*args):
+            return {
+                **parts().first(*args),
+                "n": jnp.zeros((ROWS,), jnp.int32),
+            }
+
         loss = dataclasses.replace(loss, first=first, stage=lambda layers, x, *_: x)
     if spoil == "scalar":
         placed["layers"]["scale"] = jnp.ones(())
@@ -396,7 +424,9 @@ def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words):
     ],
 )
 def test_parts_that_break_their_contract_are_refused(part, spoiled, words):
-    """A part that does not take its arguments, and `aux` with a value per row, are errors before anything is compiled."""
+    """A part that does not take its arguments, and `aux` with a value per row, are
+    errors before anything is compiled.
+    """
     params, batch, keys, parts = problem()
     mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
     loss = dataclasses.replace(parts(), **{part: spoiled})

@@ -1,4 +1,6 @@
-"""AdamW whose constants follow the batch, in the training step, compared with `optax.adamw` per phase."""
+"""AdamW whose constants follow the batch, in the training step, compared with
+`optax.adamw` per phase.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,9 @@ SCALING = AdamScaling(
 
 
 def train(plan, mesh, tx_at, **options):
-    """Train the toy with the optimizer that `tx_at` gives for each step, and return parameters, state and steps."""
+    """Train the toy with the optimizer that `tx_at` gives for each step, and return
+    parameters, state and steps.
+    """
     steps, state = {}, None
     for batch in step_batches(
         toy.rows(), plan, mesh, seed=5, chunk_size=1 if "engine" in options else None
@@ -48,7 +52,9 @@ def train(plan, mesh, tx_at, **options):
 
 
 def adamw_of_phase(rate, constants):
-    """Return AdamW with the constants of one phase. Its state has the products of all decay rates so far."""
+    """Return AdamW with the constants of one phase. Its state has the products of all
+    decay rates so far.
+    """
 
     def init(params):
         return optax.adamw(rate).init(params), (jnp.ones(()), jnp.ones(()))
@@ -89,7 +95,9 @@ def adamw_of_phase(rate, constants):
     ],
 )
 def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options):
-    """A fresh AdamW at each boundary, with the state carried over, gives the same parameters to 1e-6."""
+    """A fresh AdamW at each boundary, with the state carried over, gives the same
+    parameters to 1e-6.
+    """
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh)
     rate = LearningRate(plan=plan, peak=0.02, warmup_fraction=0.2)
@@ -119,7 +127,9 @@ def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options
     ],
 )
 def test_update_is_that_of_adamw(b2, dtype):
-    """The same update, moments and types as `optax.adamw`, to the digits of 1 - b**count that float32 leaves to the latter."""
+    """The same update, moments and types as `optax.adamw`, to the digits of 1 -
+    b**count that float32 leaves to the latter.
+    """
     plan = toy.plan_for(toy.mesh_of("one"))
     base = AdamConstants(b2=b2)
     tx = scheduled_adamw(
@@ -136,7 +146,8 @@ def test_update_is_that_of_adamw(b2, dtype):
             for each, state in zip((tx, expected), states, strict=True)
         ]
         states = [state for _, state in results]
-        # What is between moments and clock are the masses of the one and the weight decay of the other.
+        # What is between moments and clock are the masses of the one and the weight
+        # decay of the other.
         parts = [(moments, clock, updates) for updates, (moments, _, clock) in results]
         tolerances = (
             [1e-6, 1e-6, max(1e-6, 3e-8 / (1 - b2))]
@@ -156,7 +167,9 @@ def test_update_is_that_of_adamw(b2, dtype):
 
 
 def test_update_of_a_constant_gradient_is_one_in_every_step():
-    """In 200 random ramps with random rules, growing and falling, with steps that are skipped and a resume through the host."""
+    """In 200 random ramps with random rules, growing and falling, with steps that are
+    skipped and a resume through the host.
+    """
     rng, steps, num_plans, tables = np.random.default_rng(0), 300, 200, []
     for _ in range(num_plans):
         sizes = 8 * 2 ** rng.integers(0, 7, size=rng.integers(2, 6))
@@ -213,7 +226,9 @@ def test_update_of_a_constant_gradient_is_one_in_every_step():
 
 
 def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
-    """Warm-up, then a staircase: host and device agree at every step, and each step is level * scale of the peak."""
+    """Warm-up, then a staircase: host and device agree at every step, and each step is
+    level * scale of the peak.
+    """
     cuts = discretize(
         lambda t: 1 - 0.9 * max(t - 0.1, 0), factor=1.5, total_samples=2000
     )
@@ -247,7 +262,9 @@ def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
 
 @pytest.mark.parametrize("ramp", ["0:8 100:16 250:32", "0:8M 5B:16M 9B:32M"])
 def test_a_program_that_is_given_its_segment_computes_what_one_with_a_table_does(ramp):
-    """At every step of a ramp that was decided during the run, rate and constants of AdamW are those of the planned ramp."""
+    """At every step of a ramp that was decided during the run, rate and constants of
+    AdamW are those of the planned ramp.
+    """
     ramp = BatchRamp.from_schedule(ramp)
     keys = {
         "splitter": BatchSplitter(data_parallel_size=1),

@@ -1,4 +1,6 @@
-"""Operations that XLA cannot partition beside a manual axis and two automatic ones, on data, fsdp and tensor together."""
+"""Operations that XLA cannot partition beside a manual axis and two automatic ones, on
+data, fsdp and tensor together.
+"""
 
 import functools
 import operator
@@ -43,9 +45,10 @@ def scatter(p, b):
 
 def ordering(p, b):
     """Sort along a dimension that tensor shards, and one of the table."""
-    return jnp.sort(b["x"] @ p["w"], axis=-1) * jnp.arange(E), jnp.sort(
-        p["table"], axis=0
-    ) * jnp.arange(V)[:, None]
+    return (
+        jnp.sort(b["x"] @ p["w"], axis=-1) * jnp.arange(E),
+        jnp.sort(p["table"], axis=0) * jnp.arange(V)[:, None],
+    )
 
 
 def top_k(p, b):
@@ -129,7 +132,8 @@ def linear(p, b):
 
 def tensor_kernel(p, b):
     """Multiply in a `jax.shard_map` over tensor, in a loop with a constraint."""
-    # Inside of a step, the context has the mesh. The expected sums are those of one device.
+    # Inside of a step, the context has the mesh. The expected sums are those of one
+    # device.
     inside = bool(jax.sharding.get_abstract_mesh().shape)
     constraint = NamedSharding(
         toy.mesh_of("data_fsdp_tensor" if inside else "one"), PartitionSpec("fsdp")
@@ -180,7 +184,9 @@ SPECS = [
 
 
 def loss_of(operations):
-    """Return a loss function that adds up the squares of operations, with dropout by row."""
+    """Return a loss function that adds up the squares of operations, with dropout by
+    row.
+    """
 
     def loss_fn(params, batch, keys):
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (T, E)))(keys)
@@ -222,7 +228,9 @@ def problem(mesh, spec, axes=None):
 
 
 def expected_sums(loss_fn, params, batch, keys, replicas):
-    """Return loss and gradient of plain `jax.jit` on one device, added up over the rows of each microbatch and replica."""
+    """Return loss and gradient of plain `jax.jit` on one device, added up over the rows
+    of each microbatch and replica.
+    """
     params, batch, keys = jax.device_put((params, batch, keys), jax.devices()[0])
     cut = jax.tree.map(
         lambda x: x.reshape(K * replicas, R // replicas, *x.shape[2:]), (batch, keys)
@@ -252,7 +260,9 @@ def assert_close(found, expected):
     ],
 )
 def test_an_operation_equals_plain_jit(operations, spec):
-    """Sums and gradients on data, fsdp and tensor are those of plain `jax.jit` over each replica's rows."""
+    """Sums and gradients on data, fsdp and tensor are those of plain `jax.jit` over
+    each replica's rows.
+    """
     mesh = toy.mesh_of("data_fsdp_tensor")
     params, batch, keys = problem(mesh, spec)
     loss_fn, shardings = loss_of(operations), shardings_like(params, mesh)
@@ -283,7 +293,9 @@ def test_an_operation_equals_plain_jit(operations, spec):
     "name", ["one", "data_tensor", "fsdp", toy.slow("data_fsdp_tensor")]
 )
 def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name):
-    """A loss with a `shard_map` over fsdp and tensor and with collectives over every other axis has the sums of one device."""
+    """A loss with a `shard_map` over fsdp and tensor and with collectives over every
+    other axis has the sums of one device.
+    """
     mesh = toy.mesh_of(name)
     alone, (params, batch, keys) = toy.mesh_of("one"), problem(mesh, SPECS[1])
     single = tuple(
@@ -335,7 +347,9 @@ def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name):
 
 
 def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
-    """A loss that carries a mean over all replicas, and sees no axis that is mapped in its own constraints."""
+    """A loss that carries a mean over all replicas, and sees no axis that is mapped in
+    its own constraints.
+    """
     mesh = jax.make_mesh((2, 1, 2, 2), ("slice", "copy", "shard", "part"))
     axes = BatchAxes(replica=("slice", "copy"), rows=("slice", "copy", "shard"))
     params, batch, keys = problem(mesh, ("part", "shard"), axes)
@@ -380,7 +394,9 @@ def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
 
 
 def test_gradients_are_reduced_over_the_replicas_once():
-    """A step reduces gradients of sharded tables after its loop, with ZeRO-1 and measured noise too; its losses are plain."""
+    """A step reduces gradients of sharded tables after its loop, with ZeRO-1 and
+    measured noise too; its losses are plain.
+    """
     mesh, alone, tx = (
         toy.mesh_of("data_fsdp_tensor"),
         toy.mesh_of("one"),
@@ -439,7 +455,9 @@ def test_gradients_are_reduced_over_the_replicas_once():
     ],
 )
 def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
-    """Two stages beside fsdp and tensor, where the stage axis is manual; an operation of the last part, with its gradient."""
+    """Two stages beside fsdp and tensor, where the stage axis is manual; an operation
+    of the last part, with its gradient.
+    """
     mesh = rampup.make_mesh(rampup.MeshAxes(fsdp=2, tensor=2, pipeline=2))
     params, batch, keys = problem(mesh, spec)
     loss_fn = loss_of(operations)

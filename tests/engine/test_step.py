@@ -47,7 +47,9 @@ def trained(mesh, plan, engine="fused"):
 
 @pytest.fixture(scope="module")
 def reference():
-    """The losses, norms and parameters of a plain big-batch loop on one device, without any of our step."""
+    """The losses, norms and parameters of a plain big-batch loop on one device, without
+    any of our step.
+    """
     mesh, tx = toy.mesh_of("one"), optax.adamw(1e-2)
     params, found = toy.new_params(mesh), []
     state = tx.init(params)
@@ -96,7 +98,9 @@ def reference():
 def test_fused_step_equals_the_full_batch(
     name, splitter, limit, compilations, reference, monkeypatch
 ):
-    """On every mesh, in any shapes and chunks, three phases give a plain loop's losses, with one program for each shape."""
+    """On every mesh, in any shapes and chunks, three phases give a plain loop's losses,
+    with one program for each shape.
+    """
     monkeypatch.setattr(buffers, "MAX_WHOLE", limit)
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh, **splitter)
@@ -114,7 +118,9 @@ def test_fused_step_equals_the_full_batch(
     ("name", "limit"), [("one", 0), ("data_fsdp_tensor", buffers.MAX_WHOLE)]
 )
 def test_step_copies_nothing_to_the_devices(name, limit, monkeypatch):
-    """The steps of a phase after its first take everything from the devices: state, batch and the numbers of microbatches."""
+    """The steps of a phase after its first take everything from the devices: state,
+    batch and the numbers of microbatches.
+    """
     monkeypatch.setattr(buffers, "MAX_WHOLE", limit)
     (step, state), phases = toy.start(name, schedule="0:16 64:32 200:48"), set()
     for batch in step.batches(toy.rows()):
@@ -129,7 +135,9 @@ def test_step_copies_nothing_to_the_devices(name, limit, monkeypatch):
 
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
 def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
-    """With unequal weights, its average of averages is near the token mean; its accumulators are sharded as parameters are."""
+    """With unequal weights, its average of averages is near the token mean; its
+    accumulators are sharded as parameters are.
+    """
     mesh = toy.mesh_of(name)
     found, state, step = trained(mesh, toy.plan_for(mesh), engine="multi_steps")
     assert step.num_compilations == 1
@@ -145,7 +153,9 @@ def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
 
 @pytest.mark.parametrize("name", ["one", "data"])
 def test_step_names_its_parts_for_profiles(name):
-    """The operations of a step are grouped as accumulate, microbatch, reduce (with several replicas) and update."""
+    """The operations of a step are grouped as accumulate, microbatch, reduce (with
+    several replicas) and update.
+    """
     step, state = toy.start(name, tx=optax.adamw(1e-2))
     split = next(step.batches(toy.rows())).position.split
     hlo = step.lower(state, toy.rows(1)[0], split).compile().as_text()
@@ -172,7 +182,9 @@ def sizes_used(step, state, between=lambda number: None):
 
 
 def test_split_for_falls_back_while_the_program_compiles():
-    """While the next shape is being compiled, the phase runs in the old shape with more passes, on the same rows."""
+    """While the next shape is being compiled, the phase runs in the old shape with more
+    passes, on the same rows.
+    """
     options = {"tx": optax.sgd(0.05), "schedule": "0:16 64:32 200:64", "steps": 14}
     (step, state), gate = (
         toy.start("data", rampup_microbatch="per_phase", **options),
@@ -201,7 +213,9 @@ def test_split_for_falls_back_while_the_program_compiles():
 
 
 def test_a_phase_whose_program_fails_keeps_the_shape_that_works():
-    """A loss that cannot be traced for the microbatches of a later phase is a warning, phases before that one; steps go on."""
+    """A loss that cannot be traced for the microbatches of a later phase is a warning,
+    phases before that one; steps go on.
+    """
 
     def loss(params, batch, keys):
         return toy.loss_fn(params, batch, keys) if len(keys) < 32 else 1 / 0
@@ -221,7 +235,9 @@ def test_a_phase_whose_program_fails_keeps_the_shape_that_works():
 
 
 def test_split_for_replays_the_steps_of_a_checkpoint():
-    """A step that is given the changes of an earlier run repeats them, whatever is compiled when."""
+    """A step that is given the changes of an earlier run repeats them, whatever is
+    compiled when.
+    """
     step, state = toy.start(
         tx=optax.sgd(0.05), schedule="0:8 16:16", rampup_microbatch="per_phase"
     )
@@ -231,7 +247,9 @@ def test_split_for_replays_the_steps_of_a_checkpoint():
 
 
 def test_wait_for_compilation_takes_every_planned_shape(monkeypatch):
-    """The shapes are those of the plan, even if compilation is slow. Several processes always wait."""
+    """The shapes are those of the plan, even if compilation is slow. Several processes
+    always wait.
+    """
     options = {
         "schedule": "0:8 16:16 64:32",
         "steps": 10,
@@ -256,7 +274,9 @@ def test_wait_for_compilation_takes_every_planned_shape(monkeypatch):
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_dropout_does_not_depend_on_the_split_with_hardware_generators(impl):
-    """With the generators that TPU users choose, 4 microbatches of one row and 1 of four rows draw the same numbers."""
+    """With the generators that TPU users choose, 4 microbatches of one row and 1 of
+    four rows draw the same numbers.
+    """
     before = jax.config.jax_default_prng_impl
     jax.config.update("jax_default_prng_impl", impl)
     try:
@@ -282,7 +302,9 @@ def batch_of_arrays(step, number=None, **changes):
 
 
 def test_batch_of_arrays_goes_on_with_a_restored_state():
-    """A new step object does not know where a run was; the state does, and the error says how to give it."""
+    """A new step object does not know where a run was; the state does, and the error
+    says how to give it.
+    """
     step, state = toy.start()
     restored = prepare_state(state.replace(step=jnp.int32(3)), toy.mesh_of("one"))
     with pytest.raises(DataError, match=r"step.batch\(arrays, step=state.step\)"):
@@ -296,7 +318,9 @@ def test_batch_of_arrays_goes_on_with_a_restored_state():
     "make", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
 )
 def test_multi_steps_of_ones_own_is_refused(engine, make):
-    """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th step of the plan only."""
+    """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th
+    step of the plan only.
+    """
     with pytest.raises(
         ConfigError,
         match=r"several optimizer steps of the plan; give the optimizer inside it",
@@ -307,7 +331,9 @@ def test_multi_steps_of_ones_own_is_refused(engine, make):
 
 
 def test_states_of_another_step_are_refused():
-    """Of the other engine, inside of an accumulation, at another step of the optimizer, of another optimizer, or donated."""
+    """Of the other engine, inside of an accumulation, at another step of the optimizer,
+    of another optimizer, or donated.
+    """
     (fused, plain), (multi, wrapped) = (
         toy.start(engine=engine) for engine in ("fused", "multi_steps")
     )
@@ -347,7 +373,9 @@ def test_state_with_two_carried_fields_is_refused():
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 def test_state_or_rows_of_another_kind_are_named(engine):
-    """A step compiles for one kind of state and rows. JAX names the arrays that differ, the error says what to do."""
+    """A step compiles for one kind of state and rows. JAX names the arrays that differ,
+    the error says what to do.
+    """
     mesh = toy.mesh_of("data_fsdp_tensor")
     step, state = toy.start("data_fsdp_tensor", engine=engine)
     state, _ = step(state, batch_of_arrays(step))
@@ -367,7 +395,9 @@ def test_state_or_rows_of_another_kind_are_named(engine):
     ("engine", "skips"), [("fused", True), ("multi_steps", True), ("fused", False)]
 )
 def test_weight_of_zero_keeps_parameters_and_not_what_is_carried(engine, skips):
-    """The gradient and the loss are 0, not NaN. With `skip_nonfinite`, decay does not act, and that is no skipped step."""
+    """The gradient and the loss are 0, not NaN. With `skip_nonfinite`, decay does not
+    act, and that is no skipped step.
+    """
 
     def loss(params, batch, keys, carried):
         return *toy.loss_fn(params, batch, keys), {"count": carried["count"] + 1}
@@ -397,7 +427,9 @@ def test_weight_of_zero_keeps_parameters_and_not_what_is_carried(engine, skips):
 
 @pytest.mark.parametrize("field", ["dynamic_scale", "frozen"])
 def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
-    """A loss that only sums itself has no function to bind frozen arrays to, or to scale. Each error has a fix of its own."""
+    """A loss that only sums itself has no function to bind frozen arrays to, or to
+    scale. Each error has a fix of its own.
+    """
 
     class Own:
         check = sums_and_grads = eval_sums = lambda self, *args, **options: None
@@ -435,7 +467,9 @@ def test_disable_jit_works_on_a_mesh_with_explicit_axes():
     ("mesh_name", "field"), [("data", "opt_state"), ("fsdp", "step")]
 )
 def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
-    """With several devices, an array on one device is an error that names it and says how to place it."""
+    """With several devices, an array on one device is an error that names it and says
+    how to place it.
+    """
     tx = optax.adam(0.1)
     step, state = toy.start(mesh_name, tx=tx)
     by_hand = {
@@ -448,6 +482,9 @@ def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
     }
     with pytest.raises(
         ConfigError,
-        match=rf"{words[field]}, .*; place the state with rampup.prepare_state\(state, mesh\)",
+        match=(
+            rf"{words[field]}, .*; place the state with rampup.prepare_state\(state,"
+            r" mesh\)"
+        ),
     ):
         step(state.replace(**{field: by_hand[field]}), batch_of_arrays(step))

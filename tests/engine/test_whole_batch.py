@@ -1,4 +1,6 @@
-"""Losses in which rows interact, with `whole_batch`: every step of a ramp is that of the big batch."""
+"""Losses in which rows interact, with `whole_batch`: every step of a ramp is that of
+the big batch.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +98,9 @@ def plan_of(mesh, **splitter):
 
 
 def big_batches(mean, tx):
-    """Return the losses and the last parameters of a plain loop over whole batches, on one device."""
+    """Return the losses and the last parameters of a plain loop over whole batches, on
+    one device.
+    """
     is_model = mean is normalized
     model = Normalized() if is_model else START
     graph, params, rest = (
@@ -128,8 +132,11 @@ def big_batches(mean, tx):
 @pytest.mark.parametrize("mean", [contrastive, two_means, normalized])
 @pytest.mark.parametrize("name", MESHES)
 def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
-    """A plan of any microbatches, a state made without options, and `step.batches`: losses and parameters within 2e-5."""
-    # Not Adam: the bias before a normalization has no gradient but rounding, which Adam would make as large as any other.
+    """A plan of any microbatches, a state made without options, and `step.batches`:
+    losses and parameters within 2e-5.
+    """
+    # Not Adam: the bias before a normalization has no gradient but rounding, which Adam
+    # would make as large as any other.
     mesh, tx = mesh_of(name), optax.sgd(0.1, momentum=0.9)
     if mean is normalized:
         # Collectives over the axis of the replicas are over all rows already.
@@ -151,7 +158,9 @@ def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
 
 
 def test_a_resumed_run_is_the_same_to_the_bit():
-    """A new step that goes on with the state after three steps, ZeRO-1 included, ends in the same bits."""
+    """A new step that goes on with the state after three steps, ZeRO-1 included, ends
+    in the same bits.
+    """
     mesh, tx = toy.mesh_of("data"), optax.adam(1e-2)
     options = {"shard_optimizer_over_data": True}
     ends = []
@@ -177,7 +186,9 @@ def test_a_resumed_run_is_the_same_to_the_bit():
 
 
 def test_accumulate_and_evaluation_see_the_whole_batch():
-    """In a jitted step of one's own, and in an `EvalStep`: a batch of one microbatch, on all devices; others are refused."""
+    """In a jitted step of one's own, and in an `EvalStep`: a batch of one microbatch,
+    on all devices; others are refused.
+    """
     mesh = toy.mesh_of("data_fsdp_tensor")
     state, loss_fn = (
         rampup.create_state(START, optax.sgd(0.1), mesh),
@@ -212,7 +223,9 @@ def test_accumulate_and_evaluation_see_the_whole_batch():
 
 
 def test_what_cannot_see_a_whole_batch_is_refused():
-    """Accumulation, shapes of an earlier phase, replicas by name, measured noise, losses that split rows, and other batches."""
+    """Accumulation, shapes of an earlier phase, replicas by name, measured noise,
+    losses that split rows, and other batches.
+    """
     mesh, tx, loss_fn = toy.mesh_of("data"), optax.sgd(0.1), as_loss_fn(contrastive)
     replicas = rampup.BatchAxes(replica=("data",), rows=("data", "fsdp"))
     cases = {
@@ -252,7 +265,9 @@ def test_what_cannot_see_a_whole_batch_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["data_fsdp_tensor", "data", "data_fsdp"])
 def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name):
-    """A `jax.shard_map` over the axes of the replicas trains as on one device, with a warning, and reduces per microbatch."""
+    """A `jax.shard_map` over the axes of the replicas trains as on one device, with a
+    warning, and reduces per microbatch.
+    """
     mesh = (
         rampup.make_mesh(rampup.MeshAxes(data=4, fsdp=2))
         if mesh_name == "data_fsdp"
@@ -277,7 +292,10 @@ def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name
     step = rampup.train_step(loss_fn, tx, plan, mesh)
     with pytest.warns(
         RuntimeWarning,
-        match="partitions its rows over data too, and reduces gradients once per microbatch",
+        match=(
+            "partitions its rows over data too, and reduces gradients once per"
+            " microbatch"
+        ),
     ):
         state, metrics = toy.history(
             step, rampup.create_state(START, tx, mesh), step.batches(ROWS)
@@ -293,14 +311,18 @@ def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name
 
 
 def test_an_error_of_the_loss_itself_is_raised_as_it_is():
-    """What cannot be traced by the compiler's way either is not the fault of the replicas."""
+    """What cannot be traced by the compiler's way either is not the fault of the
+    replicas.
+    """
     step, state = toy.start("data", lambda params, batch, keys: batch["x"] @ batch["x"])
     with pytest.raises(Exception, match="dot_general requires contracting dimensions"):
         toy.history(step, state)
 
 
 def test_a_shard_map_beside_collectives_over_the_rows_is_refused():
-    """Both would name the same axis, and the gradient of the kernel would lack the other devices' part; alone, each runs."""
+    """Both would name the same axis, and the gradient of the kernel would lack the
+    other devices' part; alone, each runs.
+    """
     mesh = toy.mesh_of("data")
 
     def kernel(params, x):

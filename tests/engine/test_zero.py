@@ -1,4 +1,6 @@
-"""ZeRO-1: the optimizer's state sharded over the replicas, with one reduction per step."""
+"""ZeRO-1: the optimizer's state sharded over the replicas, with one reduction per
+step.
+"""
 
 import functools
 import re
@@ -57,11 +59,14 @@ def begin(
 
 
 def go_on(step, state, stop=None):
-    """Return the losses and norms of the steps from a state on, and the state after them."""
+    """Return the losses and norms of the steps from a state on, and the state after
+    them.
+    """
     state, found = history(step, state, step.batches(rows(), state.step, stop))
-    return np.array(
-        [[metrics["loss"], metrics["grad_norm"]] for metrics in found]
-    ), state
+    return (
+        np.array([[metrics["loss"], metrics["grad_norm"]] for metrics in found]),
+        state,
+    )
 
 
 def train(mesh_name, **options):
@@ -72,7 +77,9 @@ def train(mesh_name, **options):
 
 @functools.cache
 def trained(mesh_name, sharded):
-    """Return what `train` returns with its defaults, once for all tests that compare with it."""
+    """Return what `train` returns with its defaults, once for all tests that compare
+    with it.
+    """
     return train(mesh_name, sharded=sharded)
 
 
@@ -99,7 +106,9 @@ def is_bad_once(p, b, k):
 def test_losses_and_parameters_equal_those_of_plain_data_parallelism(
     mesh_name, options
 ):
-    """Over a ramp, in one program, with a skipped step, and with optimizers that need norms and factors of whole arrays."""
+    """Over a ramp, in one program, with a skipped step, and with optimizers that need
+    norms and factors of whole arrays.
+    """
     expected, plain, _ = (
         train(mesh_name, sharded=False, **options)
         if options
@@ -126,7 +135,9 @@ def test_losses_and_parameters_equal_those_of_plain_data_parallelism(
 
 
 def test_state_of_ones_own_is_prepared_for_it():
-    """A Flax `TrainState`, placed by `prepare_state`, has an eighth of the optimizer's state on each device, and keeps it."""
+    """A Flax `TrainState`, placed by `prepare_state`, has an eighth of the optimizer's
+    state on each device, and keeps it.
+    """
     expected, _, _ = trained("data", True)
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
     own = flax_state()(new_params(mesh), tx)
@@ -148,7 +159,9 @@ def test_state_of_ones_own_is_prepared_for_it():
 
 @pytest.mark.parametrize("name", [k if k == "ring" else slow(k) for k in TORI])
 def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path):
-    """Losses, parameters and each device's part of the moments are those of one reduce-scatter, also after a restart."""
+    """Losses, parameters and each device's part of the moments are those of one
+    reduce-scatter, also after a restart.
+    """
     sides = TORI[name]
     expected, one, _ = trained("data", True)
     monkeypatch.setattr(zero, "torus_of", lambda *_: sides)
@@ -182,7 +195,8 @@ def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path
     assert [c.group for c in scattered] == [*map(tuple, lines)]
     assert [c.group_size for c in scattered] == [*sides.shape]
     assert not inspected.repeated_reductions
-    # In all a device sends as much as in one reduce-scatter, and every side has a row of its own.
+    # In all a device sends as much as in one reduce-scatter, and every side has a row
+    # of its own.
     assert sum(c.sent_bytes() for c in scattered) == scattered[0].num_bytes * 7 / 8
     assert (
         sum(
@@ -214,7 +228,9 @@ def count(text, name):
 
 @pytest.mark.parametrize("num_microbatches", [1, slow(2), slow(8), 32])
 def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
-    """Gradients are reduced once and parameters gathered once per step, however many microbatches it has."""
+    """Gradients are reduced once and parameters gathered once per step, however many
+    microbatches it has.
+    """
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
     plan = plan_for(mesh, f"0:{8 * num_microbatches}", microbatch_size=1)
     step = rampup.train_step(
@@ -231,7 +247,9 @@ def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
 
 
 def test_scattered_shardings_prefer_free_dimensions():
-    """The first dimension that no axis shards is scattered, then one that both divide; otherwise nothing."""
+    """The first dimension that no axis shards is scattered, then one that both divide;
+    otherwise nothing.
+    """
     mesh, axes = mesh_of("data_fsdp_tensor"), BatchAxes()
     cases = {
         ((8, 6), (None, "tensor")): ("data", "tensor"),
@@ -251,7 +269,9 @@ def test_scattered_shardings_prefer_free_dimensions():
 
 
 def test_states_that_do_not_belong_to_the_step_are_refused():
-    """Sharded parameters, and a state made with another value of the option, are errors that name it."""
+    """Sharded parameters, and a state made with another value of the option, are errors
+    that name it.
+    """
     mesh = mesh_of("data")
     (step, state), (scattering, sharded) = begin(mesh, sharded=False), begin(mesh)
     batch = next(step.batches(rows()))
@@ -269,7 +289,9 @@ def test_states_that_do_not_belong_to_the_step_are_refused():
 
 
 def test_resume_on_fewer_replicas(tmp_path):
-    """A run that resumes on 8, 4 and 2 replicas has the losses of the run on eight, and each takes its own part (ZeRO-1)."""
+    """A run that resumes on 8, 4 and 2 replicas has the losses of the run on eight, and
+    each takes its own part (ZeRO-1).
+    """
     expected, _, _ = trained("data", True)
     losses = []
     for done, replicas in ((0, 8), (4, 4), (8, 2)):
@@ -307,7 +329,9 @@ LINES = [[(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in ra
 
 
 def test_sides_of_a_torus(monkeypatch):
-    """A cube and each of two slices have sides; unequal sides, a line, a part of a slice and an axis over slices have none."""
+    """A cube and each of two slices have sides; unequal sides, a line, a part of a
+    slice and an axis over slices have none.
+    """
     monkeypatch.setattr(zero, "place_of", lambda device: device)
 
     def sides(chips, names=("data",), **shape):
@@ -353,7 +377,9 @@ def test_sides_of_a_torus(monkeypatch):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", TORI)
 def test_gradient_of_a_gather_is_the_own_part_of_the_sum(name, dim, monkeypatch):
-    """Each device has its part of the sum over all devices, after one reduce-scatter for each side."""
+    """Each device has its part of the sum over all devices, after one reduce-scatter
+    for each side.
+    """
     mesh = mesh_of("fsdp")
     monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
     rng, shape, spec = np.random.default_rng(0), [3, 3], [None, None]
@@ -382,7 +408,9 @@ def test_gradient_of_a_gather_is_the_own_part_of_the_sum(name, dim, monkeypatch)
 
 
 def test_gather_without_a_torus_is_the_gather_of_jax():
-    """On other devices, and for a mesh without devices, the program is that of `jax.lax.all_gather`."""
+    """On other devices, and for a mesh without devices, the program is that of
+    `jax.lax.all_gather`.
+    """
     mesh, specs = mesh_of("fsdp"), (PartitionSpec("fsdp"), PartitionSpec())
 
     def text(function):

@@ -1,4 +1,6 @@
-"""Random configurations, likely and unlikely, and the properties of their plans and errors."""
+"""Random configurations, likely and unlikely, and the properties of their plans and
+errors.
+"""
 
 import itertools
 import json
@@ -98,7 +100,9 @@ UNLIKELY = st.one_of(
 
 @st.composite
 def schedules(draw):
-    """Return thresholds and sizes, mostly in order, as text with suffixes; sometimes any text of these characters."""
+    """Return thresholds and sizes, mostly in order, as text with suffixes; sometimes
+    any text of these characters.
+    """
     if draw(st.integers(0, 9)) == 0:
         return draw(st.text(alphabet="0123456789:,. KMBTkmbt_-+eE/", max_size=30))
     steps = draw(
@@ -128,7 +132,9 @@ def _count(draw, number):
 
 @st.composite
 def sound_ramps(draw):
-    """Return a linear ramp whose increments lead from its start to its end, with sizes that many meshes can split."""
+    """Return a linear ramp whose increments lead from its start to its end, with sizes
+    that many meshes can split.
+    """
     start, increment = (
         draw(st.sampled_from([1, 2, 4, 8, 16, 12, 0.5])),
         draw(st.sampled_from([1, 2, 4, 8, 3, 0.5])),
@@ -189,7 +195,9 @@ def load(settings):
 
 
 def check(settings):
-    """Assert that settings give a valid plan, or an error with keys and legal offers; return which of the two."""
+    """Assert that settings give a valid plan, or an error with keys and legal offers;
+    return which of the two.
+    """
     try:
         config, plan = load(settings)
     except RampupError as error:
@@ -207,7 +215,9 @@ def check(settings):
 
 
 def check_offer(settings, error, value):
-    """Assert that the offered value is legal: by itself, and if the refused one was too, together with the other keys."""
+    """Assert that the offered value is legal: by itself, and if the refused one was
+    too, together with the other keys.
+    """
     if not KEYS[error.key].allows(settings.get(error.key, value)):
         assert KEYS[error.key].allows(value), (str(error), value)
         return
@@ -228,7 +238,9 @@ def check_offer(settings, error, value):
 
 
 def check_plan(config, plan):
-    """Assert the properties of every plan, whose first steps agree with the slow reference."""
+    """Assert the properties of every plan, whose first steps agree with the slow
+    reference.
+    """
     d = plan.splitter.data_parallel_size
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         parts = (

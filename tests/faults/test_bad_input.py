@@ -42,7 +42,9 @@ ANYTHING = st.recursive(
     "number", [200, pytest.param(20_000, marks=pytest.mark.faults)]
 )
 def test_random_config_is_planned_or_refused(number):
-    """A plan agrees with the slow reference; an error names a key and offers legal values."""
+    """A plan agrees with the slow reference; an error names a key and offers legal
+    values.
+    """
     ends = collections.Counter()
 
     @given(random_configs.configs())
@@ -99,7 +101,9 @@ LINES = st.one_of(
 @given(st.lists(LINES, max_size=12), st.sampled_from(["\n", "\r\n", "\x85", "\u2028"]))
 @QUICK
 def test_any_lines_are_parsed_or_refused(lines, ending):
-    """Any text is a mapping of plain values or raises a ConfigError; the search prefers many different lines."""
+    """Any text is a mapping of plain values or raises a ConfigError; the search prefers
+    many different lines.
+    """
     target(float(len(set(lines))))
     try:
         found = parse_mapping(ending.join(lines), "test.yml")
@@ -138,7 +142,8 @@ def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
             toy_run.run(Path(copy))
         except ResumeMismatchError:
             return
-    # Of a run with one shape, changes of shape have no effect, but they must be readable. The schedule is only named in a note.
+    # Of a run with one shape, changes of shape have no effect, but they must be
+    # readable. The schedule is only named in a note.
     without_effect = (
         "shape_changes",
         "ramp_rows",
@@ -146,7 +151,8 @@ def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
         "rows",
         "programs",
     )
-    # Facts about rows that the run does not know, and those about its programs, are no error.
+    # Facts about rows that the run does not know, and those about its programs, are no
+    # error.
     assert all(
         isinstance(changed.get(name, {}), dict)
         for name in ("shape_changes", "rows", "programs")
@@ -172,7 +178,9 @@ def test_run_folder_is_inside_the_base_folder(name):
 
 
 def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
-    """A run writes only into its folder and the compilation cache, and never a value of the environment."""
+    """A run writes only into its folder and the compilation cache, and never a value of
+    the environment.
+    """
     home, out, work = tmp_path / "home", tmp_path / "out", tmp_path / "work"
     for folder in (home, work):
         folder.mkdir()

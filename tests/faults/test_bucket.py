@@ -1,4 +1,6 @@
-"""Runs in a bucket that fails: the losses of a run on a disk, or one sentence, and never a traceback."""
+"""Runs in a bucket that fails: the losses of a run on a disk, or one sentence, and
+never a traceback.
+"""
 
 import os
 import re
@@ -30,7 +32,9 @@ LONG = {"steps": 10_000_000, "learning_rate_schedule_steps": 10_000_000}
 
 
 class Run:
-    """A run of `rampup train` in one or more processes, whose output goes to files in a folder."""
+    """A run of `rampup train` in one or more processes, whose output goes to files in a
+    folder.
+    """
 
     def __init__(self, base, folder, name="log", number=1, **settings):
         self.logs = [folder / f"{name}{process}" for process in range(number)]
@@ -78,7 +82,9 @@ class Run:
         wait_until(condition, lambda: self.printed, running=self.processes, seconds=200)
 
     def end(self, code=0, *, seconds=200):
-        """Wait for the end with an exit code, and assert that nothing of a library was printed."""
+        """Wait for the end with an exit code, and assert that nothing of a library was
+        printed.
+        """
         assert [process.wait(seconds) for process in self.processes] == [code] * len(
             self.processes
         ), self.printed
@@ -99,7 +105,9 @@ def losses(base):
 
 
 def assert_losses_of_a_disk(tmp_path, **settings):
-    """Assert that the run in the bucket has each step once, with the loss of a run on a disk; return their number."""
+    """Assert that the run in the bucket has each step once, with the loss of a run on a
+    disk; return their number.
+    """
     found = losses("gs://bucket/runs")
     Run(
         tmp_path,
@@ -135,7 +143,9 @@ def checkpoint_of(tmp_path, step):
 
 @pytest.mark.faults
 def test_a_killed_run_in_a_bucket_that_was_away(tmp_path, proxy):
-    """SIGKILL after a checkpoint, another start, a third one beside it, and 503 for 40 s: every step once, with its loss."""
+    """SIGKILL after a checkpoint, another start, a third one beside it, and 503 for 40
+    s: every step once, with its loss.
+    """
     run = Run("gs://bucket/runs", tmp_path)
     run.wait_for(checkpoint_of(tmp_path, 500).exists)
     run.processes[0].kill()
@@ -175,13 +185,16 @@ def test_metrics_and_lease_wait_for_150_s(tmp_path, proxy, status):
 
 @pytest.mark.faults
 def test_a_bucket_that_stays_away_ends_the_run(tmp_path, proxy):
-    """A checkpoint waits for 300 s. Then the run ends with one sentence; with the bucket it resumes."""
+    """A checkpoint waits for 300 s. Then the run ends with one sentence; with the
+    bucket it resumes.
+    """
     run = Run("gs://bucket/runs", tmp_path)
     run.wait_for(checkpoint_of(tmp_path, 500).exists)
     with proxy.failing(503):
         run.end(1, seconds=500)
     assert re.search(
-        r"^.*gs://bucket\S* (cannot be used|could not be written|cannot be written): .*$",
+        r"^.*gs://bucket\S* (cannot be used|could not be written|cannot be"
+        r" written): .*$",
         run.printed,
         re.MULTILINE,
     )
@@ -193,7 +206,9 @@ def test_a_bucket_that_stays_away_ends_the_run(tmp_path, proxy):
 
 @pytest.mark.faults
 def test_two_processes_in_a_bucket_that_fails_in_every_way(tmp_path, proxy):
-    """20 s of each failure with checkpoints cost nothing. The run resumes, and is plotted and reported from there."""
+    """20 s of each failure with checkpoints cost nothing. The run resumes, and is
+    plotted and reported from there.
+    """
     keys = LONG | {"checkpoint_period": 100}
     run = Run("gs://bucket/runs", tmp_path, number=2, **keys)
     run.wait_for(checkpoint_of(tmp_path, 100).exists)

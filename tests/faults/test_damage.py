@@ -51,7 +51,9 @@ def cut(path):
     "harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"]
 )
 def test_the_checkpoint_before_a_damaged_one_is_used(whole, folder, harm):
-    """Whatever happens to its largest file, the newest checkpoint is named and kept aside, and the run ends the same."""
+    """Whatever happens to its largest file, the newest checkpoint is named and kept
+    aside, and the run ends the same.
+    """
     harm(
         max(
             files_of(folder / "checkpoints" / "12"),
@@ -77,9 +79,15 @@ def test_the_checkpoint_before_a_damaged_one_is_used(whole, folder, harm):
 
 
 def test_every_file_of_a_checkpoint_is_watched(whole, tmp_path):
-    """One bit, half a file or a whole file gone: each file with a part of the state or the record is noticed by its name."""
+    """One bit, half a file or a whole file gone: each file with a part of the state or
+    the record is noticed by its name.
+    """
     for number, path in enumerate(files_of(whole / "checkpoints" / "12")):
-        for harm in (lambda path: flip(path, number), cut, os.remove):  # noqa: B023 - called at once
+        for harm in (
+            lambda path: flip(path, number),  # noqa: B023
+            cut,
+            os.remove,
+        ):
             folder = tmp_path / "copy"
             shutil.copytree(whole / "checkpoints" / "12", folder)
             name = path.relative_to(whole / "checkpoints" / "12")
@@ -100,7 +108,9 @@ def test_every_file_of_a_checkpoint_is_watched(whole, tmp_path):
     "harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"]
 )
 def test_what_holds_no_state_does_no_harm(whole, folder, name, harm):
-    """Damage to what is not part of the state changes nothing, and ends in no traceback."""
+    """Damage to what is not part of the state changes nothing, and ends in no
+    traceback.
+    """
     if not (folder / "checkpoints" / "12" / name).exists():
         pytest.skip(f"this version of Orbax writes no {name}")
     harm(folder / "checkpoints" / "12" / name)
@@ -114,7 +124,9 @@ def test_what_holds_no_state_does_no_harm(whole, folder, name, harm):
     ["", "[]", "{}", "null", '{"a": 1}', '{"a": [1]}', "[" * 100_000, b"\xff\xfe"],
 )
 def test_broken_checksums_are_damage(folder, content):
-    """Whatever stands in the file of checksums, there is an answer and no other exception; and a file too many is noticed."""
+    """Whatever stands in the file of checksums, there is an answer and no other
+    exception; and a file too many is noticed.
+    """
     (folder / "checkpoints" / "12" / "state" / "more").write_text("x")
     assert "state/more was not written with it" in damage(folder / "checkpoints" / "12")
     path = folder / "checkpoints" / "12" / CHECKSUMS_FILE
@@ -123,7 +135,9 @@ def test_broken_checksums_are_damage(folder, content):
 
 
 def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, folder):
-    """With no checkpoint left that is whole, each is named with what is wrong, and everything stays where it is."""
+    """With no checkpoint left that is whole, each is named with what is wrong, and
+    everything stays where it is.
+    """
     for step in (4, 8, 12):
         cut(
             max(
@@ -142,7 +156,9 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, folder):
 
 
 def test_a_refused_record_moves_nothing(folder):
-    """A run that the checkpoint before does not belong to leaves the damaged one where it is."""
+    """A run that the checkpoint before does not belong to leaves the damaged one where
+    it is.
+    """
     cut(
         max(
             files_of(folder / "checkpoints" / "12"),
@@ -157,7 +173,9 @@ def test_a_refused_record_moves_nothing(folder):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Steps whose checkpoints cannot be written: their checksums fail, as on a full disk."""
+    """Steps whose checkpoints cannot be written: their checksums fail, as on a full
+    disk.
+    """
     steps, inner = set(), checkpoint.write_checksums
 
     def write(folder, **options):
@@ -170,7 +188,9 @@ def full_disk(monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, full_disk):
-    """The step, the reason and the newest good checkpoint are said, and the run goes on from there when there is room."""
+    """The step, the reason and the newest good checkpoint are said, and the run goes on
+    from there when there is room.
+    """
     full_disk.add(8)
     at = tmp_path / "checkpoints"
     with pytest.raises(StorageError) as caught:
@@ -190,7 +210,8 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, full_disk):
 def test_or_the_run_goes_on_without_it(
     whole, tmp_path, full_disk, steps, most, left, waits
 ):
-    """With `continue` the run says so, keeps what is there, also the only one, writes the next one and ends the same.
+    """With `continue` the run says so, keeps what is there, also the only one, writes
+    the next one and ends the same.
 
     What fails at once, without a background write, is not reported as saved.
     """

@@ -1,4 +1,6 @@
-"""Data goes bad: an error that names file and row, or the documented behaviour; never a hang."""
+"""Data goes bad: an error that names file and row, or the documented behaviour; never a
+hang.
+"""
 
 import os
 import threading
@@ -50,7 +52,9 @@ class Rows(ItemRows):
 
 
 def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
-    """The source's own exception in a reading thread becomes an error with file and row; all steps before are checkpointed."""
+    """The source's own exception in a reading thread becomes an error with file and
+    row; all steps before are checkpointed.
+    """
     plan = toy_run.parts()[1]
     bad = plan.rows(7)[3]
     with pytest.raises(
@@ -65,7 +69,9 @@ def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
 
 @pytest.mark.parametrize("given", [None, 0, 1, 15, 17])
 def test_a_source_that_gives_another_number_of_rows_is_refused(given):
-    """Too few or too many rows are never taken for the batch, and rows that fail only together are an error too."""
+    """Too few or too many rows are never taken for the batch, and rows that fail only
+    together are an error too.
+    """
 
     def read(rows):
         if given is None and len(rows) > 1:
@@ -103,7 +109,9 @@ def test_what_ends_a_reading_thread_reaches_the_caller(error):
 
 
 def test_the_end_of_the_data_in_mid_step():
-    """With num_epoch the data must suffice for whole steps, one row less is refused before any work, with what is enough."""
+    """With num_epoch the data must suffice for whole steps, one row less is refused
+    before any work, with what is enough.
+    """
     mesh, plan, _ = toy_run.parts()
     needed = plan.consumed_samples
     assert (
@@ -111,7 +119,10 @@ def test_the_end_of_the_data_in_mid_step():
         == toy_run.STEPS
     )
     for number, epochs in ((needed - 1, 2), (100, 4)):
-        words = f"consumes {needed} samples, but num_epoch=1 of {number} rows are {number}; set num_epoch={epochs} or -1"
+        words = (
+            f"consumes {needed} samples, but num_epoch=1 of {number} rows are {number};"
+            f" set num_epoch={epochs} or -1"
+        )
         with pytest.raises(DataError, match=words) as caught:
             next(step_batches(range(number), plan, mesh, num_epochs=1))
         assert (caught.value.key, caught.value.nearest) == ("num_epoch", (epochs, -1))
@@ -168,7 +179,9 @@ def test_a_run_knows_what_its_data_are(tokens):
 
 @pytest.mark.parametrize(("harm", "words"), ON_RESUME.values(), ids=ON_RESUME)
 def test_every_change_of_the_data_is_named(tmp_path, tokens, harm, words):
-    """Files that are missing, cut, changed, new or hidden: the checkpoint before is refused with their names."""
+    """Files that are missing, cut, changed, new or hidden: the checkpoint before is
+    refused with their names.
+    """
 
     def content():
         rows, _ = open_rows("tokens", str(tokens / "*"), length=16)
@@ -187,13 +200,18 @@ def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
     assert rows.read(np.arange(100))["tokens"].shape == (100, 17)
     with pytest.raises(
         DataError,
-        match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was truncated",
+        match=(
+            r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was"
+            r" truncated"
+        ),
     ):
         rows.read(np.array([100, 200]))
 
 
 def test_large_files_are_known_by_their_blocks(tmp_path, monkeypatch):
-    """Of a file that is too large to be read whole, size, first, last and evenly spread blocks count."""
+    """Of a file that is too large to be read whole, size, first, last and evenly spread
+    blocks count.
+    """
     monkeypatch.setattr(files, "FULL_HASH_BYTES", 1000)
     monkeypatch.setattr(files, "BLOCK_BYTES", 10)
     path = tmp_path / "large"

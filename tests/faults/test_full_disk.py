@@ -1,4 +1,6 @@
-"""A disk that is full while a run writes its checkpoints and metrics: a real file system of half a megabyte."""
+"""A disk that is full while a run writes its checkpoints and metrics: a real file
+system of half a megabyte.
+"""
 
 import contextlib
 import json
@@ -25,7 +27,9 @@ from rampup.loop.run_folder import StepLog, read_lines
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Return a folder on a file system of its own with 512 KiB, where this machine lets tests mount one."""
+    """Return a folder on a file system of its own with 512 KiB, where this machine lets
+    tests mount one.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)]
@@ -54,7 +58,9 @@ def fill(folder):
 
 
 class Filler:
-    """A list of events that fills the disk at one step, but for some bytes, and frees it at another."""
+    """A list of events that fills the disk at one step, but for some bytes, and frees
+    it at another.
+    """
 
     def __init__(self, folder, full_at, free_at=None, left=0):
         self.folder, self.full_at, self.free_at, self.left, self.problems = (
@@ -70,7 +76,8 @@ class Filler:
         if isinstance(event, StorageFailed):
             self.problems.append(event.problem)
         if isinstance(event, StepDone) and event.step == self.full_at:
-            # An asynchronous checkpoint may still be on its way; it is the one to which the run goes back.
+            # An asynchronous checkpoint may still be on its way; it is the one to which
+            # the run goes back.
             deadline = time.monotonic() + 60
             while (
                 damage(self.folder / "checkpoints" / str(self.full_at)) is not None
@@ -95,7 +102,9 @@ def whole(tmp_path_factory):
 
 
 def test_the_run_stops_and_can_go_on(small_disk, whole):
-    """By default the run stops, says what it could not write, keeps its checkpoint, and goes on when there is room."""
+    """By default the run stops, says what it could not write, keeps its checkpoint, and
+    goes on when there is room.
+    """
     with pytest.raises(StorageError, match=r"No space left|RESOURCE_EXHAUSTED|ENOSPC"):
         toy_run.run(small_disk, events=Filler(small_disk, 4), async_checkpointing=False)
     assert damage(small_disk / "checkpoints" / "4") is None
@@ -106,7 +115,9 @@ def test_the_run_stops_and_can_go_on(small_disk, whole):
 
 
 def test_the_run_goes_on_as_configured(small_disk, whole):
-    """With `continue` it says so, trains on, and writes metrics and checkpoints again as soon as there is room."""
+    """With `continue` it says so, trains on, and writes metrics and checkpoints again
+    as soon as there is room.
+    """
     events = Filler(small_disk, 4, 8)
     summary, _ = toy_run.run(
         small_disk,
@@ -125,7 +136,9 @@ def test_the_run_goes_on_as_configured(small_disk, whole):
 def test_a_checkpoint_without_room_is_refused_before_it_is_begun(
     small_disk, capfd, caplog, asynchronous
 ):
-    """The error has both sizes and is all there is: no thread is left, nothing is logged, and no hook is changed."""
+    """The error has both sizes and is all there is: no thread is left, nothing is
+    logged, and no hook is changed.
+    """
     before, hooks = (
         set(threading.enumerate()),
         (sys.excepthook, sys.unraisablehook, threading.excepthook),
@@ -133,7 +146,10 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_begun(
     caplog.set_level(logging.WARNING, logger="absl")
     with pytest.raises(
         StorageError,
-        match=r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the newest is ",
+        match=(
+            r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the"
+            r" newest is "
+        ),
     ):
         toy_run.run(
             small_disk,
@@ -166,8 +182,9 @@ def test_lines_of_evaluations_wait_for_room(small_disk):
 
 
 def test_a_full_disk_loses_no_line(small_disk):
-    """A line that finds no room, or room for a part of it, is written whole with the next one. A resume only cuts the file,
-    which needs no room; moving damaged lines does, and its error names the file.
+    """A line that finds no room, or room for a part of it, is written whole with the
+    next one. A resume only cuts the file, which needs no room; moving damaged lines
+    does, and its error names the file.
     """
     path = small_disk / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
@@ -199,7 +216,9 @@ def test_a_full_disk_loses_no_line(small_disk):
     "error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])]
 )
 def test_the_command_line_says_it_in_a_sentence(capsys, monkeypatch, error):
-    """What ends a run that was configured well is exit code 1, a sentence and the error as JSON, without a traceback."""
+    """What ends a run that was configured well is exit code 1, a sentence and the error
+    as JSON, without a traceback.
+    """
     monkeypatch.setattr(lm, "train", mock.Mock(side_effect=error))
     assert main(["train", "base.yml", "--json"]) == 1
     out, err = capsys.readouterr()

@@ -1,4 +1,6 @@
-"""Killed anywhere, parameters, optimizer state, metrics and rows end up as if nothing had happened; long runs do not grow."""
+"""Killed anywhere, parameters, optimizer state, metrics and rows end up as if nothing
+had happened; long runs do not grow.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,9 @@ DEADLINE = 300
 
 
 def rows_of(folder):
-    """Return the digest of the rows of every step; whatever was done twice must have used the same rows."""
+    """Return the digest of the rows of every step; whatever was done twice must have
+    used the same rows.
+    """
     digests = {}
     for line in (folder / victim.ROWS_FILE).read_text().splitlines():
         with contextlib.suppress(ValueError):  # a kill may have cut off the line
@@ -43,7 +47,9 @@ def assert_same_run(folder, whole, steps):
 
 
 class Campaign:
-    """Runs a training in a folder and kills it again and again. A run is seen training when it writes its file `seen_in`."""
+    """Runs a training in a folder and kills it again and again. A run is seen training
+    when it writes its file `seen_in`.
+    """
 
     seen_in = victim.ROWS_FILE
 
@@ -76,7 +82,9 @@ class Campaign:
         assert_same_run(self.base / name, self.base / "whole", self.steps)
 
     def strike_until(self, kills, kinds, number=0):
-        """Kill runs in one of several ways until there were so many kills, and check each that ends; return their number."""
+        """Kill runs in one of several ways until there were so many kills, and check
+        each that ends; return their number.
+        """
         while self.done.total() < kills:
             if not self.strike(f"cut{number}", self.random.choice(kinds)):
                 self.check(f"cut{number}")
@@ -108,7 +116,9 @@ class Campaign:
         return True
 
     def strike(self, name, kind):
-        """Start a run, kill it once it is seen training, and count in which way; False if it ended before."""
+        """Start a run, kill it once it is seen training, and count in which way; False
+        if it ended before.
+        """
         folder = self.base / name
         seen, left = (
             folder / self.seen_in,
@@ -148,7 +158,9 @@ class Campaign:
 
 
 class AutoCampaign(Campaign):
-    """The same with a batch that follows the measured noise; at the first weights, on random tokens, it grows at once."""
+    """The same with a batch that follows the measured noise; at the first weights, on
+    random tokens, it grows at once.
+    """
 
     def settings(self, name):
         """Return the settings of a run whose batch grows by measurement."""
@@ -170,7 +182,9 @@ class AutoCampaign(Campaign):
 
 
 def unfinished(folder):
-    """Return name and inode of the checkpoints that are being written, or were when the process died."""
+    """Return name and inode of the checkpoints that are being written, or were when the
+    process died.
+    """
     found = set()
     for path in (folder / "checkpoints").glob("*tmp*"):
         with contextlib.suppress(FileNotFoundError):
@@ -179,7 +193,9 @@ def unfinished(folder):
 
 
 def test_killed_in_a_checkpoint_write(tmp_path):
-    """Killed while a checkpoint is being written, the run is the uninterrupted one, bit for bit."""
+    """Killed while a checkpoint is being written, the run is the uninterrupted one, bit
+    for bit.
+    """
     campaign = Campaign(tmp_path, steps=20, pause=0.02, seed=1)
     campaign.finish("whole")
     assert len({line["phase"] for line in metrics_of(tmp_path / "whole")}) >= 4
@@ -192,7 +208,9 @@ def test_killed_in_a_checkpoint_write(tmp_path):
 
 @pytest.mark.faults
 def test_a_hundred_kills(tmp_path, record_property):
-    """A hundred kills over a ramp of eight phases, at random moments, in checkpoint writes, by three signals."""
+    """A hundred kills over a ramp of eight phases, at random moments, in checkpoint
+    writes, by three signals.
+    """
     campaign = Campaign(tmp_path, steps=600, pause=0.03, seed=0)
     campaign.finish("whole")
     assert {line["phase"] for line in metrics_of(tmp_path / "whole")} == set(range(8))
@@ -215,7 +233,9 @@ def test_a_hundred_kills(tmp_path, record_property):
     ],
 )
 def test_killed_while_the_batch_follows_the_noise(tmp_path, kills):
-    """Kills change no decision and no bit; short runs are killed before, at and after all of their decisions."""
+    """Kills change no decision and no bit; short runs are killed before, at and after
+    all of their decisions.
+    """
     campaign = AutoCampaign(tmp_path, steps=0, pause=0.02, seed=2)
     campaign.finish("whole")
     sizes = [line["global_batch_size"] for line in metrics_of(tmp_path / "whole")]
@@ -235,7 +255,9 @@ RL_SETTINGS = RL_TINY | {
 
 
 def run_rollouts(settings):
-    """Train slowly enough to be killed anywhere; return 0 when finished, 130 when stopped by a signal."""
+    """Train slowly enough to be killed anywhere; return 0 when finished, 130 when
+    stopped by a signal.
+    """
     victim.use_cpus(1)
     from rampup.loop.events import StepDone, ctrl_c_stops
     from rampup.rl.config import RolloutConfig
@@ -243,7 +265,8 @@ def run_rollouts(settings):
     from rampup.rl.train import train
 
     ctrl_c_stops.set(True)
-    # One response of a new model in eight is right, so that most groups have no spread and some have.
+    # One response of a new model in eight is right, so that most groups have no spread
+    # and some have.
     Arithmetic.reward = lambda task, prompts, responses: [
         float(sum(map(ord, text)) % 8 == 0) for text in responses
     ]
@@ -300,7 +323,9 @@ ALL_SIZES = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}
 def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(
     kills, rollouts, sizes, tmp_path
 ):
-    """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
+    """At random moments, also while it refills, between the updates of critic and
+    policy and in checkpoint writes.
+    """
     # Two passes over two mini batches or one, of the critic and of the policy.
     steps = rollouts * (4 if sizes.get("mini_batch_size") == -1 else 8)
     # A pause that reaches over a random number of the next eight updates.
@@ -328,7 +353,9 @@ def sizes_of(folder):
 
 
 def soak(folder, steps, every, found):
-    """Train, and write memory and processor time every so many steps, and the files halfway and at the end."""
+    """Train, and write memory and processor time every so many steps, and the files
+    halfway and at the end.
+    """
     victim.use_cpus(1)
     from rampup import Config
     from rampup.lm.train import train
@@ -367,7 +394,9 @@ def soak(folder, steps, every, found):
 
 @pytest.mark.faults
 def test_long_runs_do_not_grow(tmp_path):
-    """Over 20,000 steps, memory grows by less than 8 MiB, steps stay as fast as they were, and only metrics grow."""
+    """Over 20,000 steps, memory grows by less than 8 MiB, steps stay as fast as they
+    were, and only metrics grow.
+    """
     steps = 20_000
     processes.run_all(
         soak, [(tmp_path, steps, 250, tmp_path / "found")], tmp_path, 3600
@@ -384,7 +413,8 @@ def test_long_runs_do_not_grow(tmp_path):
     )
     halfway, end = found["files"]
     print(
-        f"{memory[later][0] / 2**20:.1f} to {memory[-1] / 2**20:.1f} MiB, {slower:.3f} times slower"
+        f"{memory[later][0] / 2**20:.1f} to {memory[-1] / 2**20:.1f} MiB, {slower:.3f}"
+        " times slower"
     )
     assert growth < 8 * 2**20, f"memory grows by {growth / 2**20:.1f} MiB"
     assert slower < 1.25, f"steps become {slower:.2f} times slower"

@@ -1,4 +1,6 @@
-"""Numbers go bad: a step that is not finite changes nothing but the counters, and too many of them stop the run."""
+"""Numbers go bad: a step that is not finite changes nothing but the counters, and too
+many of them stop the run.
+"""
 
 from types import SimpleNamespace
 
@@ -21,7 +23,9 @@ BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}
 
 
 def states_of(engine, source, *, skips=True, mesh="one"):
-    """Return the state before the first and after every step, and the metrics of every step."""
+    """Return the state before the first and after every step, and the metrics of every
+    step.
+    """
     mesh, plan, step = toy_run.parts(engine, skips=skips, mesh=mesh)
     state = create_state(toy.new_params(mesh), step.tx, mesh)
     states, metrics = [jax.tree.map(np.array, jax.device_get(state))], []
@@ -38,7 +42,9 @@ def states_of(engine, source, *, skips=True, mesh="one"):
 
 
 def row_in(step, microbatch=0):
-    """Return the number of a row of a microbatch of a step, in the order without shuffling."""
+    """Return the number of a row of a microbatch of a step, in the order without
+    shuffling.
+    """
     plan = toy_run.parts()[1]
     split = plan.position(step).split
     return plan.rows(step)[
@@ -59,7 +65,9 @@ CASES = [
     [*CASES, ("fused", "data_fsdp_tensor", 0, "nan")],
 )
 def test_a_bad_step_is_left_out_whole(engine, mesh, microbatch, kind):
-    """Wherever the bad row is, parameters, moments and accumulators stay, counters move on, and other steps are not touched."""
+    """Wherever the bad row is, parameters, moments and accumulators stay, counters move
+    on, and other steps are not touched.
+    """
     bad = 6
     states, metrics = states_of(
         engine, toy_run.rows({row_in(bad, microbatch): BAD[kind]}), mesh=mesh
@@ -115,7 +123,9 @@ def test_good_steps_are_the_same_with_and_without_the_check(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
-    """Skipped steps stand in the metrics with a loss of null, are told, and the run ends."""
+    """Skipped steps stand in the metrics with a loss of null, are told, and the run
+    ends.
+    """
     events = []
     source = toy_run.rows({row_in(step): np.nan for step in (3, 4, 6, 7)})
     summary, state = toy_run.run(
@@ -136,7 +146,9 @@ def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_too_many_in_a_row_stop_the_run(tmp_path, engine):
-    """The steps, their samples and rows are named; the last good checkpoint stays, and a resume comes to the same end."""
+    """The steps, their samples and rows are named; the last good checkpoint stays, and
+    a resume comes to the same end.
+    """
     source = toy_run.rows({row_in(step): np.nan for step in (6, 7, 8)})
     options = {
         "source": source,
@@ -153,8 +165,8 @@ def test_too_many_in_a_row_stop_the_run(tmp_path, engine):
         assert (caught.value.steps, caught.value.key) == ((6, 7, 8), "skip_nonfinite")
         samples = toy_run.parts()[1].rows(7)
         assert (
-            f"step 7: samples {samples[0]} to {samples[-1]}: row of 7, row of 7, row of 7, and 2 more"
-            in str(caught.value)
+            f"step 7: samples {samples[0]} to {samples[-1]}: row of 7, row of 7, row of"
+            " 7, and 2 more" in str(caught.value)
         )
         checkpoints = sorted(
             int(path.name) for path in (tmp_path / "checkpoints").iterdir()

@@ -34,7 +34,9 @@ SETTINGS |= {
 
 
 def see_late(seconds):
-    """Let this process see what others have made in folders of runs some seconds later, as with cached attributes of NFS."""
+    """Let this process see what others have made in folders of runs some seconds later,
+    as with cached attributes of NFS.
+    """
     stat, scandir, listdir, opened = os.stat, os.scandir, os.listdir, io.open
 
     def is_hidden(path):
@@ -68,7 +70,9 @@ def see_late(seconds):
 
 
 def command(number, port, folder, settings, most_bytes, late):
-    """Run `rampup train` as one of two processes in a folder, with a limit of files and a late view of those of others."""
+    """Run `rampup train` as one of two processes in a folder, with a limit of files and
+    a late view of those of others.
+    """
     from rampup.cli import main
     from rampup.loop import lock
 
@@ -93,7 +97,9 @@ def command(number, port, folder, settings, most_bytes, late):
 def end_of_both(
     folders, tmp_path, limits=(resource.RLIM_INFINITY,) * 2, late=0, **settings
 ):
-    """Run two processes in folders of their own until they end; return exit codes and outputs."""
+    """Run two processes in folders of their own until they end; return exit codes and
+    outputs.
+    """
     port = processes.free_port()
     logs = [tmp_path / f"{number}.log" for number in range(2)]
     for log in logs:
@@ -113,7 +119,9 @@ def end_of_both(
 
 @pytest.mark.slow
 def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_path):
-    """Both processes say which one does not see the folder, and no checkpoint is called damaged."""
+    """Both processes say which one does not see the folder, and no checkpoint is called
+    damaged.
+    """
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -122,7 +130,8 @@ def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_pa
         assert codes == [2, 2], printed
         for output in printed:
             assert re.search(
-                r"process 1 on \S+ does not see the folder out/run of process 0 on \S+: it must be on",
+                r"process 1 on \S+ does not see the folder out/run of process 0 on \S+:"
+                r" it must be on",
                 output,
             )
             assert "Traceback" not in output
@@ -131,7 +140,9 @@ def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_pa
 
 
 def save_with_limits(number, port, folder, path):
-    """Save in both processes, whose files have a limit in turn; write the errors, and the steps that are saved, into a file."""
+    """Save in both processes, whose files have a limit in turn; write the errors, and
+    the steps that are saved, into a file.
+    """
     victim.use_cpus(1)
     join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -156,7 +167,9 @@ def save_with_limits(number, port, folder, path):
 
 
 def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path):
-    """Whichever it is, both have the same error, which names it; the next checkpoint is written."""
+    """Whichever it is, both have the same error, which names it; the next checkpoint is
+    written.
+    """
     port, files = (
         processes.free_port(),
         [tmp_path / f"{number}.json" for number in range(2)],
@@ -172,7 +185,8 @@ def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path):
     assert steps == ["1", "4"]
     for error, limited in zip(errors, range(2), strict=True):
         assert error.startswith(
-            f"the checkpoint of step {limited + 2} could not be written: process {limited} on "
+            f"the checkpoint of step {limited + 2} could not be written: process"
+            f" {limited} on "
         )
         folder = tmp_path / "checkpoints"
         assert error.endswith(
@@ -204,7 +218,8 @@ def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
     assert codes == [1, 1], printed
     for output in printed:
         assert re.search(
-            r"the checkpoint of step 8 could not be written: process 1 on \S+: File too large in .*; the newest is \S+/4\n",
+            r"the checkpoint of step 8 could not be written: process 1 on \S+: File too"
+            r" large in .*; the newest is \S+/4\n",
             output,
         )
         assert "Traceback" not in output
@@ -216,7 +231,9 @@ def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
 
 @pytest.mark.faults
 def test_a_process_with_a_late_view_of_the_folder(tmp_path):
-    """A process that sees the files of the other one 8 s later waits for them at the start; nothing is called damaged."""
+    """A process that sees the files of the other one 8 s later waits for them at the
+    start; nothing is called damaged.
+    """
     keys = {
         "base_output_directory": tmp_path,
         "learning_rate_schedule_steps": 12,

@@ -1,4 +1,6 @@
-"""Two hosts: network namespaces with addresses of their own, a link that can be taken down, and a shared folder."""
+"""Two hosts: network namespaces with addresses of their own, a link that can be taken
+down, and a shared folder.
+"""
 
 import contextlib
 import os
@@ -41,7 +43,9 @@ def ip(words, check=True):
 
 @pytest.fixture
 def hosts():
-    """Make two hosts, each of which knows this machine's name by an address of its own."""
+    """Make two hosts, each of which knows this machine's name by an address of its
+    own.
+    """
     one, other = HOSTS
     try:
         ip(f"netns add {one}")
@@ -127,7 +131,9 @@ def saved(folder):
 
 @pytest.mark.faults
 def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_path):
-    """As in many images: JAX would tell the others to connect to 127.0.0.1. Both processes say which host it is."""
+    """As in many images: JAX would tell the others to connect to 127.0.0.1. Both
+    processes say which host it is.
+    """
     (Path("/etc/netns") / "rampup-b" / "hosts").write_text(
         f"127.0.0.1 localhost {socket.gethostname()}\n"
     )
@@ -135,15 +141,17 @@ def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_
     assert [process.wait(100) for process in started] == [2, 2], outputs(tmp_path)
     for output in outputs(tmp_path):
         assert (
-            f"process 1 runs on {socket.gethostname()}, a name that leads to 127.0.0.1 there"
-            in output
+            f"process 1 runs on {socket.gethostname()}, a name that leads to 127.0.0.1"
+            " there" in output
         )
         assert "Traceback" not in output
 
 
 @contextlib.contextmanager
 def running(folder, **settings):
-    """Run a process on each host within a context, from the 30th step and a checkpoint on; then the link is up again."""
+    """Run a process on each host within a context, from the 30th step and a checkpoint
+    on; then the link is up again.
+    """
     started = start(folder, **settings)
     try:
         wait_for_steps(folder, 30, started)
@@ -165,7 +173,9 @@ def cut(seconds, folder, started):
 
 
 def assert_ended(started, folder, seconds):
-    """Assert that both processes end a little after so many seconds without the other, each with one sentence."""
+    """Assert that both processes end a little after so many seconds without the other,
+    each with one sentence.
+    """
     codes = [process.wait(seconds + 30) for process in started]
     printed = outputs(folder)
     assert codes == [1, 1], printed
@@ -181,7 +191,9 @@ def assert_ended(started, folder, seconds):
 
 
 def assert_resumes(folder, **settings):
-    """Assert that the run goes on from its newest checkpoint with the same losses, each step once."""
+    """Assert that the run goes on from its newest checkpoint with the same losses, each
+    step once.
+    """
     steps = max(saved(folder)) + 5
     before = {line["step"]: line["loss"] for line in metrics_of(folder / "run")}
     assert [
@@ -196,7 +208,9 @@ def assert_resumes(folder, **settings):
 
 @pytest.mark.faults
 def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp_path):
-    """Down or stopped for less than the heartbeat's timeout, nothing is lost; for longer, both say so, and the run resumes."""
+    """Down or stopped for less than the heartbeat's timeout, nothing is lost; for
+    longer, both say so, and the run resumes.
+    """
     with running(tmp_path) as started:
         cut(4, tmp_path, started)
         os.kill(started[1].pid, signal.SIGSTOP)
@@ -210,7 +224,9 @@ def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp
 
 @pytest.mark.faults
 def test_partitions_of_5_30_and_120_s_with_the_default_timeouts(hosts, tmp_path):
-    """Hosts that join by name go on after the first two; the third ends both after a minute, and the run resumes."""
+    """Hosts that join by name go on after the first two; the third ends both after a
+    minute, and the run resumes.
+    """
     keys = {
         "coordinator_address": "rampup-a:1234",
         "jax_distributed_heartbeat_timeout_seconds": 60,
@@ -225,7 +241,9 @@ def test_partitions_of_5_30_and_120_s_with_the_default_timeouts(hosts, tmp_path)
 
 @pytest.mark.faults
 def test_a_link_that_is_cut_in_a_save(hosts, tmp_path):
-    """For a while, or for good: the checkpoint waits, or both processes end; the newest one is intact."""
+    """For a while, or for good: the checkpoint waits, or both processes end; the newest
+    one is intact.
+    """
     checkpoints = tmp_path / "run" / "checkpoints"
 
     def wait_for_save(started):
@@ -246,7 +264,9 @@ def test_a_link_that_is_cut_in_a_save(hosts, tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_that_is_gone(hosts, tmp_path, gone):
-    """Without power, a host says nothing more. The other one ends with a sentence, and the run resumes."""
+    """Without power, a host says nothing more. The other one ends with a sentence, and
+    the run resumes.
+    """
     with running(tmp_path) as started:
         ip("-n rampup-a link set veth0 down")
         started[gone].kill()

@@ -44,7 +44,9 @@ def parts(engine="fused", *, skips=True, mesh="one", rate=1e-2):
 
 
 def rows(poisoned=()):
-    """Return the toy's rows; the poisoned ones make the loss infinite or not a number."""
+    """Return the toy's rows; the poisoned ones make the loss infinite or not a
+    number.
+    """
     poison = dict(poisoned)
     return [
         row | {"poison": np.float32(poison.get(number, 0))}

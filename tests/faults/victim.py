@@ -1,4 +1,6 @@
-"""A training run in a process of its own, made to be killed: slowed down, and writing down which rows it used."""
+"""A training run in a process of its own, made to be killed: slowed down, and writing
+down which rows it used.
+"""
 
 import hashlib
 import json
@@ -21,7 +23,9 @@ ROWS_FILE, LOG_FILE = "rows.jsonl", "log.txt"
 
 
 def use_cpus(devices):
-    """Give this process as many simulated devices, and every compiled program to the next one."""
+    """Give this process as many simulated devices, and every compiled program to the
+    next one.
+    """
     import jax
 
     jax.config.update("jax_platforms", "cpu")

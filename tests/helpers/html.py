@@ -6,7 +6,9 @@ VOID = {"meta", "link", "input", "br", "hr"}
 
 
 class Page(HTMLParser):
-    """Checks that elements close in order, and collects them with their attributes, and the text between them."""
+    """Checks that elements close in order, and collects them with their attributes, and
+    the text between them.
+    """
 
     def __init__(self, text):
         super().__init__()

@@ -9,7 +9,9 @@ from fractions import Fraction
 def linear_steps(
     start: int, increment: int, end: int, samples: int, *, carry_overshoot: bool
 ) -> Iterator[int]:
-    """Yield the batch of every step of a linear ramp, counting sample by sample as the two systems' documentation says."""
+    """Yield the batch of every step of a linear ramp, counting sample by sample as the
+    two systems' documentation says.
+    """
     each = Fraction(samples, (end - start) // increment)
     size, since_change, consumed = start, 0, 0
     while True:
@@ -24,7 +26,9 @@ def linear_steps(
 
 
 def piecewise_steps(thresholds: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield the batch of every step of a schedule: the size of the last threshold at or below the samples consumed."""
+    """Yield the batch of every step of a schedule: the size of the last threshold at or
+    below the samples consumed.
+    """
     consumed = 0
     while True:
         size = next(

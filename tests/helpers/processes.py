@@ -1,4 +1,6 @@
-"""Processes of a test: forked from one that has imported everything, so that none pays for the imports again."""
+"""Processes of a test: forked from one that has imported everything, so that none pays
+for the imports again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import time
 
 
 def start(function, *arguments, log):
-    """Call a function in a process of its own, whose output goes to the file `log`; return the process.
+    """Call a function in a process of its own, whose output goes to the file `log`;
+    return the process.
 
     An integer that the function returns is the process's exit code.
     """
@@ -26,7 +29,9 @@ def start(function, *arguments, log):
 
 
 def run_all(function, arguments, folder, timeout=300):
-    """Call a function in a process for each tuple of arguments; return what each prints when all have ended well."""
+    """Call a function in a process for each tuple of arguments; return what each prints
+    when all have ended well.
+    """
     logs = [folder / f"{number}.log" for number in range(len(arguments))]
     started = [
         start(function, *own, log=log) for own, log in zip(arguments, logs, strict=True)
@@ -38,7 +43,9 @@ def run_all(function, arguments, folder, timeout=300):
 
 
 def wait_until(found, told=lambda: "", *, running=(), seconds=300):
-    """Wait until a function returns something true, and return it; `running` processes must not end meanwhile."""
+    """Wait until a function returns something true, and return it; `running` processes
+    must not end meanwhile.
+    """
     deadline = time.monotonic() + seconds
     while not (seen := found()):
         assert time.monotonic() < deadline, told()
@@ -61,4 +68,5 @@ def _call(function, arguments, log):
     try:
         sys.exit(function(*arguments))
     finally:
-        atexit._run_exitfuncs()  # as at the end of any other process; JAX leaves its distributed service there
+        # as at the end of any other process; JAX leaves its distributed service there
+        atexit._run_exitfuncs()

@@ -1,14 +1,18 @@
-"""The exact expected risk of SGD on Gaussian linear regression with a diagonal Hessian: an oracle that needs no sampling.
+"""The exact expected risk of SGD on Gaussian linear regression with a diagonal Hessian:
+an oracle that needs no sampling.
 
-x ~ N(0, diag(h)), y = x'theta* + N(0, s2), loss 1/2 (x'theta - y)^2. With m_i = E (theta_i - theta*_i)^2, one step of learning
-rate eta and batch B gives m_i (1 - 2 eta h_i + eta^2 h_i^2 (1 + 1/B)) + eta^2/B h_i (sum_j h_j m_j + s2).
+x ~ N(0, diag(h)), y = x'theta* + N(0, s2), loss 1/2 (x'theta - y)^2. With m_i = E
+(theta_i - theta*_i)^2, one step of learning rate eta and batch B gives m_i (1 - 2 eta
+h_i + eta^2 h_i^2 (1 + 1/B)) + eta^2/B h_i (sum_j h_j m_j + s2).
 """
 
 import numpy as np
 
 
 class Regression:
-    """SGD's parameters after some steps: eigenvalues h of the Hessian, expected squares m of the errors, label noise s2."""
+    """SGD's parameters after some steps: eigenvalues h of the Hessian, expected squares
+    m of the errors, label noise s2.
+    """
 
     def __init__(self, h, m, s2):
         self.h, self.m, self.s2 = np.asarray(h, float), np.asarray(m, float), float(s2)
@@ -35,14 +39,17 @@ class Regression:
 
     @property
     def noise_scale(self):
-        """B_noise of McCandlish et al. 2018, eq. 2.7: tr(H Sigma) / G'HG. A step of batch B has 1 / (1 + B_noise / B) of the
-        risk decrease of one with the whole gradient, if both have their best learning rates.
+        """B_noise of McCandlish et al. 2018, eq. 2.7: tr(H Sigma) / G'HG. A step of
+        batch B has 1 / (1 + B_noise / B) of the risk decrease of one with the whole
+        gradient, if both have their best learning rates.
         """
         h, m = self.h, self.m
         return 1 + float((h @ m + self.s2) * (h @ h) / (h**3 @ m))
 
     def best_rate(self, batch):
-        """Return the learning rate with the largest expected decrease of the risk in one step."""
+        """Return the learning rate with the largest expected decrease of the risk in
+        one step.
+        """
         h, m = self.h, self.m
         return float(h**2 @ m / (h**3 @ m)) / (1 + self.noise_scale / batch)
 

@@ -44,7 +44,8 @@ def state_of(folder, step):
     """Return every leaf of a checkpoint's state by name."""
     with ocp.PyTreeCheckpointer() as reader:
         stored = folder / "checkpoints" / str(step) / "state"
-        # As NumPy arrays, because the devices that saved it may be those of several processes.
+        # As NumPy arrays, because the devices that saved it may be those of several
+        # processes.
         kinds = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
             reader.metadata(stored).item_metadata.tree,
@@ -57,7 +58,9 @@ def state_of(folder, step):
 
 
 def assert_same_run(folder, other, step, files=("metrics.jsonl", "eval.jsonl")):
-    """Assert that two runs have the same metrics and state after a step, bit for bit; return the names of the state."""
+    """Assert that two runs have the same metrics and state after a step, bit for bit;
+    return the names of the state.
+    """
     for name in files:
         assert metrics_of(folder, name) == metrics_of(other, name)
     one, two = state_of(folder, step), state_of(other, step)
@@ -68,7 +71,9 @@ def assert_same_run(folder, other, step, files=("metrics.jsonl", "eval.jsonl")):
 
 
 def stop_after(step):
-    """Return a listener that sends this process SIGTERM when a step's metrics are written."""
+    """Return a listener that sends this process SIGTERM when a step's metrics are
+    written.
+    """
 
     def on_event(event):
         if isinstance(event, StepDone) and event.step == step:

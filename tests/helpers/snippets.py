@@ -1,8 +1,9 @@
 """Finds what the README and the pages of docs/ ask a reader to run, and runs it.
 
-The ``python`` blocks of a page run in one namespace. A ``console`` block has lines `$ COMMAND`, each followed by what the
-command prints, or by nothing; those of `rampup` run. `train` and `tune` run on one device, and `train ... --fake-devices N` is
-only planned for N devices, as a mesh takes seconds to compile.
+The ``python`` blocks of a page run in one namespace. A ``console`` block has lines `$
+COMMAND`, each followed by what the command prints, or by nothing; those of `rampup`
+run. `train` and `tune` run on one device, and `train ... --fake-devices N` is only
+planned for N devices, as a mesh takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rampup.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-# Commands that compute get settings that make them small; the page shows what a reader would type.
+# Commands that compute get settings that make them small; the page shows what a reader
+# would type.
 SMALL = {
     # Two rows or more on one device, so that a page may measure the gradient noise.
     "train": command_line(
@@ -69,7 +71,9 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def console_commands(block: str) -> list[tuple[str, str]]:
-    """Return the `rampup` commands of a console block, each with the output that the block shows."""
+    """Return the `rampup` commands of a console block, each with the output that the
+    block shows.
+    """
     parts = (
         part.partition("\n")
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
@@ -83,7 +87,9 @@ def console_commands(block: str) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def one_device() -> Iterator[None]:
-    """Run on the first of the simulated devices, for which programs compile faster than for eight."""
+    """Run on the first of the simulated devices, for which programs compile faster than
+    for eight.
+    """
     devices = jax.devices()[:1]
     with (
         mock.patch.object(jax, "device_count", return_value=1),
@@ -93,7 +99,9 @@ def one_device() -> Iterator[None]:
 
 
 def run_page(page: Path, read_output: Callable[[], str]) -> None:
-    """Run the blocks of a page, and compare what the commands print: `read_output` returns what is new since its last call."""
+    """Run the blocks of a page, and compare what the commands print: `read_output`
+    returns what is new since its last call.
+    """
     warnings.filterwarnings("error", message=".*rampup", category=DeprecationWarning)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, (language, text) in enumerate(blocks(page)):

@@ -1,4 +1,6 @@
-"""The tiny configuration that the tests of training share: small enough to compile fast, large enough for its loss to fall."""
+"""The tiny configuration that the tests of training share: small enough to compile
+fast, large enough for its loss to fall.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ TINY |= {
     "per_device_batch_size_increment": 1,
     "per_device_batch_size": 3,
 }
-# The model with a batch that follows the noise: at the first weights, on random tokens, it is large and stays as it is.
+# The model with a batch that follows the noise: at the first weights, on random tokens,
+# it is large and stays as it is.
 AUTO = TINY_MODEL | {
     "batch_size_schedule": "auto",
     "per_device_batch_size_start": 1,

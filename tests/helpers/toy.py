@@ -127,7 +127,9 @@ def start(
     mutable=None,
     **options,
 ):
-    """Return a training step of one phase by default, and its state: a new one, or what `state` makes of parameters and tx."""
+    """Return a training step of one phase by default, and its state: a new one, or what
+    `state` makes of parameters and tx.
+    """
     mesh = mesh_of(mesh_name)
     splitter = {
         name: options.pop(name)
@@ -143,7 +145,9 @@ def start(
 
 
 def history(step, state, batches=None):
-    """Return the state after some batches, by default those of `rows`, and the metrics of every step on the host."""
+    """Return the state after some batches, by default those of `rows`, and the metrics
+    of every step on the host.
+    """
     found = []
     for batch in step.batches(rows()) if batches is None else batches:
         state, metrics = step(state, batch)
@@ -182,7 +186,9 @@ def train(step, state, steps=None, data=None):
 
 
 def open_rows(kind, train_files=None, *, length=4, eval_files=None):
-    """Return the rows of `open_sources` for bytes or 16-bit tokens, a tenth of them held out."""
+    """Return the rows of `open_sources` for bytes or 16-bit tokens, a tenth of them
+    held out.
+    """
     names = {
         "dataset_type": kind,
         "grain_train_files": train_files,
@@ -209,7 +215,9 @@ def all_tokens(source):
 
 
 def tensorboard_events(folder):
-    """Return (step, name, value) of everything in TensorBoard's event files that a viewer shows."""
+    """Return (step, name, value) of everything in TensorBoard's event files that a
+    viewer shows.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []

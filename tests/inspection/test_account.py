@@ -1,4 +1,6 @@
-"""Tests of the account of programs written by hand: groups of devices, trips, traffic, overlap."""
+"""Tests of the account of programs written by hand: groups of devices, trips, traffic,
+overlap.
+"""
 
 import json
 from dataclasses import asdict
@@ -13,9 +15,8 @@ from rampup.plan.topology import Topology
 MESH = (("data", 2), ("fsdp", 2), ("tensor", 2))
 LINE = "  ROOT %a = f32[64,64]{{1,0}} {kind}(%x), {groups}, to_apply=%add\n"
 ENTRY = (
-    "ENTRY %main (x: f32[64,64]) -> f32[64,64] {{\n  %x = f32[64,64]{{1,0}} parameter(0)\n"
-    + LINE
-    + "}}\n"
+    "ENTRY %main (x: f32[64,64]) -> f32[64,64] {{\n  %x = f32[64,64]{{1,0}}"
+    " parameter(0)\n" + LINE + "}}\n"
 )
 
 
@@ -37,7 +38,10 @@ ENTRY = (
             4,
         ),
         (
-            "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+            (
+                "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0))"
+                " {'axis_1'}"
+            ),
             ("data", "fsdp"),
             4,
         ),
@@ -45,7 +49,9 @@ ENTRY = (
     ],
 )
 def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
-    """Lists, reshaped ranges and axes, also those that the compiler made up, give the axes of the mesh."""
+    """Lists, reshaped ranges and axes, also those that the compiler made up, give the
+    axes of the mesh.
+    """
     (found,) = account_of(
         Program(ENTRY.format(kind="all-reduce", groups=groups)), MESH
     ).collectives
@@ -54,7 +60,9 @@ def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
 
 @pytest.mark.parametrize(("direction", "trips"), [("LT", 5), ("LE", 6)])
 def test_trips_follow_from_the_condition(direction, trips):
-    """A loop without a stated trip count runs as often as its condition allows, from where its counter starts."""
+    """A loop without a stated trip count runs as often as its condition allows, from
+    where its counter starts.
+    """
     text = f"""
 %cond (s: (s32[], f32[8])) -> pred[] {{
   %s = (s32[], f32[8]{{0}}) parameter(0)
@@ -95,7 +103,9 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
 
 
 def test_overlap_is_read_from_the_schedule():
-    """A collective overlaps if the schedule computes between its start and its end; bytes are those of its result."""
+    """A collective overlaps if the schedule computes between its start and its end;
+    bytes are those of its result.
+    """
     text = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
   %x = f32[16]{0} parameter(0)
@@ -121,7 +131,9 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
 
 
 def test_collectives_of_a_sparse_core_start_with_their_operands():
-    """A TPU's SparseCore runs a reduce-scatter as a call of its own, which the operands of an update start."""
+    """A TPU's SparseCore runs a reduce-scatter as a call of its own, which the operands
+    of an update start.
+    """
     text = """HloModule m, is_scheduled=true
 %called (p: f32[16]) -> f32[8] {
   %p = f32[16]{0} parameter(0)
@@ -156,7 +168,9 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
 
 
 def test_exchanges_between_slices_are_collectives():
-    """A TPU program sends arrays to other slices through its host. That is no transfer to the host, and not in the roofline."""
+    """A TPU program sends arrays to other slices through its host. That is no transfer
+    to the host, and not in the roofline.
+    """
     text = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %x = f32[8,128]{1,0} parameter(0)
@@ -184,7 +198,9 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
 
 @pytest.mark.parametrize(("space", "sides"), [(1, 1), (0, 2)])
 def test_a_slice_that_is_fetched_moves_its_own_bytes(space, sides):
-    """An asynchronous slice counts with what it takes of an array, and only where that is in device memory."""
+    """An asynchronous slice counts with what it takes of an array, and only where that
+    is in device memory.
+    """
     text = f"""HloModule m
 ENTRY %main (x: f32[8,128]) -> f32[2,128] {{
   %x = f32[8,128]{{1,0}} parameter(0)
@@ -196,7 +212,9 @@ ENTRY %main (x: f32[8,128]) -> f32[2,128] {{
 
 
 def test_a_roofline_adds_what_comes_one_after_the_other():
-    """The longest of computing, memory and overlapped collectives, and the collectives that wait."""
+    """The longest of computing, memory and overlapped collectives, and the collectives
+    that wait.
+    """
     chip = Topology.parse("v5e:1x1")
     account = Account(
         collectives=(),

@@ -1,4 +1,6 @@
-"""Tests of rampup.inspection.inspect: what it says of steps that are known to be good or bad."""
+"""Tests of rampup.inspection.inspect: what it says of steps that are known to be good
+or bad.
+"""
 
 import re
 from functools import partial
@@ -36,12 +38,16 @@ def mesh():
 
 
 def place(mesh, tree, *spec):
-    """Return arrays on the mesh, with the first dimensions sharded over the axes in `spec`."""
+    """Return arrays on the mesh, with the first dimensions sharded over the axes in
+    `spec`.
+    """
     return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
 
 def scan_step(params, batch, *, dtype=jnp.float32):
-    """A step as GSPMD training loops write it: a scan over microbatches that adds gradients up."""
+    """A step as GSPMD training loops write it: a scan over microbatches that adds
+    gradients up.
+    """
 
     def add(total, x):
         grads = jax.grad(loss)(params, x)
@@ -53,7 +59,9 @@ def scan_step(params, batch, *, dtype=jnp.float32):
 
 
 def manual_step(mesh, lost=()):
-    """A step that accumulates on each replica and reduces once, except the gradients in `lost`."""
+    """A step that accumulates on each replica and reduces once, except the gradients in
+    `lost`.
+    """
 
     def local(params, batch):
         def add(total, x):
@@ -86,12 +94,15 @@ def batch_of(mesh):
 
 
 def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
-    """All gradients are reduced inside the loop, as often as it runs, with their bytes and axis."""
+    """All gradients are reduced inside the loop, as often as it runs, with their bytes
+    and axis.
+    """
     found = rampup.inspect(jax.jit(scan_step), place(mesh, PARAMS), batch_of(mesh))
     facts = found.to_dict()
     assert not found.reduces_once
     assert facts["gradient_bytes_in_loops"] == MICROBATCHES * NUM_BYTES
-    # The matrix products of the network: two forward, and three backward without the input's.
+    # The matrix products of the network: two forward, and three backward without the
+    # input's.
     assert sum(facts["flops"].values()) == MICROBATCHES * 5 * (
         2 * ROWS // 4 * WIDTH * 2 * WIDTH
     )
@@ -107,7 +118,9 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
 
 
 def abbreviate(text):
-    """Return a program as newer versions of XLA dump it: an element of a tuple is `%tuple#0`, where it is used."""
+    """Return a program as newer versions of XLA dump it: an element of a tuple is
+    `%tuple#0`, where it is used.
+    """
     pattern = re.compile(
         r"^ +%([\w.\-]+) = .*? get-tuple-element\(.*%([\w.\-#]+)\), index=(\d+).*\n",
         re.MULTILINE,
@@ -123,7 +136,9 @@ def abbreviate(text):
 
 
 def test_inspect_reads_a_dump_that_abbreviates_the_elements_of_tuples(mesh):
-    """A dump says the same as `compiled.as_text()`, in which an element of a tuple is an instruction."""
+    """A dump says the same as `compiled.as_text()`, in which an element of a tuple is
+    an instruction.
+    """
     text = (
         jax.jit(scan_step, donate_argnums=0)
         .lower(place(mesh, PARAMS), batch_of(mesh))
@@ -138,10 +153,13 @@ def test_inspect_reads_a_dump_that_abbreviates_the_elements_of_tuples(mesh):
 
 
 def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh):
-    """Without shardings and donation, gradients have the shapes of arguments that are also results."""
-    step = lambda params, x: jax.tree.map(  # noqa: E731
-        lambda p, g: p - g, params, jax.grad(loss)(params, x)
-    )
+    """Without shardings and donation, gradients have the shapes of arguments that are
+    also results.
+    """
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
+
     text = (
         jax.jit(step)
         .lower(place(mesh, PARAMS), place(mesh, jnp.ones((ROWS, WIDTH)), "data"))
@@ -165,7 +183,9 @@ def test_inspect_names_a_narrow_type_of_the_accumulators(mesh):
 
 @pytest.mark.parametrize("lost", [(), ("in",), ("out",)])
 def test_inspect_tells_gradients_that_are_reduced_once_from_a_lost_tag(mesh, lost):
-    """A step that accumulates on each replica has no reduction in the loop; an array that has one is named with its shape."""
+    """A step that accumulates on each replica has no reduction in the loop; an array
+    that has one is named with its shape.
+    """
     found = rampup.inspect(
         jax.jit(manual_step(mesh, lost=lost)), place(mesh, PARAMS), batch_of(mesh)
     )
@@ -186,7 +206,9 @@ def test_inspect_tells_gradients_that_are_reduced_once_from_a_lost_tag(mesh, los
 
 @pytest.mark.parametrize("lost", [(), ("out",)])
 def test_inspect_finds_a_lost_tag_under_explicit_sharding(lost):
-    """With explicit sharding a parameter tagged `reduced` is reduced once after the loop, one without the tag inside it."""
+    """With explicit sharding a parameter tagged `reduced` is reduced once after the
+    loop, one without the tag inside it.
+    """
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Explicit,))
 
     def step(params, batch):
@@ -227,7 +249,9 @@ def test_inspect_finds_a_lost_tag_under_explicit_sharding(lost):
 
 
 def test_inspect_says_that_multi_steps_reduces_in_every_microbatch(mesh):
-    """Each call of a step with optax.MultiSteps is one microbatch, with the optimizer and all gradients."""
+    """Each call of a step with optax.MultiSteps is one microbatch, with the optimizer
+    and all gradients.
+    """
     tx = optax.MultiSteps(optax.adamw(1e-3), 4)
     state = place(mesh, (PARAMS, tx.init(PARAMS)))
 
@@ -271,7 +295,9 @@ def rampup_step(mesh, **options):
 
 
 def test_inspect_reads_a_train_step(mesh):
-    """The state is donated, the optimizer runs once, and the gradients are reduced once whatever the microbatches."""
+    """The state is donated, the optimizer runs once, and the gradients are reduced once
+    whatever the microbatches.
+    """
     found = rampup.inspect(*rampup_step(mesh))
     assert found.loop_trips == (MICROBATCHES,)
     assert found.reduces_once
@@ -287,7 +313,9 @@ def test_inspect_reads_a_train_step(mesh):
 
 
 def test_inspect_finds_updates_in_a_loop_and_missing_donation(mesh):
-    """An optimizer inside the loop over microbatches runs in each; the parameters could be donated."""
+    """An optimizer inside the loop over microbatches runs in each; the parameters could
+    be donated.
+    """
     big = {"w": jnp.ones((128, 256))}
 
     def step(params, batch):
@@ -308,7 +336,9 @@ def test_inspect_finds_updates_in_a_loop_and_missing_donation(mesh):
     ("loop_trips", "updates"), [((3, 5), 15), ((3,), 3), (None, 1)]
 )
 def test_inspect_counts_loops_without_trips_once(loop_trips, updates):
-    """Of nested loops whose bounds are arguments, those that `loop_trips` leaves out count once, and a remark says so."""
+    """Of nested loops whose bounds are arguments, those that `loop_trips` leaves out
+    count once, and a remark says so.
+    """
 
     def step(w, n, m):
         return jax.lax.fori_loop(
@@ -327,7 +357,9 @@ def test_inspect_counts_loops_without_trips_once(loop_trips, updates):
 
 
 def test_inspect_says_that_gradients_are_reduced_for_every_update_of_a_loop(mesh):
-    """A loop over whole optimizer steps reduces in each of them, which is not once in a run."""
+    """A loop over whole optimizer steps reduces in each of them, which is not once in a
+    run.
+    """
 
     def step(params, batch):
         return jax.lax.scan(
@@ -364,7 +396,9 @@ def test_inspect_finds_exchanges_with_the_host():
 
 
 def test_inspect_refuses_what_is_no_step(tmp_path, mesh):
-    """A clear error for a file that is missing or no program, an object that is no step, and senseless trip counts."""
+    """A clear error for a file that is missing or no program, an object that is no
+    step, and senseless trip counts.
+    """
     (tmp_path / "a.txt").write_text("module @jit_f {\n}\n")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00\x81")
     text = (
@@ -397,7 +431,9 @@ def test_inspect_refuses_what_is_no_step(tmp_path, mesh):
 
 
 def test_an_inspection_prints_what_the_command_prints(mesh, tmp_path, capsys):
-    """`print` gives the findings and the facts, each on a line of its own, and so does `rampup inspect`."""
+    """`print` gives the findings and the facts, each on a line of its own, and so does
+    `rampup inspect`.
+    """
     (tmp_path / "a.txt").write_text(
         jax.jit(scan_step)
         .lower(place(mesh, PARAMS), batch_of(mesh))

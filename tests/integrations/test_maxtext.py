@@ -1,4 +1,6 @@
-"""MaxText's pre-training through a ramp: its rules and its loader here, and whole runs of MaxText where it is installed."""
+"""MaxText's pre-training through a ramp: its rules and its loader here, and whole runs
+of MaxText where it is installed.
+"""
 
 import functools
 import importlib.util
@@ -58,7 +60,9 @@ BATCHES = [2] * 12 + [4] * 6 + [6] * 4 + [8] * 4
 
 
 def config_of(**keys):
-    """Return what the adapter reads of MaxText's configuration, for a ramp of 2, 4, 6 and 8 samples on one device."""
+    """Return what the adapter reads of MaxText's configuration, for a ramp of 2, 4, 6
+    and 8 samples on one device.
+    """
     needed = {key: value for key, (value, _) in NEEDED.items()}
     others = {
         "num_target_devices": 1,
@@ -84,7 +88,9 @@ def test_a_missing_package_is_named():
 
 
 def test_a_moved_name_is_an_error(tmp_path, monkeypatch):
-    """A MaxText without a name that the adapter replaces is refused with that name and the version that has it."""
+    """A MaxText without a name that the adapter replaces is refused with that name and
+    the version that has it.
+    """
     for module in ("maxtext", "maxtext/trainers", "maxtext/trainers/pre_train"):
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text("__version__ = '0.9'\n")
@@ -129,7 +135,9 @@ def test_a_moved_name_is_an_error(tmp_path, monkeypatch):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_a_ramp_excludes(keys, parts):
-    """Keys that exclude a ramp in one executable are refused with their value; experts only with incomplete microbatches."""
+    """Keys that exclude a ramp in one executable are refused with their value; experts
+    only with incomplete microbatches.
+    """
     config = config_of(**keys)
     found = [
         str(problem) for problem in problems(config, RampupBatchManager(config).ramp)
@@ -139,7 +147,9 @@ def test_what_a_ramp_excludes(keys, parts):
 
 
 def test_the_design_follows_mesh_and_keys():
-    """One reduction where the data axis has several devices and no key needs MaxText's accumulation, else its own loop."""
+    """One reduction where the data axis has several devices and no key needs MaxText's
+    accumulation, else its own loop.
+    """
     two, one = (
         SimpleNamespace(shape={"data": size, "fsdp": 2, "tensor": 1}) for size in (2, 1)
     )
@@ -156,7 +166,9 @@ def test_the_design_follows_mesh_and_keys():
 
 
 def test_checkpoints_of_another_ramp_are_refused(tmp_path):
-    """A run resumes with its own ramp only, because the rows that it used follow from it."""
+    """A run resumes with its own ramp only, because the rows that it used follow from
+    it.
+    """
     config = config_of(checkpoint_dir=f"{tmp_path}/checkpoints")
     with pytest.raises(ResumeMismatchError, match="no ramp of rampup beside them"):
         check_record(config, RampupBatchManager(config, 3))
@@ -171,7 +183,9 @@ def test_checkpoints_of_another_ramp_are_refused(tmp_path):
 
 
 def loaded_batches(config, step=0, state=None):
-    """Yield the numbers of the rows in each microbatch of each batch, with the Grain state that a checkpoint then has."""
+    """Yield the numbers of the rows in each microbatch of each batch, with the Grain
+    state that a checkpoint then has.
+    """
     sharding = NamedSharding(Mesh(jax.devices()[:1], "x"), PartitionSpec())
     rows = grain.MapDataset.range(1, 400).map(
         lambda n: {"targets_segmentation": np.full(3, n, np.int32)}
@@ -204,7 +218,9 @@ def loaded_batches(config, step=0, state=None):
     ids=["aligned", "odd", "more rows loaded than trained on"],
 )
 def test_every_row_once_also_after_a_resume(keys):
-    """Batches have the plan's rows in order, in microbatches filled one after the other, and go on from any saved state."""
+    """Batches have the plan's rows in order, in microbatches filled one after the
+    other, and go on from any saved state.
+    """
     config = config_of(**keys)
     manager = RampupBatchManager(config)
     loaded = config.global_batch_size_to_load
@@ -217,7 +233,8 @@ def test_every_row_once_also_after_a_resume(keys):
     for batch, _ in batches:
         rows = [next(numbers) for _ in range(manager.global_batch_size_current)]
         manager.update()
-        # Beyond the rows to train on, a loaded batch may have others, which MaxText cuts off.
+        # Beyond the rows to train on, a loaded batch may have others, which MaxText
+        # cuts off.
         found = [microbatch[:2] for microbatch in batch]
         if len(rows) < 8:
             assert found == [[*rows, *[0] * 8][i : i + 2] for i in range(0, 8, 2)]
@@ -258,7 +275,8 @@ EXPERTS |= {
     "capacity_factor": -1,
     "load_balance_loss_weight": 0.01,
 }
-# Runs MaxText, with the adapter or without, as one of several processes or alone, and dies before a step.
+# Runs MaxText, with the adapter or without, as one of several processes or alone, and
+# dies before a step.
 PROGRAM = """
 import os, signal, sys
 import jax
@@ -305,7 +323,9 @@ def folder(tmp_path_factory):
 
 
 def train(folder, name, keys, *, own=False, devices=1, dies_at=-1, processes=1):
-    """Run MaxText, and return the metrics of each step, the number of compilations of its step, and what it printed."""
+    """Run MaxText, and return the metrics of each step, the number of compilations of
+    its step, and what it printed.
+    """
     package = importlib.util.find_spec("maxtext").submodule_search_locations[0]
     address = f"127.0.0.1:{free_port()}"
     files = {
@@ -385,7 +405,9 @@ def check_equal(
 
 @pytest.fixture(scope="module")
 def maxtexts(folder):
-    """Return the metrics of MaxText's own ramp, without accumulation, which ends with whole loaded batches."""
+    """Return the metrics of MaxText's own ramp, without accumulation, which ends with
+    whole loaded batches.
+    """
     metrics, compilations, _ = train(folder, "maxtexts", OWN, own=True)
     assert compilations == 4
     return metrics
@@ -406,11 +428,15 @@ class TestRuns:
     pytestmark = needs_maxtext
 
     def test_losses_are_maxtexts(self, maxtexts, ramp):
-        """A ramp of four sizes, the first of half a sample per device, has MaxText's losses with one compilation."""
+        """A ramp of four sizes, the first of half a sample per device, has MaxText's
+        losses with one compilation.
+        """
         check_equal(ramp, maxtexts)
 
     def test_killed_and_resumed(self, folder, ramp):
-        """A run killed in the middle of the ramp and of a loaded batch goes on with the same losses, bit for bit."""
+        """A run killed in the middle of the ramp and of a loaded batch goes on with the
+        same losses, bit for bit.
+        """
         keys = RAMP | CHECKPOINTS | {"grain_worker_count": 1}
         before, _, _ = train(folder, "killed", keys, dies_at=13)
         after, compilations, _ = train(folder, "killed", keys)
@@ -420,7 +446,9 @@ class TestRuns:
 
     @pytest.mark.parametrize("design", ["loop", "accumulate"])
     def test_both_designs_on_a_mesh(self, folder, maxtexts, design):
-        """On data 2 and fsdp 2, with batches that do not fill their microbatches, both designs have MaxText's losses."""
+        """On data 2 and fsdp 2, with batches that do not fill their microbatches, both
+        designs have MaxText's losses.
+        """
         mesh = {
             "ici_data_parallelism": 2,
             "ici_fsdp_parallelism": 2,
@@ -435,14 +463,18 @@ class TestRuns:
         check_equal(metrics, maxtexts)
 
     def test_experts(self, folder):
-        """With experts, losses are MaxText's, although each microbatch has a load balance of its own."""
+        """With experts, losses are MaxText's, although each microbatch has a load
+        balance of its own.
+        """
         expected, _, _ = train(folder, "experts-own", OWN | EXPERTS, own=True)
         metrics, compilations, _ = train(folder, "experts", RAMP | EXPERTS)
         assert compilations == 1
         check_equal(metrics, expected, 1e-5, ("learning/loss", "learning/moe_lb_loss"))
 
     def test_two_processes(self, folder):
-        """Two processes, each with its part of the rows, have MaxText's losses, also killed and resumed."""
+        """Two processes, each with its part of the rows, have MaxText's losses, also
+        killed and resumed.
+        """
         mesh = {"ici_data_parallelism": 2}
         own = OWN | mesh | sizes(1, 1, 4)
         expected, _, _ = train(folder, "two-own", own, own=True, processes=2)
@@ -487,7 +519,9 @@ class TestMaxTextsOwnRamp:
     pytestmark = needs_maxtext
 
     def test_other_sizes_than_configured(self, folder, maxtexts):
-        """With accumulation, batches lack its factor: 16 samples are 4, and half a sample per device is none."""
+        """With accumulation, batches lack its factor: 16 samples are 4, and half a
+        sample per device is none.
+        """
         metrics, _, _ = train(
             folder, "few", RAMP | sizes(4, 4, 8) | {"steps": 1}, own=True
         )
@@ -499,7 +533,9 @@ class TestMaxTextsOwnRamp:
         assert set(losses(metrics).values()) == {0}
 
     def test_other_rows_after_a_resume(self, folder, maxtexts):
-        """A run of MaxText's own ramp that is killed and resumed has other losses than one that is not."""
+        """A run of MaxText's own ramp that is killed and resumed has other losses than
+        one that is not.
+        """
         keys = OWN | CHECKPOINTS
         train(folder, "own-killed", keys, own=True, dies_at=13)
         after, _, _ = train(folder, "own-killed", keys, own=True)

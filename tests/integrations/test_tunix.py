@@ -1,4 +1,6 @@
-"""Tests of rampup.integrations.tunix: Tunix's own trainer with a ramp. They need the package google-tunix."""
+"""Tests of rampup.integrations.tunix: Tunix's own trainer with a ramp. They need the
+package google-tunix.
+"""
 
 import json
 import os
@@ -93,7 +95,9 @@ def run(command, devices):
 
 
 def train(tmp_path, name, folder, kill_at=-1):
-    """Run the program in a process of its own, and return what it wrote, or None if it was killed."""
+    """Run the program in a process of its own, and return what it wrote, or None if it
+    was killed.
+    """
     out = tmp_path / name
     command = ["-c", PROGRAM, str(out), str(tmp_path / folder), str(kill_at)]
     done = run(command, devices=2)
@@ -104,7 +108,9 @@ def train(tmp_path, name, folder, kill_at=-1):
 
 
 def test_a_ramp_is_one_executable_and_resumes_bit_for_bit(tmp_path):
-    """Three batch sizes; killed in the middle of an accumulation and resumed, with the same losses, evaluations and weights."""
+    """Three batch sizes; killed in the middle of an accumulation and resumed, with the
+    same losses, evaluations and weights.
+    """
     whole = train(tmp_path, "whole.json", "one")
     # 6 steps of 1 microbatch, 4 of 2 and 4 of 4; 2 devices with 4 rows each.
     assert (whole["steps"], whole["microbatches"], whole["compiled"]) == (
@@ -129,7 +135,9 @@ def test_a_ramp_is_one_executable_and_resumes_bit_for_bit(tmp_path):
 
 
 def test_the_example_of_the_guide_runs_and_resumes(tmp_path):
-    """The file trains 60 steps; started again with its folder, it has nothing left to do."""
+    """The file trains 60 steps; started again with its folder, it has nothing left to
+    do.
+    """
     for _ in range(2):
         done = run(
             [str(ROOT / "docs" / "examples" / "tunix_ramp.py"), str(tmp_path)],
@@ -139,7 +147,9 @@ def test_the_example_of_the_guide_runs_and_resumes(tmp_path):
 
 
 def test_what_would_train_otherwise_than_the_plan_is_refused():
-    """Accumulation by Tunix, `max_steps` in optimizer steps, another optimizer, and the plan of another run."""
+    """Accumulation by Tunix, `max_steps` in optimizer steps, another optimizer, and the
+    plan of another run.
+    """
     import jax
     import optax
     from flax import nnx

@@ -1,4 +1,6 @@
-"""Tests of the files in launch/: each is read as its program would, and the command in it is one that rampup takes."""
+"""Tests of the files in launch/: each is read as its program would, and the command in
+it is one that rampup takes.
+"""
 
 import ast
 import inspect
@@ -26,13 +28,14 @@ BUCKET = {"BUCKET": "my-bucket", "ZONE": "us-west4-a"}
 
 
 def run_script(command, folder, programs, code=0, **variables):
-    """Run a shell command that ends with `code`, with programs that note their arguments and do what they are said to do in
-    shell; return each call's words.
+    """Run a shell command that ends with `code`, with programs that note their
+    arguments and do what they are said to do in shell; return each call's words.
     """
     calls = folder / "calls"
     for name, action in programs.items():
         (folder / name).write_text(
-            f'#!/bin/sh\nprintf "%s\\037" {name} "$@" >> {calls}\necho >> {calls}\n{action}\n'
+            f'#!/bin/sh\nprintf "%s\\037" {name} "$@" >> {calls}\necho >>'
+            f" {calls}\n{action}\n"
         )
         (folder / name).chmod(0o755)
     environment = {
@@ -64,7 +67,9 @@ def option(words, name):
 
 
 def test_every_file_is_tested():
-    """The files of launch/ are those that the tests here read, and the shell scripts have no syntax errors."""
+    """The files of launch/ are those that the tests here read, and the shell scripts
+    have no syntax errors.
+    """
     assert {path.name for path in LAUNCH.iterdir() if path.is_file()} == FILES
     for path in LAUNCH.iterdir():
         if path.suffix in (".sh", ".sbatch"):
@@ -74,7 +79,9 @@ def test_every_file_is_tested():
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (130, True)])
 def test_slurm_requeues_what_a_signal_stopped(code, requeued, tmp_path):
-    """The script runs one command under srun, with a name, and requeues the job only after exit code 130."""
+    """The script runs one command under srun, with a name, and requeues the job only
+    after exit code 130.
+    """
     programs = {"srun": f"exit {code}", "scontrol": ""}
     words = [
         "bash",
@@ -97,7 +104,9 @@ def test_slurm_requeues_what_a_signal_stopped(code, requeued, tmp_path):
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_tpu_vm_starts_one_command_on_all_hosts(exists, tmp_path):
-    """The slice is created if it is not there, and every host gets the same command, with a name and a bucket."""
+    """The slice is created if it is not there, and every host gets the same command,
+    with a name and a bucket.
+    """
     programs = {"gcloud": f'[ "$4" != describe ] || exit {0 if exists else 1}'}
     words = [
         "bash",
@@ -125,7 +134,9 @@ def test_tpu_vm_starts_one_command_on_all_hosts(exists, tmp_path):
 
 
 def test_xpk_gets_one_command(tmp_path):
-    """The workload says what xpk needs, with the command as one word, and slices that the configuration knows."""
+    """The workload says what xpk needs, with the command as one word, and slices that
+    the configuration knows.
+    """
     variables = BUCKET | {"PROJECT": "p", "CLUSTER": "c", "IMAGE": "i", "SLICES": "2"}
     words = ["bash", str(LAUNCH / "xpk.sh"), "llama_1b_v5e", "run_name=mine"]
     (call,) = run_script(words, tmp_path, {"xpk": ""}, **variables)
@@ -149,7 +160,9 @@ def test_xpk_gets_one_command(tmp_path):
 
 
 def test_jobset_has_what_kubernetes_and_jax_need():
-    """Indexed pods behind a headless service of the JobSet's name, with the right to look themselves up and time to save."""
+    """Indexed pods behind a headless service of the JobSet's name, with the right to
+    look themselves up and time to save.
+    """
     documents = {
         part["kind"]: part
         for part in yaml.safe_load_all((LAUNCH / "jobset.yml").read_text())
@@ -204,7 +217,9 @@ def test_jobset_has_what_kubernetes_and_jax_need():
 
 
 def test_skypilot_runs_one_command_on_every_node(tmp_path):
-    """The task has only fields of SkyPilot, asks for a bucket, and its command has a name and the bucket."""
+    """The task has only fields of SkyPilot, asks for a bucket, and its command has a
+    name and the bucket.
+    """
     task = yaml.safe_load((LAUNCH / "skypilot.yml").read_text())
     assert set(task) == {
         "name",
@@ -239,7 +254,9 @@ def test_skypilot_runs_one_command_on_every_node(tmp_path):
 
 
 def test_ray_train_calls_what_rampup_has():
-    """Every name of rampup in the file exists, and so does every argument that it is called with."""
+    """Every name of rampup in the file exists, and so does every argument that it is
+    called with.
+    """
     tree = ast.parse((LAUNCH / "ray_train.py").read_text())
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     names = {node.attr for node in attributes if ast.unparse(node.value) == "rampup"}

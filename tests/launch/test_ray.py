@@ -149,7 +149,9 @@ class Ray:
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Return a `Ray` whose processes end with the test. Its folder has a short name, as that of a socket must."""
+    """Return a `Ray` whose processes end with the test. Its folder has a short name, as
+    that of a socket must.
+    """
     with tempfile.TemporaryDirectory(
         prefix="ray", ignore_cleanup_errors=True
     ) as temporary:
@@ -160,7 +162,9 @@ def cluster(tmp_path):
 
 
 def test_a_killed_worker_of_ray_leaves_no_trace(cluster):
-    """Of two workers one gets SIGKILL. Ray starts both again, and every step is there once with the losses of one process."""
+    """Of two workers one gets SIGKILL. Ray starts both again, and every step is there
+    once with the losses of one process.
+    """
     keys = {
         "batch_size_schedule": "0:8 400:16",
         "microbatch_size": 4,
@@ -183,7 +187,9 @@ def test_a_killed_worker_of_ray_leaves_no_trace(cluster):
 
 
 def test_the_driver_of_ray_refuses_what_some_workers_cannot_run(cluster):
-    """A batch of 6 runs on 1, 2 and 3 workers and not on 4, which is said before Ray starts."""
+    """A batch of 6 runs on 1, 2 and 3 workers and not on 4, which is said before Ray
+    starts.
+    """
     driver = cluster.train(
         "1", "4", address="local", batch_size_schedule="0:6", steps=5
     )
@@ -193,7 +199,9 @@ def test_the_driver_of_ray_refuses_what_some_workers_cannot_run(cluster):
 
 
 def test_ray_changes_the_number_of_workers_and_not_the_run(cluster):
-    """One worker, two when a node comes, one when it goes: a checkpoint at the notice, and the steps of one process."""
+    """One worker, two when a node comes, one when it goes: a checkpoint at the notice,
+    and the steps of one process.
+    """
     address = f"127.0.0.1:{free_port()}"
     options = ("--num-cpus=1", "--block", "--disable-usage-stats")
     head = (
@@ -203,7 +211,8 @@ def test_ray_changes_the_number_of_workers_and_not_the_run(cluster):
     )
     cluster.start("head", RAY, "start", *head, *options)
     cluster.wait_until(lambda: "Ray runtime started" in cluster.log("head"))
-    # A batch of 256 rows in microbatches of one is a step that takes a while. The only checkpoint is that of the notice.
+    # A batch of 256 rows in microbatches of one is a step that takes a while. The only
+    # checkpoint is that of the notice.
     keys = {
         "batch_size_schedule": "0:128 2560:256",
         "microbatch_size": 1,
@@ -213,7 +222,8 @@ def test_ray_changes_the_number_of_workers_and_not_the_run(cluster):
     cluster.wait_until(lambda: len(cluster.lines()) > 5)
     cluster.start("node", RAY, "start", f"--address={address}", *options)
     cluster.wait_until(lambda: len(cluster.workers()) == 2)
-    # A cluster that grows gives no notice, so the run goes back to its last checkpoint: here, to the beginning.
+    # A cluster that grows gives no notice, so the run goes back to its last checkpoint:
+    # here, to the beginning.
     before = len(cluster.lines())
     cluster.wait_until(lambda: len(cluster.lines()) < before)
     cluster.wait_until(lambda: len(cluster.lines()) > 25)
@@ -253,7 +263,10 @@ def test_ray_changes_the_number_of_workers_and_not_the_run(cluster):
 
 def nodes(cluster, address):
     """Return what Ray knows about its nodes, asked by a process of its own."""
-    code = f"import json, ray; ray.init({address!r}, log_to_driver=False); print('nodes', json.dumps(ray.nodes()))"
+    code = (
+        f"import json, ray; ray.init({address!r}, log_to_driver=False); print('nodes',"
+        " json.dumps(ray.nodes()))"
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command,

@@ -30,7 +30,8 @@ from rampup.lm.train import sample_order
 from rampup.loop.lock import own_run
 from rampup.loop.run_folder import read_lines
 
-# Batches of 8 and 16 on the eight simulated devices, at a constant learning rate; the second checkpoint is in the last phase.
+# Batches of 8 and 16 on the eight simulated devices, at a constant learning rate; the
+# second checkpoint is in the last phase.
 SETTINGS = TINY_MODEL | {
     "steps": 12,
     "checkpoint_period": 4,
@@ -57,7 +58,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """The folder of a measurement that two tests use: whichever is first trains its branches."""
+    """The folder of a measurement that two tests use: whichever is first trains its
+    branches.
+    """
     return tmp_path_factory.mktemp("work")
 
 
@@ -72,7 +75,9 @@ def digest(folder):
 
 @pytest.mark.slow
 def test_critical_json(run, work, capsys):
-    """The command prints the documented keys, changes nothing in the run's folder, and its schedule can be planned."""
+    """The command prints the documented keys, changes nothing in the run's folder, and
+    its schedule can be planned.
+    """
     before = digest(run)
     arguments = [
         "critical",
@@ -182,7 +187,9 @@ def test_all_branches_read_the_same_samples(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
-    """A branch of multiple 1 has the losses of the run that continues, evaluated on the same rows."""
+    """A branch of multiple 1 has the losses of the run that continues, evaluated on the
+    same rows.
+    """
     folder = run if engine == "fused" else train(tmp_path, gradient_accumulation=engine)
     config, record = _find_run(folder, 4)
     # 8 more steps of the run, in 4 intervals of 2.
@@ -218,7 +225,9 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
 
 @pytest.mark.slow
 def test_interrupted_measurement_resumes(run, work, tmp_path):
-    """After SIGTERM in the middle of a branch, the same call continues, and gives the same numbers as without it."""
+    """After SIGTERM in the middle of a branch, the same call continues, and gives the
+    same numbers as without it.
+    """
     options = {"multiples": (1, 2, 4), "tokens": 4096}
     whole = find_critical_batch_size(run, work_folder=work, **options)
     lines, more = [], []
@@ -276,7 +285,9 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path):
 
 
 def test_smaller_batches_are_tried_if_they_are_legal(run):
-    """By default a run with a batch of 16 on 8 devices has a branch of 8 too, below which no batch is legal."""
+    """By default a run with a batch of 16 on 8 devices has a branch of 8 too, below
+    which no batch is legal.
+    """
     branches = _Branches(*_find_run(run, 12), None, 65_536)
     assert branches.window.sizes == (8, 16, 32, 64, 128)
     assert _legal_multiples(
@@ -322,7 +333,10 @@ def result(folder, **changes):
     return CriticalBatch(**some | changes)
 
 
-COSTS = "it needs 20% (10% to 30%) more tokens than the best smaller batch, a learning rate of 0.2 at this checkpoint"
+COSTS = (
+    "it needs 20% (10% to 30%) more tokens than the best smaller batch, a learning rate"
+    " of 0.2 at this checkpoint"
+)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +387,9 @@ COSTS = "it needs 20% (10% to 30%) more tokens than the best smaller batch, a le
 def test_critical_says_what_is_only_a_bound(
     bound, size, smaller, words, tmp_path, capsys
 ):
-    """A batch that wins at the edge of what was tried is a bound, with what to try next."""
+    """A batch that wins at the edge of what was tried is a bound, with what to try
+    next.
+    """
     found = result(
         tmp_path,
         bound=bound,
@@ -384,13 +400,18 @@ def test_critical_says_what_is_only_a_bound(
     printed = " ".join(capsys.readouterr().out.split())
     assert [each for each in words if each not in printed] == []
     assert ("was tried" in printed) == (bound != "exact")
-    command = "rampup train runs/demo on_plan_change=continue_by_samples enable_rampup_batch_size=false batch_size_schedule="
+    command = (
+        "rampup train runs/demo on_plan_change=continue_by_samples"
+        " enable_rampup_batch_size=false batch_size_schedule="
+    )
     assert command in printed
 
 
 @pytest.mark.parametrize(("gain", "tokens"), [(0.01, 50_000), (None, None)])
 def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, capsys):
-    """It says what the window gained and which window could decide, and gives no batch to go on with."""
+    """It says what the window gained and which window could decide, and gives no batch
+    to go on with.
+    """
     nothing = {
         "decisive": False,
         "critical_batch_size": None,
@@ -409,7 +430,9 @@ def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicas", "pipeline"])
 def test_branches_read_their_run_only(run, tmp_path, kind):
-    """Branches of an older checkpoint, of a run that trains meanwhile, in one program, also through stages with ZeRO-1."""
+    """Branches of an older checkpoint, of a run that trains meanwhile, in one program,
+    also through stages with ZeRO-1.
+    """
     keys = {
         "base_num_decoder_layers": 2,
         "ici_pipeline_parallelism": 2,
@@ -446,7 +469,9 @@ def test_window_beyond_the_data_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_scales_the_learning_rate_linearly(tmp_path):
-    """Adam's square root is tested above; after the schedule's end, the last learning rate counts."""
+    """Adam's square root is tested above; after the schedule's end, the last learning
+    rate counts.
+    """
     folder = train(
         tmp_path, opt_type="sgd", lr_schedule_type="cosine", batch_size_schedule="0:8"
     )
@@ -480,7 +505,9 @@ def test_sgd_scales_the_learning_rate_linearly(tmp_path):
 def test_noise_scale_and_critical_batch_are_compared(
     value, low, bound, words, tmp_path
 ):
-    """A factor above 2 is reported, at the same additional tokens; a bound contradicts no noise scale beyond it."""
+    """A factor above 2 is reported, at the same additional tokens; a bound contradicts
+    no noise scale beyond it.
+    """
     noise = (
         None if value is low is None else NoiseEstimate(value=value, low=low, high=None)
     )

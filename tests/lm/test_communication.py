@@ -1,4 +1,6 @@
-"""What the compiled step of the language model sends between devices, read from the program."""
+"""What the compiled step of the language model sends between devices, read from the
+program.
+"""
 
 import re
 
@@ -25,7 +27,9 @@ NUM_GRADIENTS = 12  # embedding, head, final norm and the nine arrays of a layer
 
 
 def communication(axes, *, sharded_loss=False):
-    """Return (operation, shapes) of every communication inside and outside the loop over microbatches, and the parameters."""
+    """Return (operation, shapes) of every communication inside and outside the loop
+    over microbatches, and the parameters.
+    """
     mesh, replicas = make_mesh(axes), axes.data * axes.fsdp
     model = LanguageModel(
         num_layers=2, width=32, mlp_dim=48, num_heads=2, num_kv_heads=2, vocab_size=64
@@ -67,7 +71,9 @@ def communication(axes, *, sharded_loss=False):
 
 
 def test_data_parallel_steps_reduce_once():
-    """With replicas alone, the loop is silent, and one all-reduce of all gradients and sums follows it."""
+    """With replicas alone, the loop is silent, and one all-reduce of all gradients and
+    sums follows it.
+    """
     inside, outside, local = communication(MeshAxes(data=8))
     assert inside == []
     (operation, shapes), *others = outside
@@ -76,7 +82,9 @@ def test_data_parallel_steps_reduce_once():
 
 
 def test_tensor_parallel_steps_reduce_gradients_once():
-    """Beside a tensor axis the loop reduces activations, which have a replica's rows in front, and no gradients."""
+    """Beside a tensor axis the loop reduces activations, which have a replica's rows in
+    front, and no gradients.
+    """
     inside, outside, local = communication(MeshAxes(data=4, tensor=2))
     assert {operation for operation, _ in inside} == {"all-reduce"}
     assert {operation for operation, _ in outside} <= {"all-reduce", "all-gather"}
@@ -90,7 +98,9 @@ def test_tensor_parallel_steps_reduce_gradients_once():
 
 
 def test_fsdp_reduces_what_memory_requires():
-    """With fsdp each gradient is reduced in the loop; else only weights that are gathered for use, and numbers, move."""
+    """With fsdp each gradient is reduced in the loop; else only weights that are
+    gathered for use, and numbers, move.
+    """
     inside, _, _ = communication(MeshAxes(fsdp=8))
     assert {operation for operation, _ in inside} <= {
         "all-reduce",
@@ -109,7 +119,9 @@ def test_fsdp_reduces_what_memory_requires():
 
 @pytest.mark.parametrize("axes", [MeshAxes(fsdp=8), MeshAxes(data=2, fsdp=4)])
 def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
-    """No device receives a whole gradient, the embedding or the activations of all rows; norms are reduced after the loop."""
+    """No device receives a whole gradient, the embedding or the activations of all
+    rows; norms are reduced after the loop.
+    """
     inside, outside, _ = communication(axes, sharded_loss=True)
     assert {operation for operation, _ in inside} == {
         "all-gather",
@@ -142,7 +154,8 @@ def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
         np.prod(shape) * axes.fsdp in {np.prod(weight) for weight in weights}
         for shape in scattered
     )
-    # The compiler may gather the output matrix before the loop, where it is the same for every microbatch.
+    # The compiler may gather the output matrix before the loop, where it is the same
+    # for every microbatch.
     assert {
         shape
         for operation, shapes in outside

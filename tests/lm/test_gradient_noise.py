@@ -1,4 +1,6 @@
-"""Tests of `measure_gradient_noise` and `batch_size_schedule: auto` in runs of the language model."""
+"""Tests of `measure_gradient_noise` and `batch_size_schedule: auto` in runs of the
+language model.
+"""
 
 import itertools
 import math
@@ -21,7 +23,8 @@ from rampup.loop.loop import RAMP_ROWS
 pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
 AUTO = tiny.AUTO | {"checkpoint_period": 7}
-# A run whose batch, rate and constants of AdamW follow its noise, to the end of a budget of 600 samples.
+# A run whose batch, rate and constants of AdamW follow its noise, to the end of a
+# budget of 600 samples.
 BUDGET = AUTO | {
     "train_tokens": 600 * 16,
     "auto_max_waste": 0.5,
@@ -32,7 +35,9 @@ BUDGET |= {"warmup_steps_fraction": 0.1, "shard_optimizer_over_data": True}
 
 
 def run(folder, keys=BUDGET, on_event=ignore_event, **changes):
-    """Train in a folder; return the summary and the lines of metrics.jsonl without the times."""
+    """Train in a folder; return the summary and the lines of metrics.jsonl without the
+    times.
+    """
     summary = train(
         Config(base_output_directory=str(folder), run_name="run", **(keys | changes)),
         on_event,
@@ -48,7 +53,9 @@ def whole(tmp_path_factory):
 
 
 def test_auto_schedule_grows_the_batch(whole):
-    """The batch grows in one program to the end of the budget; decisions are in the metrics and in the checkpoint."""
+    """The batch grows in one program to the end of the budget; decisions are in the
+    metrics and in the checkpoint.
+    """
     summary, lines, folder = whole
     sizes = [line["global_batch_size"] for line in lines]
     assert (sizes[0], sizes[-1], summary.num_compilations) == (8, 32, 1)
@@ -65,7 +72,9 @@ def test_auto_schedule_grows_the_batch(whole):
 
 
 def test_auto_schedule_scales_the_learning_rate(whole):
-    """The rate of every step is the schedule at its samples, for the largest batch, times the root of the batch."""
+    """The rate of every step is the schedule at its samples, for the largest batch,
+    times the root of the batch.
+    """
     for line in whole[1]:
         size = line["global_batch_size"]
         done = (line["consumed_samples"] - size) / 600
@@ -76,7 +85,9 @@ def test_auto_schedule_scales_the_learning_rate(whole):
 
 
 def test_auto_schedule_is_replayed(tmp_path):
-    """The printed schedule gives the same batches, rates and losses, with a rate that does not depend on the last batch."""
+    """The printed schedule gives the same batches, rates and losses, with a rate that
+    does not depend on the last batch.
+    """
     constant = BUDGET | {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
     summary, lines = run(tmp_path / "auto", constant)
     keys = {
@@ -101,7 +112,9 @@ def test_auto_schedule_is_replayed(tmp_path):
 
 
 def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
-    """A run that dies at and after its decisions continues as one that never did, and a finished one does nothing."""
+    """A run that dies at and after its decisions continues as one that never did, and a
+    finished one does nothing.
+    """
     summary, lines, folder = whole
     first, second = (
         line["step"]
@@ -136,7 +149,9 @@ def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
 
 
 def test_auto_schedule_advises_without_changing_a_bit(tmp_path):
-    """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a constant batch."""
+    """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a
+    constant batch.
+    """
     steps = AUTO | {
         "steps": 40,
         "learning_rate_schedule_steps": 40,
@@ -159,7 +174,9 @@ def test_auto_schedule_advises_without_changing_a_bit(tmp_path):
 
 
 def test_critical_branches_from_the_batch_that_has_grown(whole):
-    """The branches of a run that follows its noise start with the batch and the samples that it had at the checkpoint."""
+    """The branches of a run that follows its noise start with the batch and the samples
+    that it had at the checkpoint.
+    """
     summary, lines, folder = whole
     config, record = _find_run(folder / "run", None)
     branches = _Branches(config, record, (1, 2), None)
@@ -172,7 +189,9 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
 
 
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):
-    """Every line has S, G2 and averages; a stopped and resumed run has the same lines, one without it the same losses."""
+    """Every line has S, G2 and averages; a stopped and resumed run has the same lines,
+    one without it the same losses.
+    """
     # With one layer, the compiler joins other operations in a program that measures.
     keys = TINY | {
         "base_num_decoder_layers": 2,
@@ -209,7 +228,9 @@ def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tm
 
 
 def test_gradient_noise_chooses_a_microbatch_or_is_refused():
-    """On one device an automatic microbatch leaves two blocks in every phase; a given one that does not is refused."""
+    """On one device an automatic microbatch leaves two blocks in every phase; a given
+    one that does not is refused.
+    """
     plan = build_plan(Config(measure_gradient_noise=True), 1)
     assert plan.ramp.sizes == (2, 4, 6, 8)
     assert [split.num_microbatches for split in plan.splits] == [2, 4, 6, 8]

@@ -41,7 +41,9 @@ def run(tmp_path_factory):
 
 
 def test_load_returns_config_model_params_and_state(run):
-    """The newest checkpoint, or a named one; the repr has folder, step and the shapes of the parameters, and no arrays."""
+    """The newest checkpoint, or a named one; the repr has folder, step and the shapes
+    of the parameters, and no arrays.
+    """
     assert rampup.load(run / "checkpoints" / "3").step == 3
     loaded = rampup.load(run / "checkpoints")
     assert loaded.folder == rampup.load(str(run)).folder == run / "checkpoints" / "6"
@@ -75,7 +77,9 @@ def test_load_returns_config_model_params_and_state(run):
 
 
 def test_plain_orbax_restores_the_checkpoint(run):
-    """Without rampup: a composite with `state` and `record`, and the same parameters as `rampup.load` returns."""
+    """Without rampup: a composite with `state` and `record`, and the same parameters as
+    `rampup.load` returns.
+    """
     with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
         arguments = ocp.args.Composite(
             state=ocp.args.StandardRestore(), record=ocp.args.JsonRestore()
@@ -88,7 +92,9 @@ def test_plain_orbax_restores_the_checkpoint(run):
 
 
 def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
-    """The message names the path, or the key with both values; a run falls back to its newest intact checkpoint."""
+    """The message names the path, or the key with both values; a run falls back to its
+    newest intact checkpoint.
+    """
     for name in ("", "missing", "demo/checkpoints/7"):
         with pytest.raises(ConfigError, match="no checkpoint in"):
             rampup.load(run.parent / name)
@@ -109,7 +115,9 @@ def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
 
 
 def test_generate_samples_text(run):
-    """The same seed gives the same text; temperature 0 the most probable bytes, computed one by one. Options have ranges."""
+    """The same seed gives the same text; temperature 0 the most probable bytes,
+    computed one by one. Options have ranges.
+    """
     loaded = rampup.load(run)
     assert loaded.generate("def f(", 24, seed=1) == loaded.generate(
         "def f(", 24, seed=1
@@ -140,7 +148,9 @@ def test_generate_samples_text(run):
 def test_generate_command_takes_any_bytes_and_prints_on_any_output(
     run, monkeypatch, capsys
 ):
-    """One JSON object with the text, or the prompt and its continuation; a prompt that is not UTF-8, on an output of ASCII."""
+    """One JSON object with the text, or the prompt and its continuation; a prompt that
+    is not UTF-8, on an output of ASCII.
+    """
     command = [
         "generate",
         str(run),
@@ -178,7 +188,9 @@ def test_generate_command_takes_any_bytes_and_prints_on_any_output(
 def test_an_unnamed_run_is_resumed_by_the_printed_command(
     tmp_path, capsys, monkeypatch
 ):
-    """After Ctrl-C, the command that is printed resumes the run; its config.yml has the run's real name."""
+    """After Ctrl-C, the command that is printed resumes the run; its config.yml has the
+    run's real name.
+    """
     from rampup.show import progress
 
     show = progress.TrainProgress.__call__
@@ -216,7 +228,9 @@ def test_an_unnamed_run_is_resumed_by_the_printed_command(
 
 
 def test_train_run_folder_takes_settings(run, tmp_path, capsys):
-    """A moved folder resumes where it is, with keys that may change; its name and place may not."""
+    """A moved folder resumes where it is, with keys that may change; its name and place
+    may not.
+    """
     moved = shutil.copytree(run, tmp_path / "moved")
     assert main(["train", str(moved), "steps=7", "--json", "--quiet"]) == 0
     found = json.loads(capsys.readouterr().out)

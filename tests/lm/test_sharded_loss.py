@@ -35,7 +35,9 @@ def rows(length=12):
 
 
 def run_step(model, axes, *, loss=None, devices=None, evaluates=False, **options):
-    """Return loss, gradient norm, new parameters and, on request, the evaluation loss of one step of SGD."""
+    """Return loss, gradient norm, new parameters and, on request, the evaluation loss
+    of one step of SGD.
+    """
     mesh = make_mesh(axes, devices)
     model = model.on(mesh)
     sizes = {
@@ -99,12 +101,15 @@ ZERO1 = {"shard_optimizer_over_data": True}
     ],
 )
 def test_sharded_loss_is_that_of_one_device(axes, changes):
-    """Whatever gathers the weights, loss, gradients and, without stages, evaluation are those of one device, to 2e-5."""
+    """Whatever gathers the weights, loss, gradients and, without stages, evaluation are
+    those of one device, to 2e-5.
+    """
     loss, staged = None, axes.pipeline > 1
     if staged or changes is None:
-        loss = lambda model, mesh: (  # noqa: E731
-            model.pipelined(1) if staged else AccumulatedLoss(model.loss)
-        )
+
+        def loss(model, mesh):
+            return model.pipelined(1) if staged else AccumulatedLoss(model.loss)
+
     found = run_step(
         dataclasses.replace(SMALL, **changes or {}),
         axes,
@@ -119,7 +124,9 @@ def test_sharded_loss_is_that_of_one_device(axes, changes):
     [("ring", {"remat_policy": "full"}), ("cube", {"num_vocab_tiling": 4})],
 )
 def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
-    """Gradients that are reduce-scattered side by side are those of one reduce-scatter, to 2e-5."""
+    """Gradients that are reduce-scattered side by side are those of one reduce-scatter,
+    to 2e-5.
+    """
     model = dataclasses.replace(SMALL, **changes)
     expected = run_step(model, MeshAxes(fsdp=8))
     monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
@@ -137,7 +144,9 @@ def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
     ],
 )
 def test_gradients_exchanged_or_accumulated_in_bfloat16_are_close(name, axes, options):
-    """Sums in bfloat16 round the gradients, to 1e-2, and not the loss: with ZeRO-1, fsdp and a pipeline too."""
+    """Sums in bfloat16 round the gradients, to 1e-2, and not the loss: with ZeRO-1,
+    fsdp and a pipeline too.
+    """
 
     def loss(model, mesh):
         loss = (
@@ -156,7 +165,9 @@ def test_gradients_exchanged_or_accumulated_in_bfloat16_are_close(name, axes, op
 
 
 def test_sharded_loss_refuses_scattered_gradients():
-    """Parts of the optimizer over the replicas need whole parameters; the error names the key."""
+    """Parts of the optimizer over the replicas need whole parameters; the error names
+    the key.
+    """
     with pytest.raises(ConfigError, match="whole parameters") as caught:
         run_step(SMALL, MeshAxes(data=2, fsdp=4), shard_optimizer_over_data=True)
     assert caught.value.key == "shard_optimizer_over_data"

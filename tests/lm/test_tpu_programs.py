@@ -1,4 +1,6 @@
-"""What the TPU compiler makes of the language model's step. Compiled for these chips, not run on them."""
+"""What the TPU compiler makes of the language model's step. Compiled for these chips,
+not run on them.
+"""
 
 import dataclasses
 import math
@@ -47,7 +49,9 @@ SMALL = [
 
 
 def compile_step(config, topology):
-    """Compile the step of the first phase as `rampup train` would, and return the program and its setup."""
+    """Compile the step of the first phase as `rampup train` would, and return the
+    program and its setup.
+    """
     topology = Topology.parse(topology)
     config = dataclasses.replace(config, num_slices=topology.num_slices)
     plan = build_plan(config, topology.num_devices)
@@ -58,10 +62,13 @@ def compile_step(config, topology):
         1, sequence_length=config.max_target_length, vocab_size=config.vocab_size
     )
     row = jax.tree.map(lambda x: x[0], source.read(np.arange(1)))
-    return compile_for(
-        setup.step.lower(setup.state_shapes(), row, plan.splits[0]),
-        kind=topology.chip.name,
-    ), setup
+    return (
+        compile_for(
+            setup.step.lower(setup.state_shapes(), row, plan.splits[0]),
+            kind=topology.chip.name,
+        ),
+        setup,
+    )
 
 
 def collectives(compiled, setup):
@@ -87,7 +94,9 @@ def small(*keys):
     [("llama_1b_v5e", "v5e:4x4", 2), ("llama_8b_v5p", "v5p:4x4x4", 4)],
 )
 def test_llama_configurations_fit_their_topology(name, topology, rows):
-    """Each compiles, with the microbatch that its comment promises, within the memory of a chip and in under five minutes."""
+    """Each compiles, with the microbatch that its comment promises, within the memory
+    of a chip and in under five minutes.
+    """
     config = load_config(CONFIGS / f"{name}.yml")
     start = time.process_time()
     compiled, setup = compile_step(config, topology)
@@ -100,7 +109,9 @@ def test_llama_configurations_fit_their_topology(name, topology, rows):
 
 
 def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
-    """In the loop, rows of the embedding travel and not the table, and attention is a kernel."""
+    """In the loop, rows of the embedding travel and not the table, and attention is a
+    kernel.
+    """
     compiled, setup = compile_step(
         small("ici_data_parallelism=1", "ici_fsdp_parallelism=4", "vocab_size=4096"),
         "v6e:2x2",
@@ -115,13 +126,16 @@ def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
         if c.kind == "all-gather"
         for _, dims in c.shapes
     ]
-    # The output matrix, in the forward and in the backward pass, is as large as the embedding.
+    # The output matrix, in the forward and in the backward pass, is as large as the
+    # embedding.
     assert gathered.count(4096 * 512) <= 2
     assert "tpu_custom_call" in compiled.as_text()
 
 
 def test_fsdp_scatters_gradients_over_the_sides_of_a_torus():
-    """Over all chips of a 4x4 slice, this compiler would reduce each gradient whole. Over one side at a time, it does not."""
+    """Over all chips of a 4x4 slice, this compiler would reduce each gradient whole.
+    Over one side at a time, it does not.
+    """
     sizes = [
         "base_emb_dim=1024",
         "base_mlp_dim=4096",
@@ -145,7 +159,9 @@ def test_fsdp_scatters_gradients_over_the_sides_of_a_torus():
 
 
 def test_gradient_noise_needs_no_more_memory_products_or_collectives():
-    """Squares are added up where a gradient is added to its sum, and Adam's second moments are not copied for the loop."""
+    """Squares are added up where a gradient is added to its sum, and Adam's second
+    moments are not copied for the loop.
+    """
     sizes = [
         "base_emb_dim=1024",
         "base_mlp_dim=4096",

@@ -1,6 +1,7 @@
 """Tests of rampup.lm.train: complete runs of a tiny model.
 
-The schedule has the same length everywhere, since it is part of the program: runs of other `steps` share one compilation.
+The schedule has the same length everywhere, since it is part of the program: runs of
+other `steps` share one compilation.
 """
 
 import inspect
@@ -26,7 +27,8 @@ from rampup.errors import (
 )
 from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
-# Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
+# Batches that divide over the eight replicas of one mesh and over the replicas of two,
+# four or eight stages.
 DOUBLE = {
     "per_device_batch_size_start": 2,
     "per_device_batch_size_increment": 2,
@@ -74,7 +76,9 @@ def long_run(tmp_path_factory):
 
 
 def test_train_learns_through_its_ramp(long_run):
-    """The loss falls over three phases, from one executable, and TensorBoard has the numbers of both files."""
+    """The loss falls over three phases, from one executable, and TensorBoard has the
+    numbers of both files.
+    """
     folder, summary = long_run
     assert summary.final_loss < summary.first_loss - 0.4
     assert (summary.steps, summary.num_compilations) == (40, 1)
@@ -107,7 +111,9 @@ def test_train_learns_through_its_ramp(long_run):
     "growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)]
 )
 def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth):
-    """However the ramp is split, losses agree to 1e-5, and no step but the first waits for a compilation."""
+    """However the ramp is split, losses agree to 1e-5, and no step but the first waits
+    for a compilation.
+    """
     train(config(tmp_path, steps=40, rampup_microbatch=growth))
     np.testing.assert_allclose(losses(tmp_path), losses(long_run[0]), rtol=1e-5)
     lines = [
@@ -123,7 +129,9 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     "keys", [{}, SHARDED, SHARDED | {"gradient_accumulation": "multi_steps"}]
 )
 def test_train_resumes_bit_for_bit(tmp_path, keys):
-    """A stop before and after a phase change changes no bit, with replicas and with fsdp- and tensor-sharded state."""
+    """A stop before and after a phase change changes no bit, with replicas and with
+    fsdp- and tensor-sharded state.
+    """
     keys = keys | {"checkpoint_period": 3}
     expected = train(config(tmp_path / "whole", **keys))
     for stop in (2, 7):
@@ -167,7 +175,9 @@ def deep_run(tmp_path_factory):
     ids=str,
 )
 def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
-    """Through stages, repeats and dropout, losses and evaluations are those of the model on replicas alone, to 1e-5."""
+    """Through stages, repeats and dropout, losses and evaluations are those of the
+    model on replicas alone, to 1e-5.
+    """
     summary = train(config(tmp_path, steps=24, **(DEEP | axes)))
     found, expected = metrics(tmp_path), metrics(deep_run)
     assert [line["global_batch_size"] for line in found] == [
@@ -185,7 +195,9 @@ def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
 
 @pytest.mark.slow
 def test_train_resumes_at_another_depth(tmp_path, deep_run):
-    """Four stages, then two with fsdp, then none: the order of the layers in checkpoints does not depend on the stages."""
+    """Four stages, then two with fsdp, then none: the order of the layers in
+    checkpoints does not depend on the stages.
+    """
     depths = [
         STAGES | {"steps": 6},
         {
@@ -202,7 +214,9 @@ def test_train_resumes_at_another_depth(tmp_path, deep_run):
 
 
 def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
-    """A started run leaves its configuration, which a refused resume does not change; a longer run continues, and is quiet."""
+    """A started run leaves its configuration, which a refused resume does not change; a
+    longer run continues, and is quiet.
+    """
     with pytest.raises(
         ConfigError,
         match=r"train takes a Config, not a str; read a file with rampup.load_config",
@@ -231,7 +245,9 @@ def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
 
 
 def test_run_and_rows_are_known_without_a_folder(tmp_path):
-    """A run is built and checked without a trace in the output folder; `rows` names the samples of a step and their files."""
+    """A run is built and checked without a trace in the output folder; `rows` names the
+    samples of a step and their files.
+    """
     settings = config(tmp_path / "out")
     plan = build_plan(settings, jax.device_count())
     run = Run.from_config(settings, plan)
@@ -279,7 +295,9 @@ def test_train_refuses_before_any_work(tmp_path, change, error, key, monkeypatch
 
 @pytest.mark.parametrize("eval_steps", [8, 9, 10**6, -1])
 def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
-    """A number of batches is a maximum, whether it is the default or not. Fewer rows than one batch are refused."""
+    """A number of batches is a maximum, whether it is the default or not. Fewer rows
+    than one batch are refused.
+    """
     text = tmp_path / "small.txt"
     text.write_bytes(bytes(range(32, 127)) * 200)
     settings = config(
@@ -303,7 +321,9 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
     )
     with pytest.raises(
         DataError,
-        match="needs a batch of 24 rows, but 1 rows are held out; set a smaller eval_per",
+        match=(
+            "needs a batch of 24 rows, but 1 rows are held out; set a smaller eval_per"
+        ),
     ):
         Run.from_config(few, build_plan(few, jax.device_count()))
 
@@ -325,7 +345,9 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
     ],
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
-    """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""
+    """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a
+    run resumes with it bit for bit.
+    """
     keys = {"checkpoint_period": 4, **axes, **sizes, **(DOUBLE if axes else {})}
     train(config(tmp_path / "plain", **keys))
     keys["shard_optimizer_over_data"] = True
@@ -339,7 +361,9 @@ def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
 
 
 def test_replicas_exchange_the_type_that_is_configured(tmp_path):
-    """With accumulators in bfloat16 too, `gradient_reduction_dtype: float32` is float32 and not the accumulators' type."""
+    """With accumulators in bfloat16 too, `gradient_reduction_dtype: float32` is float32
+    and not the accumulators' type.
+    """
     for types in itertools.product(("float32", "bfloat16"), repeat=2):
         settings = config(
             tmp_path,
@@ -367,7 +391,9 @@ FOLLOWS |= {
 
 
 def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
-    """One executable for five batch sizes; stopped and resumed, the same losses; other rules and budgets are refused."""
+    """One executable for five batch sizes; stopped and resumed, the same losses; other
+    rules and budgets are refused.
+    """
     whole = train(config(tmp_path / "whole", FOLLOWS))
     plan = build_plan(config(tmp_path, FOLLOWS), 8)
     assert plan.ramp.sizes == (8, 16, 32, 64, 96)

@@ -29,7 +29,8 @@ SMALL = LanguageModel(
 DEEP = dataclasses.replace(
     SMALL, num_layers=2
 )  # where the scan over the layers matters
-# Compiled as one program each: run operation by operation, every test would compile a hundred small ones.
+# Compiled as one program each: run operation by operation, every test would compile a
+# hundred small ones.
 init = jax.jit(lambda model: model.init(jax.random.key(0)), static_argnums=0)
 logits_of = jax.jit(LanguageModel.logits, static_argnums=0)
 loss_of = jax.jit(lambda model, *args: model.loss(*args)[0], static_argnums=0)
@@ -51,7 +52,9 @@ def batch(rows=8, length=12):
 
 
 def test_logits_depend_on_the_past_and_its_order():
-    """Changing a token changes no logits before it; the same tokens in another order give other logits."""
+    """Changing a token changes no logits before it; the same tokens in another order
+    give other logits.
+    """
     params = init(SMALL)
     tokens = jnp.asarray(batch()["tokens"][:, :-1], jnp.int32)
     changed = tokens.at[:, 6].set((tokens[:, 6] + 1) % 32)
@@ -71,7 +74,9 @@ def test_cross_entropy_counts_only_real_targets():
 
 
 def test_dropout_depends_only_on_the_row():
-    """A row's loss with dropout is the same in every microbatch, and differs from its loss without."""
+    """A row's loss with dropout is the same in every microbatch, and differs from its
+    loss without.
+    """
     model = dataclasses.replace(SMALL, dropout_rate=0.3)
     params, rows = init(model), batch()
     keys = per_row_keys(jax.random.key(1), jnp.int32(0), jnp.arange(8).reshape(1, 8))[0]
@@ -88,7 +93,9 @@ def test_dropout_depends_only_on_the_row():
     "param_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 def test_bfloat16_loss_is_close_to_float32(param_dtype):
-    """With activations in bfloat16, the loss is nearly that of float32, and gradients have the type of the parameters."""
+    """With activations in bfloat16, the loss is nearly that of float32, and gradients
+    have the type of the parameters.
+    """
     model = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype=param_dtype)
     params = init(model)
     loss, grads = loss_and_grads(model, params, batch())
@@ -123,7 +130,9 @@ def test_shardings_refuse_sizes_that_do_not_divide(change, axes, key):
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
-    """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once."""
+    """The formula agrees with the compiler's own count, for one layer, whose loop body
+    is counted once.
+    """
     model = LanguageModel(
         num_layers=1,
         width=64,
@@ -190,7 +199,9 @@ QKV, CONTEXT, OUT, MLPWI = (
     }.items(),
 )
 def test_remat_policies_save_what_they_name(policy, expected, capsys):
-    """Beside its arguments, a layer's forward pass keeps for its backward pass what the policy names."""
+    """Beside its arguments, a layer's forward pass keeps for its backward pass what the
+    policy names.
+    """
     block, x = Block(SMALL), jnp.zeros((2, 8, 16))
     params = jax.eval_shape(block.init, jax.random.key(0), x)
     apply = jax.checkpoint(
@@ -211,7 +222,9 @@ def test_remat_policies_save_what_they_name(policy, expected, capsys):
 
 @pytest.mark.parametrize(("num_tiles", "num_parts"), [(1, 1), (3, 1), (2, 4), (24, 1)])
 def test_tiled_cross_entropy_is_cross_entropy(num_tiles, num_parts):
-    """Loss, weight and the gradients of input and matrix are those of all logits at once, to 1e-5, for extreme logits too."""
+    """Loss, weight and the gradients of input and matrix are those of all logits at
+    once, to 1e-5, for extreme logits too.
+    """
     rng = np.random.default_rng(0)
     x, kernel = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -271,7 +284,9 @@ def arrays(T, H=2, G=1, D=128):
 
 
 def test_attend_falls_back_without_a_tpu():
-    """Every kind gives the plain result, bit for bit, if the devices are no TPUs or unknown, for any length."""
+    """Every kind gives the plain result, bit for bit, if the devices are no TPUs or
+    unknown, for any length.
+    """
     q, k, v = arrays(128, D=16)
     expected = causal_attention(q, k, v)
     for kind in ("autoselected", "dot_product", "flash"):
@@ -288,7 +303,9 @@ def test_attend_falls_back_without_a_tpu():
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "H", "G"), [(128, 2, 1), (384, 4, 2)])
 def test_splash_attention_is_causal_attention(T, H, G):
-    """The kernel, interpreted on a CPU, gives output and gradients of plain attention, to 1e-4; heads share keys and values."""
+    """The kernel, interpreted on a CPU, gives output and gradients of plain attention,
+    to 1e-4; heads share keys and values.
+    """
     q, k, v = arrays(T, H, G)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
 

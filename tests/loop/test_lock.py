@@ -61,7 +61,9 @@ def test_a_second_process_is_refused_with_host_and_process(tmp_path, owner):
 def test_the_lock_of_a_dead_process_is_taken_over_at_once(
     tmp_path, content, request, monkeypatch
 ):
-    """Whatever it or a power cut left in the file, only the lock of the system counts; nothing stays, also on a full disk."""
+    """Whatever it or a power cut left in the file, only the lock of the system counts;
+    nothing stays, also on a full disk.
+    """
     if content is None:
         owner = request.getfixturevalue("owner")
         owner.kill()
@@ -106,7 +108,9 @@ def test_of_many_processes_one_takes_over(tmp_path):
 
 
 def test_a_deleted_lock_file_is_not_the_lock(tmp_path, owner):
-    """As the refusal says, deleting the file gives the folder free; the old owner does not delete the file of the new one."""
+    """As the refusal says, deleting the file gives the folder free; the old owner does
+    not delete the file of the new one.
+    """
     (tmp_path / LOCK_FILE).unlink()
     with own_run(tmp_path):
         owner.kill()
@@ -118,7 +122,9 @@ def test_a_deleted_lock_file_is_not_the_lock(tmp_path, owner):
 
 
 def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
-    """The owner is refused to others while it writes, and a lease that nobody renews is free."""
+    """The owner is refused to others while it writes, and a lease that nobody renews is
+    free.
+    """
     monkeypatch.setattr(
         fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "no locks here"))
     )
@@ -140,7 +146,9 @@ def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
 def test_an_owner_ends_when_another_process_has_taken_over(
     tmp_path, monkeypatch, locks
 ):
-    """Whether its file was deleted or its lease ran out during a pause, no step and no checkpoint follows."""
+    """Whether its file was deleted or its lease ran out during a pause, no step and no
+    checkpoint follows.
+    """
     if not locks:
         monkeypatch.setattr(
             fcntl,
@@ -165,7 +173,10 @@ def test_an_owner_ends_when_another_process_has_taken_over(
         time.sleep(0.6)
         with pytest.raises(
             ConfigError,
-            match=f"another process took over {tmp_path}: far, process 7, since noon; this one was",
+            match=(
+                f"another process took over {tmp_path}: far, process 7, since noon;"
+                " this one was"
+            ),
         ):
             require_owner(tmp_path)
         assert not checkpoints.save(1, toy.Arrays(jnp.zeros(2)), {})

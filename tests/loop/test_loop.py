@@ -59,7 +59,9 @@ def run_own(parts, folder, **options):
 
 
 def run(parts, folder, *, stop_after=None, events=None, **options):
-    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are written."""
+    """Run or resume in a folder; `stop_after` sends this process a signal when that
+    step's metrics are written.
+    """
     mesh, plan, _ = parts
     ids = []
 
@@ -98,7 +100,9 @@ def uninterrupted(parts, tmp_path_factory):
 def test_loop_resumes_bit_for_bit_after_any_step(
     parts, tmp_path, uninterrupted, stop_after
 ):
-    """Stopped after any step and started again, every row and every loss is that of the uninterrupted run."""
+    """Stopped after any step and started again, every row and every loss is that of the
+    uninterrupted run.
+    """
     events = []
     first, ids = run(parts, tmp_path, stop_after=stop_after, events=events)
     assert first.interrupted
@@ -120,7 +124,9 @@ def test_loop_resumes_bit_for_bit_after_any_step(
 
 
 def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
-    """Of a file that was cut and of a deleted one; the run goes on with the same losses."""
+    """Of a file that was cut and of a deleted one; the run goes on with the same
+    losses.
+    """
     first, _ = run(parts, tmp_path, stop_after=3)
     path, events = tmp_path / "metrics.jsonl", []
     for kept in (2, 0):
@@ -138,7 +144,8 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
         ]
         assert (
             problems[-1]
-            == f"{path} has no line of steps {kept} to {first.steps - 1}, which came before this start"
+            == f"{path} has no line of steps {kept} to {first.steps - 1}, which came"
+            " before this start"
         )
     assert len(problems) == 2
     run(parts, tmp_path)
@@ -146,7 +153,9 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
 
 
 def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
-    """The rate that the last step had, that of the new schedule there, and the length before; an equal one is not reported."""
+    """The rate that the last step had, that of the new schedule there, and the length
+    before; an equal one is not reported.
+    """
     before, after = (
         MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1))
         for peak in (0.1, 0.2)
@@ -179,7 +188,9 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
 
 
 def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
-    """Each step once in metrics.jsonl, with the promised names and values; all events; and the state, which is alive."""
+    """Each step once in metrics.jsonl, with the promised names and values; all events;
+    and the state, which is alive.
+    """
     plan, events, losses = parts[1], [], iter([3.0, 1.0])
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=1)
@@ -199,7 +210,10 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
     assert [line["step"] for line in found] == list(range(STEPS))
     for line in found:
         position = plan.position(line["step"])
-        names = "step consumed_samples phase global_batch_size loss learning_rate step_seconds tokens_per_second"
+        names = (
+            "step consumed_samples phase global_batch_size loss learning_rate"
+            " step_seconds tokens_per_second"
+        )
         assert list(line)[:8] == names.split()
         assert (
             line["consumed_samples"]
@@ -253,7 +267,9 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
         {"step": n, "consumed_samples": samples(n + 1), "eval_loss": loss}
         for n, loss in ((5, 3.0), (11, 1.0))
     ]
-    text = console.file.getvalue()  # the loop reports its plan, so the progress bar knows samples, phases and the time left
+    # the loop reports its plan, so the progress bar knows samples, phases and the time
+    # left
+    text = console.file.getvalue()
     for words in (
         " tokens/s, ",
         "phase 2 from step",
@@ -278,7 +294,9 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
 
 
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
-    """In a thread, which gets no signals, `should_stop` is asked before every step; the run saves, and resumes as ever."""
+    """In a thread, which gets no signals, `should_stop` is asked before every step; the
+    run saves, and resumes as ever.
+    """
     calls = iter(range(STEPS))
     with ThreadPoolExecutor() as pool:
         done, _ = pool.submit(
@@ -295,7 +313,8 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
 
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_parts):
-    """Scalars in aux are written as means, under their names, to metrics.jsonl and to writers, beside the use of the device.
+    """Scalars in aux are written as means, under their names, to metrics.jsonl and to
+    writers, beside the use of the device.
 
     So are the parts of a loss, if there are several.
     """
@@ -346,9 +365,11 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_par
 def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_saved(
     parts, tmp_path
 ):
-    """The first Ctrl-C is reported before the step ends; the second ends the run and names the newest checkpoint.
+    """The first Ctrl-C is reported before the step ends; the second ends the run and
+    names the newest checkpoint.
 
-    That is so in the command line. In a loop of one's own the first one ends it, and a handler in C for SIGTERM comes back.
+    That is so in the command line. In a loop of one's own the first one ends it, and a
+    handler in C for SIGTERM comes back.
     """
     seen, answered, before = [], threading.Event(), signal.getsignal(signal.SIGINT)
 
@@ -399,7 +420,9 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
 def test_a_stopped_run_without_a_checkpoint_starts_over(
     parts, tmp_path, kind, options, words
 ):
-    """The stop says that nothing is saved, and the next start begins again, and its metrics with it."""
+    """The stop says that nothing is saved, and the next start begins again, and its
+    metrics with it.
+    """
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=100)
 
@@ -416,7 +439,9 @@ def test_a_stopped_run_without_a_checkpoint_starts_over(
 
 
 def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
-    """The error has the table of both ramps, or the leaves that differ with both shapes, and not the library's own words."""
+    """The error has the table of both ramps, or the leaves that differ with both
+    shapes, and not the library's own words.
+    """
     run(parts, tmp_path, stop_after=4)
     mesh, plan, step = parts
     other = toy.plan_for(mesh, "0:16 64:48", steps=STEPS)
@@ -446,7 +471,9 @@ def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
 
 
 def test_loop_needs_no_metric_options(parts, tmp_path):
-    """Metrics then have no learning rate, and samples per second; a step that measures the noise adds its averages too."""
+    """Metrics then have no learning rate, and samples per second; a step that measures
+    the noise adds its averages too.
+    """
     mesh, plan, _ = parts
     step = train_step(
         toy.plain_loss_fn, optax.sgd(0.1), plan, mesh, measure_gradient_noise=True
@@ -507,7 +534,9 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
 def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, words):
-    """Other rows are refused, another optimizer or loss is warned of, and what changes no number of a run is neither."""
+    """Other rows are refused, another optimizer or loss is warned of, and what changes
+    no number of a run is neither.
+    """
 
     def run_changed(
         last=STEPS, seed=5, shift=0.0, number=400, tx=None, scale=1.0, mesh_name="data"
@@ -532,7 +561,10 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, wor
             "checkpoints": CheckpointOptions(checkpoint_period=5),
             "should_stop": lambda: next(calls) == last,
         }
-        batches = lambda start: step.batches(rows, start=start, seed=seed)  # noqa: E731
+
+        def batches(start):
+            return step.batches(rows, start=start, seed=seed)
+
         return Loop(
             plan=plan, step=step, batches=batches, folder=tmp_path, **options
         ).run(create_state(toy.new_params(mesh), tx, mesh))

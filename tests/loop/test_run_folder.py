@@ -11,7 +11,9 @@ from rampup.loop import run_folder as folders
 
 @pytest.mark.parametrize("tail", [1, 7, 64, 2**20])
 def test_lines_are_read_from_the_end(tmp_path, monkeypatch, tail):
-    """Blocks of any length give the lines of the file backwards, and what a resume keeps does not depend on them."""
+    """Blocks of any length give the lines of the file backwards, and what a resume
+    keeps does not depend on them.
+    """
     monkeypatch.setattr(folders, "TAIL_BYTES", tail)
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": step, "text": "x" * (step % 5)} for step in range(40)]
@@ -31,7 +33,9 @@ def test_lines_are_read_from_the_end(tmp_path, monkeypatch, tail):
 
 
 def test_a_resume_reads_the_end_of_a_long_file(tmp_path):
-    """Of a file of a terabyte without a line in front of the last megabyte, only the end is read."""
+    """Of a file of a terabyte without a line in front of the last megabyte, only the
+    end is read.
+    """
     path = tmp_path / "metrics.jsonl"
     with open(path, "wb") as file:
         file.truncate(2**40)
@@ -45,7 +49,7 @@ def test_a_resume_reads_the_end_of_a_long_file(tmp_path):
     assert next(folders.read_lines_backwards(path))["step"] == 2999
     folders.StepLog(path, keep_below=2000).close()
     assert next(folders.read_lines_backwards(path))["step"] == 1999
-    (*_, last) = (
+    *_, last = (
         line
         for line, _ in zip(folders.read_lines_backwards(path), range(10), strict=False)
     )
@@ -53,7 +57,9 @@ def test_a_resume_reads_the_end_of_a_long_file(tmp_path):
 
 
 def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
-    """A line that is not JSON with a step is kept in another file and reported; a last line without its end is a crash's."""
+    """A line that is not JSON with a step is kept in another file and reported; a last
+    line without its end is a crash's.
+    """
     path, events = tmp_path / "metrics.jsonl", []
     lines = [f'{{"step": {step}}}\n'.encode() for step in range(8)]
     lines[2], lines[4], lines[7] = (
@@ -67,7 +73,8 @@ def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
         assert path.read_bytes() == b"".join(lines[step] for step in (0, 1, 3, 5))
     (event,) = events
     assert event.problem.startswith(
-        f"{path} is damaged: lines 3, 5 are not JSON with a step; moved to {tmp_path}/damaged_"
+        f"{path} is damaged: lines 3, 5 are not JSON with a step; moved to"
+        f" {tmp_path}/damaged_"
     )
     path.write_bytes(lines[0] + b"\n")
     folders.StepLog(path, keep_below=6, on_event=events.append).close()
@@ -78,7 +85,9 @@ def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
 
 
 def test_gaps_in_the_lines_are_named(tmp_path):
-    """Each range of steps without a line, also at both ends of a file and if there is none; every step twice is no gap."""
+    """Each range of steps without a line, also at both ends of a file and if there is
+    none; every step twice is no gap.
+    """
     path = tmp_path / "metrics.jsonl"
     assert folders.describe_gaps(path, 0) == ""
     assert (
@@ -96,7 +105,9 @@ def test_gaps_in_the_lines_are_named(tmp_path):
 
 
 def test_step_log_notices_that_its_file_is_gone(tmp_path):
-    """Lines in a file that was deleted, or that an editor replaced, are lost; a run must not end as if it had them."""
+    """Lines in a file that was deleted, or that an editor replaced, are lost; a run
+    must not end as if it had them.
+    """
     log = folders.StepLog(tmp_path / "metrics.jsonl", keep_below=0)
     log.write({"step": 0})
     assert [line["step"] for line in folders.read_lines(log.path)] == [
@@ -114,7 +125,9 @@ def test_step_log_notices_that_its_file_is_gone(tmp_path):
 
 
 def test_run_folder_of_a_name_is_found_again(tmp_path):
-    """A named run's folder is found again; runs without a name never share one; a file in the way is an error with its key."""
+    """A named run's folder is found again; runs without a name never share one; a file
+    in the way is an error with its key.
+    """
     assert (
         folders.run_folder(str(tmp_path), "mine")
         == folders.run_folder(str(tmp_path), "mine")
@@ -160,7 +173,9 @@ def test_run_folder_of_a_name_is_found_again(tmp_path):
     ],
 )
 def test_measured_throughput_is_the_median_of_each_batch_size(tmp_path, rows, expected):
-    """A row has a batch, its tokens per second and, if it compiled, the time for that; a torn line is no step."""
+    """A row has a batch, its tokens per second and, if it compiled, the time for that;
+    a torn line is no step.
+    """
     names = ("global_batch_size", "tokens_per_second", "compile_seconds")
     lines = [
         json.dumps({"step": step, **dict(zip(names, row, strict=False))})

@@ -1,4 +1,6 @@
-"""Tests of run folders in a bucket: a real server, reached by what reaches it in production, through a proxy that fails."""
+"""Tests of run folders in a bucket: a real server, reached by what reaches it in
+production, through a proxy that fails.
+"""
 
 import json
 import shutil
@@ -30,7 +32,9 @@ from rampup.show.prediction import compare_prediction, write_prediction
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Serve the bucket; return the proxy in front of it, and the folder with its objects."""
+    """Serve the bucket; return the proxy in front of it, and the folder with its
+    objects.
+    """
     root = tmp_path_factory.mktemp("buckets")
     with bucket.serve(root) as proxy:
         yield proxy, root / bucket.BUCKET
@@ -73,7 +77,9 @@ def impatient(monkeypatch):
 
 
 def test_an_absent_bucket_is_a_storage_error(folder, proxy, impatient, caplog):
-    """What every method raises, whatever the bucket answers, is a StorageError; a missing object is none."""
+    """What every method raises, whatever the bucket answers, is a StorageError; a
+    missing object is none.
+    """
     path = folder / "a.txt"
     path.write_text("hello")
     cases = {
@@ -106,7 +112,9 @@ def test_an_absent_bucket_is_a_storage_error(folder, proxy, impatient, caplog):
 def test_metrics_of_an_outage_are_uploaded_after_it(
     folder, proxy, impatient, monkeypatch
 ):
-    """While the bucket is away, `write` returns and `sync` waits; then every line is there. Longer is one sentence."""
+    """While the bucket is away, `write` returns and `sync` waits; then every line is
+    there. Longer is one sentence.
+    """
     monkeypatch.setattr(folders, "UPLOAD_SECONDS", 0.0)
     log = folders.StepLog(folder / "metrics.jsonl", keep_below=0)
     log.write({"step": 0})
@@ -126,7 +134,10 @@ def test_metrics_of_an_outage_are_uploaded_after_it(
         log.write({"step": 20})
         with pytest.raises(
             StorageError,
-            match=r"metrics.jsonl cannot be written: gs://bucket cannot be used: HttpError",
+            match=(
+                r"metrics.jsonl cannot be written: gs://bucket cannot be used:"
+                r" HttpError"
+            ),
         ):
             log.sync()
     log.close()
@@ -136,7 +147,9 @@ def test_metrics_of_an_outage_are_uploaded_after_it(
 
 
 def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
-    """A checkpoint that cannot be written is a StorageError that says what is left, and the next one is written."""
+    """A checkpoint that cannot be written is a StorageError that says what is left, and
+    the next one is written.
+    """
     state = toy.Arrays(jnp.arange(3.0))
     failures = []
     with Checkpoints(folder / "checkpoints", on_error=failures.append) as checkpoints:
@@ -157,7 +170,9 @@ def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
 
 @pytest.mark.slow
 def test_a_lease_outlives_an_outage(folder, proxy, impatient):
-    """An owner that cannot renew its lease for a while renews it afterwards, and releases it at the end."""
+    """An owner that cannot renew its lease for a while renews it afterwards, and
+    releases it at the end.
+    """
     with own_run(folder):
         with proxy.failing(503):
             before = proxy.num_failed
@@ -180,7 +195,9 @@ def contents(objects):
 def test_step_log_in_a_bucket_writes_only_its_last_part_again(
     folder, objects, monkeypatch
 ):
-    """Lines are there after `sync`, complete parts stay as they are, readers see one file, a resume deletes later parts."""
+    """Lines are there after `sync`, complete parts stay as they are, readers see one
+    file, a resume deletes later parts.
+    """
     monkeypatch.setattr(folders, "TAIL_BYTES", 40)
     path, written = folder / "metrics.jsonl", []
     log = folders.StepLog(path, keep_below=0)
@@ -224,7 +241,9 @@ def test_step_log_in_a_bucket_writes_only_its_last_part_again(
 
 
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
-    """config.yml and the event files arrive, after `flush`, with their content; other URLs and missing packages are refused."""
+    """config.yml and the event files arrive, after `flush`, with their content; other
+    URLs and missing packages are refused.
+    """
     assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
     assert folders.absolute_path(folder) == folder
     with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
@@ -251,7 +270,9 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
 
 
 def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
-    """A second owner is refused with the first one's host while that lives; the object of a dead one is taken over."""
+    """A second owner is refused with the first one's host while that lives; the object
+    of a dead one is taken over.
+    """
     lock = folder / LOCK_FILE
     with own_run(folder):
         first = json.loads(lock.read_text())
@@ -286,7 +307,9 @@ def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
 
 
 def test_a_run_in_a_bucket_is_read_by_its_url(folder):
-    """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
+    """What reads the folder of a run takes a URL: configuration, metrics, throughput,
+    measurements, checkpoints.
+    """
     folders.write_whole(folder / "config.yml", b"steps: 3\n")
     line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
     lines = [
@@ -318,7 +341,9 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
 
 @pytest.mark.slow
 def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
-    """A run in a bucket, stopped and resumed, has the losses of a local run; a checkpoint that is not complete is not used."""
+    """A run in a bucket, stopped and resumed, has the losses of a local run; a
+    checkpoint that is not complete is not used.
+    """
 
     def run(base, steps):
         keys = {

@@ -14,7 +14,9 @@ from rampup.loop.metrics import TensorBoardWriter, WandbWriter, required
 def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again(
     tmp_path,
 ):
-    """Event files hold the scalars by step; those from the step that a resumed run starts with replace the old ones."""
+    """Event files hold the scalars by step; those from the step that a resumed run
+    starts with replace the old ones.
+    """
     first = TensorBoardWriter(tmp_path)
     for step in range(4):
         first.write_scalars(step, {"loss": 4.0 - step, "phase": 0.0})
@@ -32,7 +34,9 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again
 
 
 def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path):
-    """What could not be written is an error at the next flush, once; later numbers can be read."""
+    """What could not be written is an error at the next flush, once; later numbers can
+    be read.
+    """
     from tensorboardX.record_writer import RecordWriter
 
     writer = TensorBoardWriter(tmp_path)
@@ -57,7 +61,9 @@ def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path):
 
 
 def test_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
-    """The run is known by its folder's name, steps are ours, and its end is told. The package needs an account."""
+    """The run is known by its folder's name, steps are ours, and its end is told. The
+    package needs an account.
+    """
     fake = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     writer = WandbWriter(tmp_path / "ramp", project="p", config={"steps": 3})

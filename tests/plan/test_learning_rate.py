@@ -22,7 +22,9 @@ RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
 )
 @pytest.mark.parametrize("clock", ["steps", "samples"])
 def test_clock_progress_is_the_fraction_of_steps_or_samples(clock, scaling, exponent):
-    """Progress is completed steps or samples over those of the schedule; the rate is relative to the reference batch."""
+    """Progress is completed steps or samples over those of the schedule; the rate is
+    relative to the reference batch.
+    """
     segments = clock_segments(
         RAMP, clock=clock, schedule_steps=40, scaling=scaling, reference_size=32
     )
@@ -42,7 +44,9 @@ def quarter_cosine(t):
 
 
 def segments_of(seesaw):
-    """Return the clock of a Seesaw whose learning rate does not follow the planned batch."""
+    """Return the clock of a Seesaw whose learning rate does not follow the planned
+    batch.
+    """
     return clock_segments(
         seesaw.ramp,
         clock="samples",
@@ -58,7 +62,9 @@ def segments_of(seesaw):
     [(2, 0.220), (1.5, 0.271), (1.2, 0.317), (1.1, 0.338), (1.005, 1 - 2 / math.pi)],
 )
 def test_cosine_saves_the_published_steps(factor, saved):
-    """A cosine's cuts by a factor save the steps that the paper gives; in the limit 1 - 2/pi."""
+    """A cosine's cuts by a factor save the steps that the paper gives; in the limit 1 -
+    2/pi.
+    """
     total = 10**9
     cuts = discretize(quarter_cosine, factor=factor, total_samples=total)
     seesaw = Seesaw(base=BatchRamp.constant(1000), cuts=cuts, total_samples=total)
@@ -69,7 +75,9 @@ def test_cosine_saves_the_published_steps(factor, saved):
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 @pytest.mark.parametrize("multiple", [1, 8, 24])
 def test_rate_over_batch_stays_that_of_the_planned_schedule(exponent, multiple):
-    """The ratio rate / batch**exponent equals that of the plan at every step, whatever was rounded or capped."""
+    """The ratio rate / batch**exponent equals that of the plan at every step, whatever
+    was rounded or capped.
+    """
     base = BatchRamp.from_schedule("0:48 1000:96 5000:48")
     cuts = discretize(lambda t: 1 - 0.97 * t, factor=1.3, total_samples=50_000)
     seesaw = Seesaw(
@@ -114,8 +122,13 @@ def test_no_batch_is_larger_than_the_rest_of_the_run():
 
 
 def test_discretize_finds_each_level():
-    """Every cut is the first sample at which the decay is at the level, and none is missing above the final rate."""
-    decay = lambda t: 1 - 0.9 * t  # noqa: E731
+    """Every cut is the first sample at which the decay is at the level, and none is
+    missing above the final rate.
+    """
+
+    def decay(t):
+        return 1 - 0.9 * t
+
     cuts = discretize(decay, factor=1.5, total_samples=999)
     assert [cut.level for cut in cuts] == pytest.approx([1.5**-k for k in range(1, 6)])
     for cut in cuts:
@@ -132,7 +145,9 @@ def test_discretize_finds_each_level():
 
 
 def test_bad_clocks_cuts_and_limits_are_refused():
-    """Unknown names; cuts out of order, that raise the rate, or a limit below the planned batch; too many cuts."""
+    """Unknown names; cuts out of order, that raise the rate, or a limit below the
+    planned batch; too many cuts.
+    """
     with pytest.raises(ConfigError, match="must be one of none, sqrt, linear"):
         learning_rate_scale(8, 32, "square")
     with pytest.raises(ConfigError, match="must be one of steps, samples"):

@@ -1,4 +1,6 @@
-"""Tests of rampup.plan.mesh_axes and rampup.plan.topology: axes, names, shapes, torus links and figures."""
+"""Tests of rampup.plan.mesh_axes and rampup.plan.topology: axes, names, shapes, torus
+links and figures.
+"""
 
 import math
 
@@ -52,7 +54,9 @@ def test_resolve(devices, ici, dcn, slices, expected):
     ),
 )
 def test_resolve_uses_all_devices_or_raises(devices, ici):
-    """Any request either multiplies to the number of devices or raises an error that names a key."""
+    """Any request either multiplies to the number of devices or raises an error that
+    names a key.
+    """
     try:
         axes = MeshAxes.resolve(devices, ici=ici)
     except RampupError as error:
@@ -79,7 +83,10 @@ def test_resolve_uses_all_devices_or_raises(devices, ici):
         (
             {"tensor": 3, "data": -1},
             {},
-            "=8 must be a multiple of ici_tensor_parallelism = 3|slices\\)=8 must be a multiple",
+            (
+                "=8 must be a multiple of ici_tensor_parallelism = 3|slices\\)=8 must"
+                " be a multiple"
+            ),
         ),
         ({"data": 4}, {}, "ici_data_parallelism = 4 must be devices per slice"),
         ({"data": 16}, {}, "ici_data_parallelism = 16 must be devices per slice"),
@@ -91,13 +98,17 @@ def test_resolve_uses_all_devices_or_raises(devices, ici):
     ],
 )
 def test_resolve_refuses_other_sizes(ici, dcn, message):
-    """A size is -1 or positive, one of a group is -1, and all multiply to the devices, of which every slice has as many."""
+    """A size is -1 or positive, one of a group is -1, and all multiply to the devices,
+    of which every slice has as many.
+    """
     with pytest.raises(ConfigError, match=message):
         MeshAxes.resolve(8, ici=ici, dcn=dcn)
 
 
 def test_resolve_keeps_the_slices_of_each_axis():
-    """The slices along each axis are kept beside the sizes over all slices, inferred ones too; they divide their axis."""
+    """The slices along each axis are kept beside the sizes over all slices, inferred
+    ones too; they divide their axis.
+    """
     axes = MeshAxes.resolve(
         32, ici={"fsdp": -1}, dcn={"data": -1, "pipeline": 2}, num_slices=4
     )
@@ -112,7 +123,8 @@ def test_resolve_keeps_the_slices_of_each_axis():
             MeshAxes(data=4, slices=slices)
 
 
-# Rows of MaxText's `utils/accelerator_to_spec_map.py`: product name, compiler's name, devices, wrap.
+# Rows of MaxText's `utils/accelerator_to_spec_map.py`: product name, compiler's name,
+# devices, wrap.
 MAXTEXT = [
     ("v5e-1", "v5e:1x1", 1, (False, False, False)),
     ("v5e-16", "v5e:4x4", 16, (False, False, False)),
@@ -134,7 +146,9 @@ def test_product_names_give_the_slices_of_maxtext(product, name, devices, wrap):
 
 
 def test_all_known_topologies_read_back():
-    """Every listed slice is found by both its names and has published figures with a source."""
+    """Every listed slice is found by both its names and has published figures with a
+    source.
+    """
     seen = set()
     for topology in known_topologies():
         assert (
@@ -203,5 +217,7 @@ PEAKS |= {
 
 @pytest.mark.parametrize(("kind", "peak"), PEAKS.items())
 def test_peak_flops_by_the_names_that_jax_gives(kind, peak):
-    """The first name that occurs in a device's kind decides, and an unknown device has no peak."""
+    """The first name that occurs in a device's kind decides, and an unknown device has
+    no peak.
+    """
     assert peak_flops(kind) == peak

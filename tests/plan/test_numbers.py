@@ -65,7 +65,9 @@ def test_parse_count_rejects(text):
 
 @given(st.decimals(min_value=0, max_value=10**6, places=4))
 def test_exact_fraction_of_decimals(number):
-    """A decimal, as text or as a float, is exactly that fraction, and a fraction may have a slash."""
+    """A decimal, as text or as a float, is exactly that fraction, and a fraction may
+    have a slash.
+    """
     assert exact_fraction(" 2 / 4 ", what="size") == Fraction(1, 2)
     assert exact_fraction(str(number), what="size") == Fraction(number)
     assert exact_fraction(float(number), what="size") == Fraction(number)
@@ -104,7 +106,9 @@ def test_to_yaml_number_reads_back(value):
 
 @given(st.integers(-20, 60), st.integers(1, 12))
 def test_an_error_has_the_nearest_multiples(value, divisor):
-    """An error about a value that does not divide has the positive multiples around it."""
+    """An error about a value that does not divide has the positive multiples around
+    it.
+    """
     error = BatchDivisibilityError("", value=value, divisor=divisor)
     around = [n for n in (error.nearest_below, error.nearest_above) if n]
     assert around == list(error.nearest) == nearest_multiples(value, divisor)
@@ -118,7 +122,9 @@ def test_an_error_has_the_nearest_multiples(value, divisor):
     st.fractions(0, 3, max_denominator=6),
 )
 def test_nearest_multiples_with_offset(value, step, offset):
-    """Fractions are the positive numbers offset + n * step around a value, found by listing them all."""
+    """Fractions are the positive numbers offset + n * step around a value, found by
+    listing them all.
+    """
     listed = [offset + n * step for n in range(-100, 101)]
     above = min(n for n in listed if n >= value and n > 0)
     below = [n for n in listed if 0 < n < above]
@@ -130,7 +136,9 @@ def test_nearest_multiples_with_offset(value, step, offset):
 
 @given(st.integers(1, 3000), st.integers(0, 3000))
 def test_divisors_and_nearest_in(number, value):
-    """`divisors` returns all of them in ascending order, and `nearest_in` the closest on each side."""
+    """`divisors` returns all of them in ascending order, and `nearest_in` the closest
+    on each side.
+    """
     found = divisors(number)
     assert found == [n for n in range(1, number + 1) if number % n == 0]
     below, above = [n for n in found if n < value], [n for n in found if n > value]

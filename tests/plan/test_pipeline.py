@@ -39,7 +39,9 @@ NEAREST |= dict.fromkeys([(8, 1, 1, 2), (8, 4, 1, 0)], (-1, 1))
 
 @pytest.mark.parametrize("shape", [*REPEATS, *NEAREST])
 def test_pipeline_repeats_follow_from_the_layers(shape):
-    """Layers = stages * repeats * layers per stage, or an error with the nearest number of layers or of repeats."""
+    """Layers = stages * repeats * layers per stage, or an error with the nearest number
+    of layers or of repeats.
+    """
     names = ("num_layers", "num_stages", "num_layers_per_stage", "num_repeats")
     keys = dict(zip(names, shape, strict=True))
     if shape in REPEATS:
@@ -64,7 +66,9 @@ def test_stage_layer_order_assigns_chunks_in_turn(repeats):
     ("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 6, 3)]
 )
 def test_predicted_time_agrees_with_the_timetable(p, m, v):
-    """If forward and backward of a chunk cost b/v + h together, the makespan is the predicted time."""
+    """If forward and backward of a chunk cost b/v + h together, the makespan is the
+    predicted time.
+    """
     b, h = 3, Fraction(1, 2)
     cost = (Fraction(b) + v * h) / 2
     table = Timetable.build(
@@ -81,7 +85,9 @@ def test_predicted_time_agrees_with_the_timetable(p, m, v):
 
 
 def test_bubble_is_that_of_the_program():
-    """In 360 shapes, the plan's ticks and bubble are those of the order in which the program runs its units."""
+    """In 360 shapes, the plan's ticks and bubble are those of the order in which the
+    program runs its units.
+    """
     for p, m, v in itertools.product(range(1, 7), range(1, 21), (1, 2, 3)):
         runs = {
             (m_of // p * v * p + turn * p + m_of % p + stage, stage)
@@ -111,7 +117,9 @@ def test_bubble_is_that_of_the_program():
 
 
 def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
-    """Five microbatches in four stages with two repeats are best by the 13 ticks of balanced groups, but they take 16."""
+    """Five microbatches in four stages with two repeats are best by the 13 ticks of
+    balanced groups, but they take 16.
+    """
     choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), repeats=(2,))
     assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [
         (1, 36),
@@ -158,7 +166,9 @@ def test_per_phase_splits_each_phase_best():
 
 
 def test_fixed_split_uses_one_microbatch_size():
-    """`fixed` with a measured overhead uses the best size for the last phase among those that divide every phase."""
+    """`fixed` with a measured overhead uses the best size for the last phase among
+    those that divide every phase.
+    """
     splitter = BatchSplitter(
         data_parallel_size=1, num_stages=4, tick_overhead=Fraction(2)
     )
@@ -172,7 +182,9 @@ def test_fixed_split_uses_one_microbatch_size():
 
 
 def test_plan_has_candidates_and_advice():
-    """A plan lists the candidates, and advises if a fixed ramp is predicted to be slower than the best of them."""
+    """A plan lists the candidates, and advises if a fixed ramp is predicted to be
+    slower than the best of them.
+    """
     plan = build_plan(
         Config(
             **(PIPELINE | {"rampup_microbatch": "fixed", "max_target_length": 4096})
@@ -200,7 +212,9 @@ STAGES, MICROBATCHES = range(1, 9), range(1, 33)
 
 
 def build(schedule, p, m, v=1, **options):
-    """Return a timetable with equal costs of forward and backward unless they are given."""
+    """Return a timetable with equal costs of forward and backward unless they are
+    given.
+    """
     options = {"forward_cost": 1, "backward_cost": 1} | options
     return Timetable.build(
         schedule, num_stages=p, num_microbatches=m, num_repeats=v, **options
@@ -221,7 +235,9 @@ def build(schedule, p, m, v=1, **options):
     ],
 )
 def test_build_agrees_with_published_numbers(schedule, p, m, v, slots, bubble, peak):
-    """The slots, the bubble and the peak of the first stage are those of other implementations' tables."""
+    """The slots, the bubble and the peak of the first stage are those of other
+    implementations' tables.
+    """
     table = build(schedule, p, m, v)
     assert (
         table.makespan * v,
@@ -235,7 +251,9 @@ def test_build_agrees_with_published_numbers(schedule, p, m, v, slots, bubble, p
     [*((p, 1) for p in STAGES), *itertools.product((2, 3, 4, 5, 8), (2, 3, 4))],
 )
 def test_closed_forms_agree_with_counts(p, v):
-    """For every m up to 32: with repeats the bubble is 1/v as large, and only m < p stalls."""
+    """For every m up to 32: with repeats the bubble is 1/v as large, and only m < p
+    stalls.
+    """
     for m in MICROBATCHES:
         for schedule in ("gpipe", "1f1b") if v == 1 else ("interleaved", "circular"):
             table = build(schedule, p, m, v, backward_cost=2)
@@ -252,7 +270,9 @@ def test_closed_forms_agree_with_counts(p, v):
 
 
 def peaks(schedule, p, m, v=1):
-    """Return the closed form of `peak_live_microbatches`. Interleaved means balanced groups."""
+    """Return the closed form of `peak_live_microbatches`. Interleaved means balanced
+    groups.
+    """
 
     def peak(stage):
         after = p - 1 - stage
@@ -278,7 +298,9 @@ def peaks(schedule, p, m, v=1):
     backward=st.fractions(-1, 8, max_denominator=16),
 )
 def test_every_timetable_is_valid_or_refused(schedule, p, m, v, forward, backward):
-    """For any costs: each operation once, one at a time per stage, inputs before their use, and all costs counted."""
+    """For any costs: each operation once, one at a time per stage, inputs before their
+    use, and all costs counted.
+    """
     v = v if schedule in ("interleaved", "circular") else min(v, 1)
     m = max(m, p) if schedule == "zb-h1" else m
     if min(p, m, v, forward, backward) <= 0:
@@ -315,7 +337,9 @@ def test_every_timetable_is_valid_or_refused(schedule, p, m, v, forward, backwar
     [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))],
 )
 def test_sends_per_stage(p, m, v, sends):
-    """Each stage sends activations forward and gradients backward. The ends of the pipeline send nothing."""
+    """Each stage sends activations forward and gradients backward. The ends of the
+    pipeline send nothing.
+    """
     assert build("interleaved" if v > 1 else "1f1b", p, m, v).sends_per_stage == sends
 
 
@@ -338,7 +362,9 @@ def test_sends_per_stage(p, m, v, sends):
     ],
 )
 def test_build_rejects_undefined_schedules(change, key, nearest):
-    """Each error has the key to change, and the nearest numbers for which the schedule is defined."""
+    """Each error has the key to change, and the nearest numbers for which the schedule
+    is defined.
+    """
     shape = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8} | change
     with pytest.raises(PipelineShapeError) as caught:
         Timetable.build(**shape)

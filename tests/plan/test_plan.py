@@ -23,7 +23,9 @@ KEYS |= {"ramp": BatchRamp.linear(start=16, increment=8, end=48, samples=500)}
 
 
 def test_to_dict_has_the_documented_format():
-    """The example of the documentation, with the names and values of `rampup plan --json`."""
+    """The example of the documentation, with the names and values of `rampup plan
+    --json`.
+    """
     plan = RampPlan(**KEYS).to_dict()
     head = {
         "num_devices": 4,
@@ -63,7 +65,9 @@ def test_to_dict_has_the_documented_format():
 
 
 def test_plan_checks_every_phase_and_evaluation():
-    """An invalid phase in the middle and an invalid evaluation batch are in one error."""
+    """An invalid phase in the middle and an invalid evaluation batch are in one
+    error.
+    """
     keys = KEYS | {
         "ramp": BatchRamp.from_schedule("0:16 100:18 200:32"),
         "eval_global_batch_size": 6,
@@ -76,7 +80,9 @@ def test_plan_checks_every_phase_and_evaluation():
 
 
 def test_advice_about_a_small_microbatch():
-    """BLOOM's ramp on 16 devices: 128 passes of one sample per step after the ramp, or one of 128 with `auto`."""
+    """BLOOM's ramp on 16 devices: 128 passes of one sample per step after the ramp, or
+    one of 128 with `auto`.
+    """
     ramp = BatchRamp.linear(
         start=192, increment=16, end=2048, samples=9_765_625, carry_overshoot=True
     )
@@ -108,7 +114,9 @@ def test_str_leaves_out_the_middle_of_many_phases():
 
 
 def calls_to_plan(number, mode):
-    """Return the Python calls that it takes to build, look up and show a plan of so many phases."""
+    """Return the Python calls that it takes to build, look up and show a plan of so
+    many phases.
+    """
     counted = collections.Counter()
     keys = {
         "enable_rampup_batch_size": True,
@@ -134,12 +142,16 @@ def calls_to_plan(number, mode):
 
 @pytest.mark.parametrize("mode", ["fixed", "per_phase", "auto"])
 def test_work_grows_with_the_phases_and_not_with_their_square(mode):
-    """Twice as many phases, on 65,536 devices and with steps to 10**12, take twice as many calls."""
+    """Twice as many phases, on 65,536 devices and with steps to 10**12, take twice as
+    many calls.
+    """
     assert calls_to_plan(1000, mode) < 2.1 * calls_to_plan(500, mode)
 
 
 def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
-    """Nearest phase first, if its size divides the batch. The maximum numbers of microbatches include them."""
+    """Nearest phase first, if its size divides the batch. The maximum numbers of
+    microbatches include them.
+    """
     splitter = BatchSplitter(data_parallel_size=2, rampup_microbatch="per_phase")
     plan = RampPlan(
         ramp=BatchRamp.from_schedule("0:4 40:8 80:12 200:24"),
@@ -159,7 +171,9 @@ def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
 
 
 def test_axes_agree_with_the_splitter_and_the_devices():
-    """The data axis has the replicas, the pipeline axis the stages, the tensor axis the rest; other sizes are all named."""
+    """The data axis has the replicas, the pipeline axis the stages, the tensor axis the
+    rest; other sizes are all named.
+    """
     splitter = BatchSplitter(data_parallel_size=2, num_stages=2)
     plan = RampPlan(
         ramp=BatchRamp.constant(8), splitter=splitter, num_devices=12, total_steps=1
@@ -191,13 +205,18 @@ LOADED = {
     "2": "8 * 2 = 16 rows per step, if all hosts loaded; 1 of 2 does",
 }
 LOADED |= {
-    "1/4": "8 * 0.25 = 2 rows per step: MaxText's loaders of 4 times as many hosts take turns"
+    "1/4": (
+        "8 * 0.25 = 2 rows per step: MaxText's loaders of 4 times as many hosts take"
+        " turns"
+    )
 }
 
 
 @pytest.mark.parametrize(("factor", "said"), LOADED.items())
 def test_plan_says_what_is_loaded(factor, said):
-    """The rows of a step for every kind of expansion factor, in the printed plan too."""
+    """The rows of a step for every kind of expansion factor, in the printed plan
+    too.
+    """
     plan = RampPlan(
         **{**KEYS, "ramp": BatchRamp.constant(8)},
         expansion_factor_real_data=Fraction(factor),
@@ -224,7 +243,9 @@ def budget(schedule="0:8 80:16", tokens=2400, tokens_per_sample=10, **options):
 
 
 def counted(ramp, samples):
-    """Return steps and samples of a ramp, stepped through until a number of samples is consumed."""
+    """Return steps and samples of a ramp, stepped through until a number of samples is
+    consumed.
+    """
     steps = consumed = 0
     while consumed < samples:
         consumed += ramp.global_batch_size_at(steps)
@@ -239,7 +260,9 @@ def counted(ramp, samples):
     st.integers(1, 9),
 )
 def test_steps_agree_with_a_step_by_step_loop(gaps, first, tokens, length):
-    """Steps, consumed tokens and steps by size agree with a loop that counts, and so do the steps at a constant batch size."""
+    """Steps, consumed tokens and steps by size agree with a loop that counts, and so do
+    the steps at a constant batch size.
+    """
     thresholds, pairs = 0, [(0, first)]
     for gap, size in gaps:
         thresholds += gap
@@ -279,7 +302,9 @@ def test_budget_rejects_bad_numbers(changed):
 
 
 def test_budget_time_uses_the_throughput_of_each_size():
-    """A size without a measurement uses the nearest one, and the throughput is that of the whole."""
+    """A size without a measurement uses the nearest one, and the throughput is that of
+    the whole.
+    """
     spent, seconds = (
         budget(
             "0:8 80:16 200:64", tokens_per_second={8: Fraction(1), 50: Fraction(10)}
@@ -293,7 +318,9 @@ def test_budget_time_uses_the_throughput_of_each_size():
 
 
 def test_the_plan_warns_of_choices_that_cost_loss():
-    """A rate above twice the tuned one, and accumulation on a single replica; neither below the limit or with two replicas."""
+    """A rate above twice the tuned one, and accumulation on a single replica; neither
+    below the limit or with two replicas.
+    """
 
     def notes(devices, **keys):
         schedule = {

@@ -23,7 +23,9 @@ def table(ramp):
 
 
 def check_steps(ramp, oracle):
-    """Check every look-up at each step of a ramp: by step, and by the first and the last sample of the step."""
+    """Check every look-up at each step of a ramp: by step, and by the first and the
+    last sample of the step.
+    """
     consumed = 0
     for step, size in enumerate(
         itertools.islice(oracle, min(ramp.ramp_steps + 3, 4000))
@@ -43,7 +45,9 @@ def check_steps(ramp, oracle):
 
 @pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda c: c["name"])
 def test_ramps_agree_with_megatron(case):
-    """Megatron's linear ramps and schedule strings give its phases. A schedule in the wrong order is rejected."""
+    """Megatron's linear ramps and schedule strings give its phases. A schedule in the
+    wrong order is rejected.
+    """
     keys = case["config"]
     if "rampup_batch_size" in keys:
         start, increment, samples = keys["rampup_batch_size"]
@@ -97,7 +101,9 @@ def test_linear_agrees_with_step_by_step_counting(keys):
 
 @given(st.dictionaries(st.integers(1, 1600), st.integers(1, 60), max_size=8))
 def test_piecewise_agrees_with_step_by_step_counting(later):
-    """The closed form of a schedule agrees with counting step by step, with decreases and skipped sizes."""
+    """The closed form of a schedule agrees with counting step by step, with decreases
+    and skipped sizes.
+    """
     pairs = [(0, 7), *sorted(later.items())]
     check_steps(BatchRamp.piecewise(pairs), piecewise_steps(pairs))
 
@@ -158,7 +164,9 @@ def test_linear_rejects(change, key, nearest):
 
 
 def test_phases_are_contiguous_and_of_a_bounded_number():
-    """Phases with a gap are rejected, and before it is built a table that could exhaust memory."""
+    """Phases with a gap are rejected, and before it is built a table that could exhaust
+    memory.
+    """
     with pytest.raises(RampDefinitionError, match="too many"):
         BatchRamp.linear(start=1, increment=1, end=MAX_PHASES + 5, samples=10)
     phase = Phase(
@@ -171,7 +179,9 @@ def test_phases_are_contiguous_and_of_a_bounded_number():
 
 
 def test_fingerprint_identifies_the_rows():
-    """Two definitions of the same ramp have the same one: a threshold that does not change the size does not start a phase."""
+    """Two definitions of the same ramp have the same one: a threshold that does not
+    change the size does not start a phase.
+    """
     one, same = (
         BatchRamp.from_schedule("0:8 100:16"),
         BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)]),

@@ -29,7 +29,9 @@ def ramp_from_config(num_devices, *, splitter=None, **keys):
 @pytest.mark.parametrize("case", MAXTEXT, ids=lambda c: c["name"])
 @pytest.mark.parametrize("rule", ["maxtext_manager", "carry_overshoot"])
 def test_ramp_from_config_agrees_with_maxtext(case, rule):
-    """Both boundary rules give the phases of MaxText's manager and of exact counting; accumulation is a factor of all."""
+    """Both boundary rules give the phases of MaxText's manager and of exact counting;
+    accumulation is a factor of all.
+    """
     keys = case["config"] | {
         "num_devices": case["num_devices"],
         "rampup_carry_overshoot": rule == "carry_overshoot",
@@ -124,7 +126,9 @@ def test_ramp_from_config_agrees_with_maxtext(case, rule):
     ],
 )
 def test_ramp_from_config_errors_have_legal_values(change, error, key, nearest):
-    """Each error names its key, and its nearest values are legal with the other keys unchanged."""
+    """Each error names its key, and its nearest values are legal with the other keys
+    unchanged.
+    """
     splitter, keys = (
         BatchSplitter(data_parallel_size=4),
         LINEAR | {"enable_rampup_batch_size": True} | change,
@@ -147,7 +151,9 @@ def config(**changes):
     ids=lambda c: c["name"],
 )
 def test_update_agrees_with_maxtext(case):
-    """`update`, called as in MaxText's loop, gives the same phases, attributes and return values."""
+    """`update`, called as in MaxText's loop, gives the same phases, attributes and
+    return values.
+    """
     keys = {
         name: value
         for name, value in case["config"].items()
@@ -195,7 +201,9 @@ def test_resume_agrees_with_stepping(step_num, carry, factor):
 
 
 def test_manager_of_other_ramps():
-    """A schedule, a constant batch and a plan have the same interface; a missing attribute and a step below -1 are named."""
+    """A schedule, a constant batch and a plan have the same interface; a missing
+    attribute and a step below -1 are named.
+    """
     with pytest.raises(ConfigError, match="no attribute num_target_devices"):
         RampupBatchManager(SimpleNamespace(per_device_batch_size=4), 0)
     with pytest.raises(RampDefinitionError, match="step_num=-2"):

@@ -39,7 +39,8 @@ def shapes(splitter, sizes):
         ),
         # G is never undone.
         ({D: 4, PASSES: 2}, [16, 32], [(2, 1, 2), (4, 1, 2)]),
-        # At least G passes, and no more than the batches need: 3 and 5 passes of 2, not 6 and 10 of 1.
+        # At least G passes, and no more than the batches need: 3 and 5 passes of 2, not
+        # 6 and 10 of 1.
         ({D: 1, PASSES: 2}, [6, 10], [(3, 1, 2), (5, 1, 2)]),
         (
             {D: 1, PASSES: 2, STAGES: 2, "tick_overhead": Fraction(9)},
@@ -93,7 +94,9 @@ splitters = st.fixed_dictionaries(
 
 @given(splitters, st.lists(st.integers(1, 12), min_size=1, max_size=5))
 def test_split_invariants(keys, factors):
-    """B = d*a*m*b in every phase, at least G passes of microbatches, and one shape if fixed; or an error with a key."""
+    """B = d*a*m*b in every phase, at least G passes of microbatches, and one shape if
+    fixed; or an error with a key.
+    """
     try:
         splitter = BatchSplitter(**keys)
     except RampupError as error:
@@ -149,7 +152,9 @@ def test_nearest_sizes_are_legal_and_nearest(keys, size):
     st.lists(st.integers(1, 30), min_size=1, max_size=4),
 )
 def test_legal_microbatches_is_complete(d, G, factors):
-    """Exactly the listed microbatch sizes are accepted, and the largest of them is chosen."""
+    """Exactly the listed microbatch sizes are accepted, and the largest of them is
+    chosen.
+    """
     sizes = [d * G * factor for factor in factors]
     legal = BatchSplitter(
         data_parallel_size=d, gradient_accumulation_steps=G
@@ -166,15 +171,18 @@ def test_legal_microbatches_is_complete(d, G, factors):
 
 
 def test_problem_message_has_rule_numbers_place_and_fix():
-    """The message has the documented form; two illegal phases are two problems of one error."""
+    """The message has the documented form; two illegal phases are two problems of one
+    error.
+    """
     problem = batch_error(
         BatchSplitter(data_parallel_size=64, microbatch_size=8),
         1000,
         "phase 2, from sample 250,000",
     )
-    assert str(problem) == (
-        "global_batch_size=1000 (phase 2, from sample 250,000) must be a multiple of data_parallel_size * microbatch_size = "
-        "64 * 8 = 512; nearest: 512, 1024"
+    assert (
+        str(problem)
+        == "global_batch_size=1000 (phase 2, from sample 250,000) must be a multiple of"
+        " data_parallel_size * microbatch_size = 64 * 8 = 512; nearest: 512, 1024"
     )
     assert (
         problem.value,
@@ -206,7 +214,9 @@ def test_problem_message_has_rule_numbers_place_and_fix():
     ],
 )
 def test_splitter_rejects_impossible_rules(keys, error, key):
-    """A splitter that could not split any batch is rejected with the key; instead of m = 6, 4 stages can have 4 or 8."""
+    """A splitter that could not split any batch is rejected with the key; instead of m
+    = 6, 4 stages can have 4 or 8.
+    """
     with pytest.raises(error) as caught:
         BatchSplitter(**({D: 1} | keys))
     assert caught.value.key == key

@@ -45,7 +45,9 @@ def planned(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_plan_agrees_with_maxtext_rl(case):
-    """The same file gives MaxText RL's numbers, or an error where it rejects the file or its batch does not divide."""
+    """The same file gives MaxText RL's numbers, or an error where it rejects the file
+    or its batch does not divide.
+    """
     expect = case["expect"]
     if expect["validator"] == "rejects":
         with pytest.raises(RampupError) as caught:
@@ -80,7 +82,9 @@ def test_plan_agrees_with_maxtext_rl(case):
 
 
 def test_rl_yml_can_be_planned():
-    """The shipped configuration can be planned for 1 to 64 devices, and records the lines of its keys, also of nested ones."""
+    """The shipped configuration can be planned for 1 to 64 devices, and records the
+    lines of its keys, also of nested ones.
+    """
     config = load_rollout_config(RL)
     file, _, line = config.where("rl.num_iterations").rpartition(":")
     assert (file, RL.read_text().splitlines()[int(line) - 1].strip()) == (
@@ -94,7 +98,9 @@ def test_rl_yml_can_be_planned():
 
 
 def test_is_rollout_file(tmp_path):
-    """A rollout's file is recognized by its keys, also through base_config. Every other configuration is a ramp's."""
+    """A rollout's file is recognized by its keys, also through base_config. Every other
+    configuration is a ramp's.
+    """
     assert is_rollout_file(RL)
     for path in (ROOT / "configs").glob("*.yml"):
         assert is_rollout_file(path) == (path.stem == "rl")
@@ -117,7 +123,9 @@ def test_is_rollout_file(tmp_path):
 
 
 def test_load_nested_dotted_and_overridden_keys(tmp_path):
-    """`rl:` with nested keys, a dotted key, the command line and the environment set the same value."""
+    """`rl:` with nested keys, a dotted key, the command line and the environment set
+    the same value.
+    """
     file = tmp_path / "some.yml"
     for text, overrides, environ, value in [
         ("rl:\n  num_generations: 3", [], {}, 3),
@@ -145,7 +153,10 @@ def test_load_nested_dotted_and_overridden_keys(tmp_path):
         ("batch_size: 3\nsteps: 3", "steps"),
         ("rl.batch_size_schedule: 0:8 auto", "measure_gradient_noise"),
         (
-            "rl.batch_size_schedule: 0:8 auto\nmeasure_gradient_noise: true\nmini_batch_size: 4",
+            (
+                "rl.batch_size_schedule: 0:8 auto\nmeasure_gradient_noise:"
+                " true\nmini_batch_size: 4"
+            ),
             "mini_batch_size",
         ),
         ("batch_size: null", "batch_size"),
@@ -178,7 +189,9 @@ def test_load_rejects_bad_files(text, key, tmp_path):
     "name", [name for name, key in ROLLOUT_KEYS.items() if key.kind == "int"]
 )
 def test_counts_reject_bad_numbers(name):
-    """Every count rejects zero if it must be positive, negative numbers, fractions, text and huge numbers."""
+    """Every count rejects zero if it must be positive, negative numbers, fractions,
+    text and huge numbers.
+    """
     key = ROLLOUT_KEYS[name]
     bad = (
         [-2, 1.5, "x", True, 10**19, float("nan")]
@@ -202,7 +215,9 @@ def test_counts_reject_bad_numbers(name):
     st.fractions(0, 1) | st.fractions(0, 1, max_denominator=40),
 )
 def test_num_steps_agrees_with_counting(sizes, fraction):
-    """Steps are the full batches of counting prompts one by one. None at all is an error."""
+    """Steps are the full batches of counting prompts one by one. None at all is an
+    error.
+    """
     total = sizes["num_batches"] * sizes["batch_size"]
     prompts = [i for i in range(total) if i + 1 <= total * fraction][
         : sizes["num_prompts"]
@@ -249,7 +264,9 @@ def test_build_rollout_plan_returns_a_plan_or_an_error_with_a_key(keys, devices)
 
 
 def test_default_sizes():
-    """-1 is the size in the documentation of the key: the batch, the mini batch or the policy's size."""
+    """-1 is the size in the documentation of the key: the batch, the mini batch or the
+    policy's size.
+    """
     config = RolloutConfig(
         batch_size=24, mini_batch_size=12, train_micro_batch_size=4, enable_critic=True
     )
@@ -292,7 +309,9 @@ def test_build_rollout_plan_errors_have_the_location():
 
 
 def test_rollout_notes_about_dropped_prompts():
-    """Notes count the prompts that do not fill a batch, in training and in evaluation."""
+    """Notes count the prompts that do not fill a batch, in training and in
+    evaluation.
+    """
     config = RolloutConfig(batch_size=32, num_prompts=100, test_batch_start_index=3)
     notes = " ".join(rollout_notes(config, build_rollout_plan(config, 4)))
     assert "4 prompts do not fill a last batch_size=32" in notes
@@ -301,7 +320,9 @@ def test_rollout_notes_about_dropped_prompts():
 
 
 def test_rl_yml_and_its_schema_are_current():
-    """`python -m rampup.rl.config configs` writes the files of the repository, and the schema is valid."""
+    """`python -m rampup.rl.config configs` writes the files of the repository, and the
+    schema is valid.
+    """
     assert RL.read_text() == ROLLOUT_FILE.text
     assert (
         json.loads(RL.with_name("rl.schema.json").read_text())
@@ -311,7 +332,9 @@ def test_rl_yml_and_its_schema_are_current():
 
 
 def test_schedule_counts_every_optimizer_step_once():
-    """Steps are those of the plans, the critic's before the policy's, over stages of growing batches."""
+    """Steps are those of the plans, the critic's before the policy's, over stages of
+    growing batches.
+    """
     sizes = {
         "batch_size": 16,
         "num_generations": 4,
@@ -386,7 +409,9 @@ def test_schedule_counts_every_optimizer_step_once():
     ],
 )
 def test_schedule_rejects_bad_growth(settings, key):
-    """Every error names the key; sizes of a later stage that do not divide name the step."""
+    """Every error names the key; sizes of a later stage that do not divide name the
+    step.
+    """
     with pytest.raises(ValueError, match=r"\d") as caught:
         build_rollout_schedule(RolloutConfig(**settings), 1)
     assert key in str(caught.value) or caught.value.key == key

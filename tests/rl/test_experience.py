@@ -45,7 +45,9 @@ from rampup.rl.schedule import split_of
     ],
 )
 def test_check_rewards_rejects(reward, text):
-    """NaN, None, text, a wrong number and an exception: an error that names the rollout and shows the sample."""
+    """NaN, None, text, a wrong number and an exception: an error that names the rollout
+    and shows the sample.
+    """
     with pytest.raises(DataError, match=f"the reward function, in rollout 7, {text}"):
         check_rewards(reward, ["a", "b"], ["x", "y"], where="rollout 7")
 
@@ -58,7 +60,9 @@ def test_check_rewards_rejects(reward, text):
     )
 )
 def test_group_advantages_have_mean_zero(rewards):
-    """Every group has mean 0 and standard deviation 1, or 0 if its rewards are equal."""
+    """Every group has mean 0 and standard deviation 1, or 0 if its rewards are
+    equal.
+    """
     size, equal = rewards.shape[1], np.ptp(rewards, axis=1) == 0
     groups = group_advantages(rewards.ravel(), size).reshape(-1, size)
     np.testing.assert_allclose(groups.mean(axis=1), 0, atol=1e-6)
@@ -101,7 +105,9 @@ def test_generalized_advantages_are_those_of_the_definition():
     ("partial", "partly"), [("train", (1, 0)), ("drop", (0, 0)), ("carry", (0, 1))]
 )
 def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
-    """No group is left that does not fit, and the step is complete nevertheless; with a token less, it is not."""
+    """No group is left that does not fit, and the step is complete nevertheless; with a
+    token less, it is not.
+    """
     sizes = {
         "most": 4,
         "token_batch_size": 20,
@@ -115,7 +121,9 @@ def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_aggregations_are_those_of_their_names(mode):
-    """The sum of coefficient * loss over the sum of the weights, with an empty response that counts in no mean."""
+    """The sum of coefficient * loss over the sum of the weights, with an empty response
+    that counts in no mean.
+    """
     tokens, loss = (
         np.random.default_rng(0).integers(1, 9, (4, 6)),
         np.random.default_rng(1).normal(size=(4, 6)),
@@ -143,7 +151,9 @@ GROUP, WIDTH = 3, 4
 
 
 def train_rows(process, number, port):
-    """Train on 1, 7 and 32 prompts by each aggregation on two devices, and compare with all samples in one batch on one."""
+    """Train on 1, 7 and 32 prompts by each aggregation on two devices, and compare with
+    all samples in one batch on one.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2 // number)
     jax.config.update("jax_enable_x64", True)
@@ -206,7 +216,9 @@ def train_rows(process, number, port):
 def test_gradient_of_any_number_of_prompts_is_that_of_one_batch_in_1_and_2_processes(
     tmp_path,
 ):
-    """By all aggregations, in 1 to 24 microbatches of one program, to 1e-6 on two devices, in every process."""
+    """By all aggregations, in 1 to 24 microbatches of one program, to 1e-6 on two
+    devices, in every process.
+    """
     port = processes.free_port()
     processes.run_all(train_rows, [(0, 1, port), (0, 2, port), (1, 2, port)], tmp_path)
 
@@ -237,7 +249,9 @@ def rows_of(plan, **options):
 
 @given(*[st.integers(1, 6)] * 3, st.booleans(), st.integers(0, 3), st.booleans())
 def test_mini_batches_have_every_sample_once(prompts, n, mini, pad, seed, together):
-    """Every epoch has every sample once, in mini batches of the planned sizes, with the responses to a prompt together."""
+    """Every epoch has every sample once, in mini batches of the planned sizes, with the
+    responses to a prompt together.
+    """
     try:
         plan = plan_of(prompts, n, mini, pad=pad)
     except RampupError:
@@ -263,7 +277,9 @@ def test_mini_batches_have_every_sample_once(prompts, n, mini, pad, seed, togeth
 
 
 def test_mini_batches_resume_at_every_optimizer_step():
-    """Starting at any number gives the rest of an uninterrupted run, for both models."""
+    """Starting at any number gives the rest of an uninterrupted run, for both
+    models.
+    """
     plan = plan_of(
         critic=Training(mini_batch=Size(count=6, unit="prompts"), num_epochs=3)
     )
@@ -286,7 +302,8 @@ def test_shuffle_depends_on_seed_rollout_epoch_and_model():
     cases = [{}, {"seed": 1}, {"step": 0}, {"model": "critic"}]
     orders = [tuple(rows) for case in cases for rows in rows_of(plan, **case)]
     assert len(set(orders)) == len(orders) == 3 * 3 + 2
-    # That of seed 0 is the same in all versions of the libraries; without a seed it is that of generation.
+    # That of seed 0 is the same in all versions of the libraries; without a seed it is
+    # that of generation.
     assert [row // 2 for row in rows_of(plan_of(), step=0)[0][::2]] == [8, 3, 5, 10]
     assert np.concatenate(rows_of(plan_of(epochs=1), seed=None)).tolist() == list(
         range(24)
@@ -294,7 +311,9 @@ def test_shuffle_depends_on_seed_rollout_epoch_and_model():
 
 
 def test_keep_prompts_together():
-    """Mini batches that would separate the responses to a prompt are an error, unless it is allowed or nothing is shuffled."""
+    """Mini batches that would separate the responses to a prompt are an error, unless
+    it is allowed or nothing is shuffled.
+    """
     plan = plan_of(prompts=4, n=3, mini=2, epochs=1, unit="samples")
     with pytest.raises(ConfigError, match="samples_per_prompt=3"):
         mini_batches(plan, step=0, seed=0)

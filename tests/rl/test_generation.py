@@ -1,4 +1,6 @@
-"""Tests of rampup.rl.generation, rampup.rl.policy and the decoding of rampup.lm.transformer."""
+"""Tests of rampup.rl.generation, rampup.rl.policy and the decoding of
+rampup.lm.transformer.
+"""
 
 import functools
 
@@ -22,7 +24,9 @@ MODEL = LanguageModel(
 
 @functools.cache
 def params_of_model():
-    """Return parameters that are larger than at the start of training, so that the probabilities are less even."""
+    """Return parameters that are larger than at the start of training, so that the
+    probabilities are less even.
+    """
     return jax.tree.map(lambda x: 1.5 * x, jax.jit(MODEL.init)(jax.random.key(0)))
 
 
@@ -41,7 +45,9 @@ PROMPTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["one", "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
-    """To 1e-5, for rows of all lengths; the tokens do not depend on the devices, and the end token is the last and counts."""
+    """To 1e-5, for rows of all lengths; the tokens do not depend on the devices, and
+    the end token is the last and counts.
+    """
     options, devices = (
         {"max_response_length": 9, "end_token": 2, "seed": 3},
         toy.mesh_of(mesh),
@@ -128,7 +134,9 @@ def test_linen_and_nnx_models_generate():
     ids=str,
 )
 def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
-    """Chi-squared over 20,000 tokens, at a level that a right sampler misses once in a million runs."""
+    """Chi-squared over 20,000 tokens, at a level that a right sampler misses once in a
+    million runs.
+    """
 
     def logits(params, tokens):
         return jnp.broadcast_to(params, (*tokens.shape, 4))
@@ -148,7 +156,9 @@ def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
 
 
 def test_packed_rows_are_computed_like_single_ones():
-    """Three sequences in one row have the hidden states that each has alone, whatever the padding contains."""
+    """Three sequences in one row have the hidden states that each has alone, whatever
+    the padding contains.
+    """
     sequences = [[5, 6, 7, 1], [8, 2], [9, 10, 11]]
     tokens = np.array([[*sequences[0], *sequences[1], *sequences[2], 4, 4]])
     positions, segments = (
@@ -203,7 +213,9 @@ def test_packed_rows_are_computed_like_single_ones():
     ],
 )
 def test_bad_input_is_refused(call, key, rule):
-    """Empty and long prompts, lengths below 1, and every number of the sampling outside its range."""
+    """Empty and long prompts, lengths below 1, and every number of the sampling outside
+    its range.
+    """
     with pytest.raises((ConfigError, DataError), match=rule) as caught:
         call()
     assert caught.value.key == key

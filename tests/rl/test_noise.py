@@ -1,4 +1,6 @@
-"""Tests of rampup.rl.noise: the two parts of the noise of RL gradients, and what follows from them."""
+"""Tests of rampup.rl.noise: the two parts of the noise of RL gradients, and what
+follows from them.
+"""
 
 import collections
 import re
@@ -25,9 +27,11 @@ B, WITHIN, G2, D, P, N, PASS = 0.5, 6.0, 0.3, 20, 16, 4, 4
 def gaussian_noise(
     runs, steps, rng, *, tokens=True, by_prompt=False, shares=False, drifts=False
 ):
-    """Return the averages of runs of a two-level Gaussian model, both parts of its noise, and P Var(g) / |G|^2 of its steps.
+    """Return the averages of runs of a two-level Gaussian model, both parts of its
+    noise, and P Var(g) / |G|^2 of its steps.
 
-    With `shares`, the noise of a response does not fall with its weight; with `drifts`, short ones have a larger gradient.
+    With `shares`, the noise of a response does not fall with its weight; with `drifts`,
+    short ones have a larger gradient.
     """
     noises, totals, gradients = [], [], []
     found = [PromptNoise(half_life_samples=1e12) for _ in range(runs)]
@@ -46,7 +50,8 @@ def gaussian_noise(
         blocks, W = sums.reshape(runs, -1, PASS, D).sum(axis=2), flat.sum()
         gradients.append(blocks.sum(axis=1) / W)
         facts = block_facts(flat.reshape(-1, PASS), groups.reshape(-1, PASS), 1)
-        # The parts of sum(|x_i - w_i G|^2) / P of pairs of responses and of single ones, with a mean response as the unit.
+        # The parts of sum(|x_i - w_i G|^2) / P of pairs of responses and of single
+        # ones, with a mean response as the unit.
         pairs, unit = (
             np.square(weights.sum(axis=1)).sum() - np.square(flat).sum(),
             (W / (P * N)) ** 2,
@@ -86,7 +91,9 @@ KINDS = [{}, {"by_prompt": True}, {"shares": True}, {"shares": True, "drifts": 0
     "kind", [*KINDS, pytest.param({"tokens": False}, marks=pytest.mark.slow)], ids=str
 )
 def test_noise_scale_is_that_of_the_steps_whatever_the_lengths_do(kind):
-    """90% intervals cover 87% to 93%, and miss on both sides; both parts are within 2% of those of the model."""
+    """90% intervals cover 87% to 93%, and miss on both sides; both parts are within 2%
+    of those of the model.
+    """
     found, parts, scale = gaussian_noise(800, 60, np.random.default_rng(1), **kind)
     *estimated, scales = zip(*(one.estimates(N) for one in found), strict=True)
     assert (
@@ -107,7 +114,9 @@ def test_noise_scale_is_that_of_the_steps_whatever_the_lengths_do(kind):
 
 
 def test_advice_follows_from_both_parts():
-    """More responses, never fewer, or more prompts, by the cost of a prompt; a batch used twice needs twice the prompts."""
+    """More responses, never fewer, or more prompts, by the cost of a prompt; a batch
+    used twice needs twice the prompts.
+    """
     (noise,), *_ = gaussian_noise(1, 400, np.random.default_rng(0), tokens=False)
     names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
     found = dict(zip(names, noise.estimates(N), strict=True))
@@ -176,7 +185,9 @@ def step_on(devices, **options):
 
 
 def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
-    """S is that of the blocks' own gradients, in both orders of the rows; the update is the same, and its collectives too."""
+    """S is that of the blocks' own gradients, in both orders of the rows; the update is
+    the same, and its collectives too.
+    """
     programs, updates = [], []
     for measures in (False, True):
         step, state = step_on(2, measure_gradient_noise=measures)
@@ -235,7 +246,9 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
 
 
 def record(step, method, found):
-    """Append to a list what a method of a step returns; mappings are copied before the step takes entries out of them."""
+    """Append to a list what a method of a step returns; mappings are copied before the
+    step takes entries out of them.
+    """
     run = getattr(step, method)
 
     def recorded(*args):

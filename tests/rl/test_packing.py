@@ -50,7 +50,9 @@ BAD_LENGTHS = [
     ids=str,
 )
 def test_lengths_rejects_bad_values(lengths):
-    """Empty, zero, negative, fractional, huge, nested and non-numeric lengths raise an error that names them."""
+    """Empty, zero, negative, fractional, huge, nested and non-numeric lengths raise an
+    error that names them.
+    """
     with pytest.raises(ConfigError, match="lengths") as caught:
         pack(lengths, 10, [10])
     assert caught.value.key == "lengths"
@@ -63,7 +65,9 @@ def test_lengths_rejects_bad_values(lengths):
     num_replicas=st.integers(1, 5),
 )
 def test_pack_invariants(lengths, slack, rungs, num_replicas):
-    """The budget, one ladder shape per row, equal replicas, and empty microbatches only if unavoidable."""
+    """The budget, one ladder shape per row, equal replicas, and empty microbatches only
+    if unavoidable.
+    """
     budget = max(lengths) + slack
     packed = pack(
         lengths,
@@ -93,7 +97,9 @@ def test_pack_invariants(lengths, slack, rungs, num_replicas):
 
 
 def test_pack_finds_nearly_the_fewest_microbatches():
-    """Compared with an exhaustive search, best-fit decreasing keeps Johnson's bound; on two replicas, the next multiple."""
+    """Compared with an exhaustive search, best-fit decreasing keeps Johnson's bound; on
+    two replicas, the next multiple.
+    """
     rng = random.Random(2)
     for _ in range(150):
         budget = rng.randint(6, 20)
@@ -110,7 +116,9 @@ def test_pack_finds_nearly_the_fewest_microbatches():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pack_pads_a_typical_batch_little(seed):
-    """With 256 skewed sequences, 16,384 tokens and four shapes, less than 2% of the computed tokens is padding."""
+    """With 256 skewed sequences, 16,384 tokens and four shapes, less than 2% of the
+    computed tokens is padding.
+    """
     lengths = np.clip(
         np.random.default_rng(seed).lognormal(7.3, 0.9, 256), 16, 16384
     ).astype(int)
@@ -154,7 +162,9 @@ def test_pack_pads_a_typical_batch_little(seed):
     ],
 )
 def test_bad_ladders_and_counts_are_refused(call, key, rule):
-    """A ladder ascends from a token or more to exactly the budget, with at most as many rungs as tokens; counts are whole."""
+    """A ladder ascends from a token or more to exactly the budget, with at most as many
+    rungs as tokens; counts are whole.
+    """
     with pytest.raises(ConfigError, match=rule) as caught:
         call()
     assert caught.value.key == key
@@ -162,7 +172,9 @@ def test_bad_ladders_and_counts_are_refused(call, key, rule):
 
 
 def test_make_ladder_is_even():
-    """For every small budget and number of rungs, the shapes ascend to the budget in steps that differ by at most one."""
+    """For every small budget and number of rungs, the shapes ascend to the budget in
+    steps that differ by at most one.
+    """
     for budget in range(1, 40):
         for rungs in range(1, budget + 1):
             ladder = make_ladder(budget, rungs)

@@ -18,7 +18,9 @@ from rampup.rl.plan import (
 
 
 def test_samples_of_every_unit_and_scope():
-    """Prompts count their responses, and sizes per replica or process count all replicas."""
+    """Prompts count their responses, and sizes per replica or process count all
+    replicas.
+    """
     factors = {"samples_per_prompt": 5, "data_parallel_size": 4}
     for scope, prompts, samples in (
         ("job", 15, 3),
@@ -31,7 +33,9 @@ def test_samples_of_every_unit_and_scope():
 
 @pytest.mark.parametrize("count", [0, -1, MAX_SAMPLES + 1, True, 1.5, "3", None])
 def test_size_rejects_bad_counts(count):
-    """A count is a whole number from 1 to 10**9, and the error has the configuration key."""
+    """A count is a whole number from 1 to 10**9, and the error has the configuration
+    key.
+    """
     with pytest.raises(ConfigError) as caught:
         Size(count=count, unit="prompts", key="batch_size")
     assert caught.value.key == "batch_size"
@@ -41,7 +45,9 @@ def test_size_rejects_bad_counts(count):
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
 def test_experience_bytes_agree_with_arrays(critic, reference):
-    """The bytes are those of arrays of these shapes and types; bfloat16, which NumPy lacks, has two."""
+    """The bytes are those of arrays of these shapes and types; bfloat16, which NumPy
+    lacks, has two.
+    """
     assert all(
         size == (2 if name == "bfloat16" else np.dtype(name).itemsize)
         for name, size in BYTES.items()
@@ -78,7 +84,9 @@ def cut(
     unit="samples",
     scope="replica",
 ):
-    """Split a rollout. The mini batch counts prompts of the job, the microbatch `unit` per `scope`."""
+    """Split a rollout. The mini batch counts prompts of the job, the microbatch `unit`
+    per `scope`.
+    """
     training = Training(
         mini_batch=Size(count=mini, unit="prompts"),
         microbatch=None if micro is None else Size(count=micro, unit=unit, scope=scope),
@@ -108,7 +116,9 @@ GRID = list(
 
 @pytest.mark.parametrize("pad", [False, True])
 def test_split_updates_on_a_grid(pad):
-    """A split exists exactly if everything divides, or fits with padding. It multiplies out and counts the padding."""
+    """A split exists exactly if everything divides, or fits with padding. It multiplies
+    out and counts the padding.
+    """
     cuts = 0
     for prompts, per_prompt, replicas, mini, micro, stages in GRID:
         per_stage, rest = divmod(mini * per_prompt, replicas * stages)
@@ -145,7 +155,9 @@ def test_split_updates_on_a_grid(pad):
 
 
 def test_nearest_values_are_legal_and_nearest():
-    """An offered value is legal in place of the rejected one, and no legal value is nearer."""
+    """An offered value is legal in place of the rejected one, and no legal value is
+    nearer.
+    """
 
     def works(*sizes, stages):
         try:
@@ -179,14 +191,16 @@ def test_nearest_values_are_legal_and_nearest():
 
 
 def test_microbatch_in_prompts_of_the_job():
-    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each. 1 prompt * 4 cannot divide over 8."""
+    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each. 1
+    prompt * 4 cannot divide over 8.
+    """
     assert cut(128, 8, 8, 128, 4, unit="prompts", scope="job").microbatch_size == 4
     with pytest.raises(BatchDivisibilityError) as caught:
         cut(4, 4, 8, 4, 1, unit="prompts", scope="job")
     assert caught.value.nearest == (2,)
     assert (
-        "1 prompt * samples_per_prompt=4 = 4 samples must divide the mini batch of 16 samples"
-        in str(caught.value)
+        "1 prompt * samples_per_prompt=4 = 4 samples must divide the mini batch of 16"
+        " samples" in str(caught.value)
     )
     assert "data_parallel_size=8" in str(caught.value)
 
@@ -203,7 +217,9 @@ def test_microbatch_in_prompts_of_the_job():
     ],
 )
 def test_token_budget_max_passes(budget, passes, stages):
-    """With 32 samples of at most 100 tokens on a replica: a multiple of the stages; too small a budget is an error."""
+    """With 32 samples of at most 100 tokens on a replica: a multiple of the stages; too
+    small a budget is an error.
+    """
     training = Training(
         mini_batch=Size(count=64, unit="samples"),
         microbatch=Size(count=budget, unit="tokens", scope="replica"),
@@ -259,7 +275,9 @@ def make(batch=64, n=4, mini=16, micro=2, replicas=4, **options):
 
 
 def test_plan_numbers():
-    """Prompts, samples, mini batches, passes, optimizer steps and evaluation follow from the sizes."""
+    """Prompts, samples, mini batches, passes, optimizer steps and evaluation follow
+    from the sizes.
+    """
     plan = make(
         num_steps=10, eval_prompts=12, eval_samples_per_prompt=3, generation=prompts(8)
     )
@@ -292,7 +310,9 @@ def test_plan_numbers():
 
 
 def test_critic_has_its_own_sizes_and_trains_first():
-    """The critic has its own mini batch, replicas and epochs, and trains before the policy."""
+    """The critic has its own mini batch, replicas and epochs, and trains before the
+    policy.
+    """
     critic = Training(
         mini_batch=prompts(32),
         microbatch=per_replica(8),
@@ -309,7 +329,9 @@ def test_critic_has_its_own_sizes_and_trains_first():
 
 
 def test_plan_reports_all_problems():
-    """Policy, critic and generation are checked together, and each error has legal values."""
+    """Policy, critic and generation are checked together, and each error has legal
+    values.
+    """
     critic = Training(mini_batch=prompts(24), data_parallel_size=4)
     with pytest.raises(BatchDivisibilityError) as caught:
         make(mini=15, critic=critic, generation=prompts(5))
@@ -339,7 +361,9 @@ BY_REPLICA = {
     ],
 )
 def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, options, nearest):
-    """If not even the whole batch divides over 8 replicas, or by the unit of the mini batch, the error is about the batch."""
+    """If not even the whole batch divides over 8 replicas, or by the unit of the mini
+    batch, the error is about the batch.
+    """
     with pytest.raises(BatchDivisibilityError) as caught:
         make(batch, n, batch, 1, 8, **options)
     assert (caught.value.key, caught.value.nearest) == ("rollout_batch", nearest)
@@ -370,7 +394,9 @@ def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, options, near
     ],
 )
 def test_plan_rejects_bad_counts(options):
-    """Counts that are not positive whole numbers raise errors with a key; tokens are only a budget per replica."""
+    """Counts that are not positive whole numbers raise errors with a key; tokens are
+    only a budget per replica.
+    """
     with pytest.raises(ConfigError) as caught:
         make(**options)
     assert caught.value.key

@@ -99,16 +99,20 @@ def plan_of(
         rollout_batch=Size(count=prompts, unit="prompts"),
         samples_per_prompt=samples,
         policy=policy,
-        critic=replace(policy, mini_batch=Size(count=prompts, unit="prompts"))
-        if critic
-        else None,
+        critic=(
+            replace(policy, mini_batch=Size(count=prompts, unit="prompts"))
+            if critic
+            else None
+        ),
         num_steps=steps,
         pad=pad,
     )
 
 
 def stored(samples, *, critic=False):
-    """Return the samples of a rollout whose ratios are on both sides of both limits, with a prompt of every length."""
+    """Return the samples of a rollout whose ratios are on both sides of both limits,
+    with a prompt of every length.
+    """
     rng = np.random.default_rng(0)
     prompt, response = rng.integers(1, P + 1, samples), rng.integers(1, R + 1, samples)
     counts = np.arange(R) < response[:, None]
@@ -161,7 +165,9 @@ def step_of(mesh, plan, *, arrays, **options):
 def loss_by_hand(
     params, tokens, places, targets, old, reference, advantage, coefficients
 ):
-    """Return the weighted sum of the losses of single tokens: row and column of each, and what its definition needs."""
+    """Return the weighted sum of the losses of single tokens: row and column of each,
+    and what its definition needs.
+    """
     log_p = jax.nn.log_softmax(MODEL64.logits(params, tokens))[
         places[0], places[1], targets
     ]
@@ -179,7 +185,9 @@ def loss_by_hand(
 
 
 def by_hand(params, arrays, rows, mode):
-    """Return loss and gradient of a mini batch in one pass over all samples, from the definition of the aggregation."""
+    """Return loss and gradient of a mini batch in one pass over all samples, from the
+    definition of the aggregation.
+    """
     lengths = np.maximum(arrays["response_mask"].sum(axis=1), 1)
     found = []
     for row, (n, r) in enumerate(
@@ -189,9 +197,11 @@ def by_hand(params, arrays, rows, mode):
             "token-mean": 1 / lengths[rows].sum(),
             "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / r,
-            "group-mean-token-mean": 1
-            / len({i // 2 for i in rows})
-            / sum(lengths[row // 2 * 2 : row // 2 * 2 + 2]),
+            "group-mean-token-mean": (
+                1
+                / len({i // 2 for i in rows})
+                / sum(lengths[row // 2 * 2 : row // 2 * 2 + 2])
+            ),
         }
         for number in range(r if n else 0):
             place = n - r + number
@@ -233,7 +243,9 @@ grad_by_hand = jax.jit(jax.value_and_grad(loss_by_hand))
 
 @jax.jit
 def value_loss_by_hand(params, tokens, places, old, returns):
-    """Return the mean over single tokens of half the squared error of their values, clipped around the old ones."""
+    """Return the mean over single tokens of half the squared error of their values,
+    clipped around the old ones.
+    """
     x = MODEL64.apply_layers(params["layers"], MODEL64.embed(params, tokens))
     x = (
         x
@@ -258,7 +270,9 @@ def value_loss_by_hand(params, tokens, places, old, returns):
     ],
 )
 def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes, float64):
-    """In float64 to 1e-9, padded and packed, with values on both sides of both limits; the policy's parameters stay."""
+    """In float64 to 1e-9, padded and packed, with values on both sides of both limits;
+    the policy's parameters stay.
+    """
     devices, plan = mesh_of(mesh), plan_of(mesh, mini=4, critic=True, **sizes)
     params, arrays = params64(), stored(plan.samples_per_step, critic=True)
     step, critic = (
@@ -289,7 +303,9 @@ def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes, float64):
 
 
 def ppo_run(plan, reward, tx, **options):
-    """Return a rollout step of policy and critic, whose reward depends on the response alone, and its state."""
+    """Return a rollout step of policy and critic, whose reward depends on the response
+    alone, and its state.
+    """
     mesh, params = mesh_of("one"), init(jax.random.key(0))
     options, critic = (
         RolloutOptions(max_response_length=R, **options),
@@ -311,7 +327,9 @@ def ppo_run(plan, reward, tx, **options):
 
 @pytest.mark.slow
 def test_ppo_learns():
-    """The critic's loss on the samples of a rollout falls, and the reward, the share of token 3, rises from chance to most."""
+    """The critic's loss on the samples of a rollout falls, and the reward, the share of
+    token 3, rises from chance to most.
+    """
     plan = plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
     step, state = ppo_run(
         plan,
@@ -330,7 +348,8 @@ def test_ppo_learns():
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.7
     losses = [line["loss"] for line in lines if line["model"] == "critic"]
-    # The values begin at 0, and chance is nearly as good; then the reward moves away and the critic follows it.
+    # The values begin at 0, and chance is nearly as good; then the reward moves away
+    # and the critic follows it.
     assert np.mean(losses[-10:]) < 0.5 * max(losses)
 
 
@@ -382,7 +401,9 @@ CASES += [
 
 @pytest.mark.parametrize(("mesh", "modes", "sizes"), CASES, ids=str)
 def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
-    """In float64 to 1e-9, split, padded or packed, on every kind of mesh, for every aggregation; one program."""
+    """In float64 to 1e-9, split, padded or packed, on every kind of mesh, for every
+    aggregation; one program.
+    """
     rungs = sizes.get("rungs", 4)
     devices, plan = (
         mesh_of(mesh),
@@ -411,7 +432,9 @@ def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
 
 
 class ByHand:
-    """The trained groups of a run of varying steps, made from all generated samples by the words of the keys."""
+    """The trained groups of a run of varying steps, made from all generated samples by
+    the words of the keys.
+    """
 
     def __init__(self, mesh, plan, *, teaches, **options):
         self.devices, self.plan, self.teaches, self.seen, self.queue = (
@@ -429,9 +452,11 @@ class ByHand:
             self.devices,
             reward=self.reward,
             options=RolloutOptions(**lengths, beta=BETA, epsilon=EPSILON, **options),
-            critic=(critic_of(MODEL64, self.devices), optax.sgd(RATE))
-            if plan.critic
-            else None,
+            critic=(
+                (critic_of(MODEL64, self.devices), optax.sgd(RATE))
+                if plan.critic
+                else None
+            ),
         )
         self.reference = params64()
         placed = jax.device_put(self.reference, MODEL.shardings(self.devices))
@@ -452,7 +477,9 @@ class ByHand:
         return [[n % 12, n // 12 % 12, n // 144] for n in range(start, stop)]
 
     def reward(self, prompts, responses):
-        """Return rewards with a spread for some prompts, and 7 for all responses to the others."""
+        """Return rewards with a spread for some prompts, and 7 for all responses to the
+        others.
+        """
         G, found = self.plan.samples_per_prompt, []
         for number, (prompt, response) in enumerate(
             zip(prompts, responses, strict=True)
@@ -464,7 +491,9 @@ class ByHand:
         return found
 
     def rollout(self):
-        """Run all updates of the next rollout, and return the lines of the policy and the state before each."""
+        """Run all updates of the next rollout, and return the lines of the policy and
+        the state before each.
+        """
         self.seen, self.lines, self.before = [], [], []
         self.start = jax.device_get((self.state.params, self.state.critic_params))
         for number in itertools.count(int(self.state.step)):
@@ -482,7 +511,9 @@ class ByHand:
         return self.lines
 
     def _queue_groups(self):
-        """Put the groups that the rollout generated behind those that wait, with what was stored when they were generated."""
+        """Put the groups that the rollout generated behind those that wait, with what
+        was stored when they were generated.
+        """
         options, G = self.step.options, self.plan.samples_per_prompt
         if not self.seen:
             return
@@ -544,7 +575,9 @@ class ByHand:
         ]
 
     def assert_gradient(self, groups, mode, update=0):
-        """Compare one update with the gradient of some groups of the queue, as one batch."""
+        """Compare one update with the gradient of some groups of the queue, as one
+        batch.
+        """
         empty = {
             name: np.zeros((2 * 24, *x.shape[1:]), x.dtype)
             for name, x in self.queue[0].items()
@@ -578,7 +611,9 @@ class ByHand:
 def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
     mesh, groups, sizes, critic, per_pass, float64
 ):
-    """Of 24 prompts, `sizes` are kept, or as many refilled: from 1 to 24 passes, by all aggregations; one program for all."""
+    """Of 24 prompts, `sizes` are kept, or as many refilled: from 1 to 24 passes, by all
+    aggregations; one program for all.
+    """
     microbatch = Size(count=per_pass, unit="samples")
     plan = plan_of(
         mesh,
@@ -594,7 +629,10 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
     for number, size in enumerate(sizes):
         mode = AGGREGATIONS[number % 4]
         run.step.options = replace(run.step.options, loss_agg_mode=mode)
-        teaching = lambda n, first=first, size=size: (n - first) * size % 24 < size  # noqa: E731
+
+        def teaching(n, first=first, size=size):
+            return (n - first) * size % 24 < size
+
         (line,) = run.rollout()
         run.queue = trained = run.queue[:24]
         assert (
@@ -620,7 +658,9 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
 @pytest.mark.parametrize("partial", ["train", "drop", "carry"])
 @pytest.mark.parametrize("budget", [None, 60])
 def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget, float64):
-    """By prompts and by tokens: the groups of every update are those by hand, in order, and none is lost or read twice."""
+    """By prompts and by tokens: the groups of every update are those by hand, in order,
+    and none is lost or read twice.
+    """
     mini = 24 if budget else 4
     plan = plan_of(
         "data",
@@ -667,9 +707,14 @@ def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget, float6
 
 
 def plain_run(plan, reward, **options):
-    """Return a rollout step of a policy without a model, which compiles fast, and its state."""
+    """Return a rollout step of a policy without a model, which compiles fast, and its
+    state.
+    """
     options = RolloutOptions(max_prompt_length=1, max_response_length=2, **options)
-    logits = lambda params, tokens: jnp.broadcast_to(params, (*tokens.shape, 4))  # noqa: E731
+
+    def logits(params, tokens):
+        return jnp.broadcast_to(params, (*tokens.shape, 4))
+
     step = rollout_step(
         logits, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options
     )
@@ -677,7 +722,9 @@ def plain_run(plan, reward, **options):
 
 
 def test_fifty_sizes_are_one_program_per_role():
-    """Rollouts of 0 to 50 prompts with spread; the lines have the sizes, and one without samples changes no parameter."""
+    """Rollouts of 0 to 50 prompts with spread; the lines have the sizes, and one
+    without samples changes no parameter.
+    """
     plan, size = (
         plan_of(prompts=50, samples=2, mini=50, microbatch=SAMPLES[2], steps=51),
         0,
@@ -706,7 +753,9 @@ def test_fifty_sizes_are_one_program_per_role():
 
 @pytest.mark.slow
 def test_advantages_are_normalized_over_the_samples_that_are_kept():
-    """With a budget of tokens that the last prompts exceed: mean 0 and standard deviation 1 over those trained on alone."""
+    """With a budget of tokens that the last prompts exceed: mean 0 and standard
+    deviation 1 over those trained on alone.
+    """
     plan, sizes = (
         plan_of(prompts=4, mini=4, critic=True),
         {"max_prompt_length": 1, "token_batch_size": 2 * 2 * (R + 1)},
@@ -732,7 +781,9 @@ def test_advantages_are_normalized_over_the_samples_that_are_kept():
 
 
 def test_a_refill_without_end_is_an_error_and_loses_nothing():
-    """After max_num_gen_batches batches without a spread: an error that says so, and the state goes on with other rewards."""
+    """After max_num_gen_batches batches without a spread: an error that says so, and
+    the state goes on with other rewards.
+    """
     asked, rewards = [], {"spread": 0.0}
     step, state = plain_run(
         plan_of(prompts=4, mini=4),
@@ -761,7 +812,9 @@ def test_a_refill_without_end_is_an_error_and_loses_nothing():
 
 
 def test_packing_takes_the_lengths_of_the_options():
-    """A plan that knows no lengths packs as many passes as rollouts need, with one program. Too short ones are refused."""
+    """A plan that knows no lengths packs as many passes as rollouts need, with one
+    program. Too short ones are refused.
+    """
     tokens = Size(count=8, unit="tokens", scope="replica")
     plan = plan_of(prompts=8, samples=4, mini=8, microbatch=tokens, steps=6)
     policy = Policy(
@@ -772,7 +825,10 @@ def test_packing_takes_the_lengths_of_the_options():
         options = RolloutOptions(
             max_prompt_length=1, max_response_length=5, end_token=0
         )
-        reward = lambda prompts, responses: [len(response) for response in responses]  # noqa: E731
+
+        def reward(prompts, responses):
+            return [len(response) for response in responses]
+
         return rollout_step(
             policy, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options
         )
@@ -795,7 +851,9 @@ def test_packing_takes_the_lengths_of_the_options():
 
 
 def fail_in_an_own_loop(process, port):
-    """Train with an own loop as one of two processes, of which process 0 leaves in its reward function."""
+    """Train with an own loop as one of two processes, of which process 0 leaves in its
+    reward function.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
@@ -821,7 +879,9 @@ def fail_in_an_own_loop(process, port):
 
 @pytest.mark.slow
 def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
-    """The other process says at once why it ends, and does not wait for rewards that will never come."""
+    """The other process says at once why it ends, and does not wait for rewards that
+    will never come.
+    """
     port, logs = processes.free_port(), [tmp_path / "0.log", tmp_path / "1.log"]
     started = [
         processes.start(fail_in_an_own_loop, n, port, log=log)
@@ -862,7 +922,9 @@ def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
     ],
 )
 def test_sizes_that_no_step_can_have_are_refused(sizes, options, key):
-    """A budget below the longest prompt with its responses, a budget beside mini batches, and groups that are separated."""
+    """A budget below the longest prompt with its responses, a budget beside mini
+    batches, and groups that are separated.
+    """
     with pytest.raises(ConfigError) as caught:
         plain_run(plan_of(**sizes), lambda p, r: [0.0] * len(p), **options)
     assert caught.value.key == key

@@ -24,7 +24,9 @@ from rampup.rl.starting_sizes import SYSTEMS, suggest
     ],
 )
 def test_suggest_from_a_table(system, params, label, published, repository, is_guess):
-    """The row of this model size or the next larger one, the repository's sizes, what follows from them, and the source."""
+    """The row of this model size or the next larger one, the repository's sizes, what
+    follows from them, and the source.
+    """
     suggestion = suggest(params, system=system).to_dict()
     assert (suggestion["published_for"], tuple(suggestion["published"].values())) == (
         label,
@@ -59,7 +61,9 @@ def test_suggest_from_a_table(system, params, label, published, repository, is_g
     ],
 )
 def test_memory_rule_of_thumb(params, gib, devices):
-    """18 bytes per parameter are shared by the smallest number of devices, exactly at the boundary."""
+    """18 bytes per parameter are shared by the smallest number of devices, exactly at
+    the boundary.
+    """
     memory = suggest(params, system="verl", memory_gib=gib).memory
     assert memory["least_devices"] == devices
     assert 0 <= memory["free_gib_per_device"] < gib
@@ -85,12 +89,12 @@ def test_sizes_for_skyrl_are_accepted_by_its_rules(tmp_path, params):
     derived = verdict.derived
     note = next(note for note in suggestion.notes if "optimizer steps of" in note)
     assert (
-        f"{derived['optimizer_steps']} optimizer steps of {derived['mini_batch_samples']:,}"
-        in note
+        f"{derived['optimizer_steps']} optimizer steps of"
+        f" {derived['mini_batch_samples']:,}" in note
     )
     assert (
-        f"{derived['data_parallel_size']} replicas * {derived['accumulation_steps']} passes"
-        in note
+        f"{derived['data_parallel_size']} replicas * {derived['accumulation_steps']}"
+        " passes" in note
     )
 
 
@@ -98,7 +102,9 @@ def test_sizes_for_skyrl_are_accepted_by_its_rules(tmp_path, params):
     "system", [name for name in SYSTEMS if name not in ("trlx", "skyrl")]
 )
 def test_suggest_for_systems_without_a_table(system):
-    """Without memory, the error names the systems with a table. With memory, a note says so."""
+    """Without memory, the error names the systems with a table. With memory, a note
+    says so.
+    """
     with pytest.raises(ConfigError, match="only for trlx") as caught:
         suggest("6B", system=system)
     assert caught.value.key == "memory-gib"
@@ -123,7 +129,9 @@ def test_suggest_for_systems_without_a_table(system):
     ],
 )
 def test_suggest_rejects_bad_numbers(params, memory, key):
-    """The number of parameters is a whole number of at least 1, and memory a number above 0."""
+    """The number of parameters is a whole number of at least 1, and memory a number
+    above 0.
+    """
     with pytest.raises(RampupError) as caught:
         suggest(params, system="trlx", memory_gib=memory)
     assert caught.value.key == key

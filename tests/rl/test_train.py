@@ -1,4 +1,6 @@
-"""Tests of rampup.rl.train: runs of `rampup train` of a rollout's configuration, at their smallest."""
+"""Tests of rampup.rl.train: runs of `rampup train` of a rollout's configuration, at
+their smallest.
+"""
 
 import itertools
 import json
@@ -50,7 +52,9 @@ def whole(one_device, tmp_path_factory):
 
 
 def train_until(config, step):
-    """Train until a step's metrics are written, then fail as if the process had died."""
+    """Train until a step's metrics are written, then fail as if the process had
+    died.
+    """
 
     def stop(event):
         if isinstance(event, StepDone) and event.step == step:
@@ -61,7 +65,9 @@ def train_until(config, step):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
-    """Ended after several updates and in the middle of a rollout; the updates of each rollout are in order."""
+    """Ended after several updates and in the middle of a rollout; the updates of each
+    rollout are in order.
+    """
     folder, summary = whole
     for stop in (3, 6):
         train_until(config_of(tmp_path, "cut", **WHOLE), stop)
@@ -100,11 +106,14 @@ AUTO |= {"auto_max_waste": 0.75}
 def test_the_batch_follows_the_noise_between_prompts_also_of_a_killed_run(
     tmp_path, monkeypatch
 ):
-    """It doubles where the line before says so, in one program, and a run killed before and after that is the same."""
+    """It doubles where the line before says so, in one program, and a run killed before
+    and after that is the same.
+    """
+
     # Noise alone: no size is too large.
-    reward = lambda task, prompts, responses: [  # noqa: E731
-        float(sum(map(ord, text)) % 4 == 0) for text in responses
-    ]
+    def reward(task, prompts, responses):
+        return [float(sum(map(ord, text)) % 4 == 0) for text in responses]
+
     monkeypatch.setattr(rl.Arithmetic, "reward", reward)
     whole = rl.train(config_of(tmp_path, "whole", **AUTO))
     lines = metrics_of(tmp_path / "whole")
@@ -141,7 +150,9 @@ def test_the_batch_follows_the_noise_between_prompts_also_of_a_killed_run(
 
 
 def train_together(process, number, port, settings):
-    """Train as one of several processes with two devices together; return 0 if all is well."""
+    """Train as one of several processes with two devices together; return 0 if all is
+    well.
+    """
     if number > 1:
         os.environ |= {
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
@@ -185,7 +196,9 @@ def train_together(process, number, port, settings):
     ids=str,
 )
 def test_two_processes_train_what_one_would(sizes, tmp_path):
-    """Also from a checkpoint: whole numbers are equal, losses and parameters to 1e-5."""
+    """Also from a checkpoint: whole numbers are equal, losses and parameters to
+    1e-5.
+    """
     settings, port = (
         TINY | {"num_generations": 4, "ici_data_parallelism": 2},
         processes.free_port(),
@@ -225,7 +238,9 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
 
 
 def test_metrics_show_what_the_plan_knows(whole):
-    """Padding, groups without spread, lag, bytes of experience, and tokens per second of generation and training apart."""
+    """Padding, groups without spread, lag, bytes of experience, and tokens per second
+    of generation and training apart.
+    """
     folder, summary = whole
     lines = list(read_lines(folder / "metrics.jsonl"))
     assert len(lines) == 12
@@ -307,7 +322,9 @@ def test_one_program_per_role(tmp_path):
 
 
 def test_a_bad_reward_loses_nothing(whole, tmp_path, monkeypatch):
-    """The run ends with an error that names the rollout and the sample; a checkpoint has all steps before it."""
+    """The run ends with an error that names the rollout and the sample; a checkpoint
+    has all steps before it.
+    """
     right, calls = rl.Arithmetic.reward, []
 
     def reward(task, prompts, responses):
@@ -359,12 +376,17 @@ def test_a_bad_reward_loses_nothing(whole, tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_path):
-    """Greedy sampling, groups of one, prompts that do not fit and the like: an error, and no folder."""
+    """Greedy sampling, groups of one, prompts that do not fit and the like: an error,
+    and no folder.
+    """
     with pytest.raises(RampupError) as caught:
         rl.train(config_of(tmp_path, **settings))
     assert (
         key
-        in (caught.value.key, *(problem.key for problem in caught.value.problems or ()))
+        in (
+            caught.value.key,
+            *(problem.key for problem in caught.value.problems or ()),
+        )
         or key == "num_devices"
     )
     assert not (tmp_path / "run").exists()
@@ -372,7 +394,9 @@ def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_pa
 
 @pytest.mark.slow
 def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
-    """How many prompts one call takes decides which ones are read, so another number is refused at a resume."""
+    """How many prompts one call takes decides which ones are read, so another number is
+    refused at a resume.
+    """
     settings = {"token_batch_size": 4096, "mini_batch_size": -1, "eval_interval": -1}
     rl.train(config_of(tmp_path, num_batches=1, rollout_micro_batch_size=2, **settings))
     with pytest.raises(ResumeMismatchError, match="rollout_micro_batch_size"):
@@ -382,7 +406,9 @@ def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
 
 
 def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch):
-    """The sentence has both numbers and the key of a pass; nothing is trained, whatever the tokens of a step are."""
+    """The sentence has both numbers and the key of a pass; nothing is trained, whatever
+    the tokens of a step are.
+    """
     monkeypatch.setattr("rampup.rl.rollout.device_limit", lambda device: 10_000)
     monkeypatch.setattr(rl.RolloutRun, "_warm_start", None)
     sizes = {"token_batch_size": 10_000, "mini_batch_size": -1, "enable_critic": True}
@@ -396,7 +422,9 @@ def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypat
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    """Other sizes of the rollouts or another model: an error that names what changed, and the run stays as it is."""
+    """Other sizes of the rollouts or another model: an error that names what changed,
+    and the run stays as it is.
+    """
     rl.train(config_of(tmp_path, num_batches=1, eval_interval=-1))
     for change in (
         {"mini_batch_size": 4},
@@ -418,7 +446,9 @@ def loaded(whole):
 
 
 def test_load_returns_the_policy(whole, loaded, capsys):
-    """Configuration, model and parameters belong together: the model has the logits that generation and its command see."""
+    """Configuration, model and parameters belong together: the model has the logits
+    that generation and its command see.
+    """
     assert (loaded.step, loaded.config.max_operand, loaded.model.width) == (12, 9, 8)
     assert loaded.params is loaded.state["params"]
     logits = jax.jit(loaded.model.logits)(loaded.params, np.array([list(b"3+4=")]))
@@ -450,7 +480,9 @@ def test_load_returns_the_policy(whole, loaded, capsys):
 
 
 def test_a_response_ends_with_its_end_token(loaded):
-    """Without one it has all bytes that were asked for. What cannot be generated is refused, each by its own rule."""
+    """Without one it has all bytes that were asked for. What cannot be generated is
+    refused, each by its own rule.
+    """
     unended = replace(loaded, end_token=None).generate("3+4=", 40, seed=3)
     end = next(letter for letter in unended if letter.isascii())
     assert (

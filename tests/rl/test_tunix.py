@@ -1,4 +1,6 @@
-"""The GRPO loss beside Tunix's, on the same samples. Needs google-tunix, which is not a dependency: skipped without it."""
+"""The GRPO loss beside Tunix's, on the same samples. Needs google-tunix, which is not a
+dependency: skipped without it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,9 @@ NAMES = dict(
 
 
 class Bigram(nnx.Module):
-    """A model in which a token depends on the one before it, so that neither padding nor positions matter."""
+    """A model in which a token depends on the one before it, so that neither padding
+    nor positions matter.
+    """
 
     def __init__(self, rngs):
         self.embed, self.out = nnx.Embed(V, 6, rngs=rngs), nnx.Linear(6, V, rngs=rngs)
@@ -39,7 +43,9 @@ class Bigram(nnx.Module):
 
 @pytest.mark.parametrize("mode", NAMES)
 def test_loss_and_gradient_are_tunix(mode):
-    """Loss and gradient to 1e-5, with ratios beyond both limits, a KL term, and rows of every length."""
+    """Loss and gradient to 1e-5, with ratios beyond both limits, a KL term, and rows of
+    every length.
+    """
     rng, model = np.random.default_rng(0), Bigram(nnx.Rngs(0))
     tokens = rng.integers(1, V, (S, P + R)).astype(np.int32)
     lengths = rng.integers(1, R + 1, S)

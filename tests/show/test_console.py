@@ -33,7 +33,9 @@ def printed(show, shown, *, terminal=TERMINALS[0], **options):
 
 @pytest.mark.parametrize("terminal", TERMINALS)
 def test_print_plan_fits_80_columns(terminal):
-    """Nothing is truncated at 80 columns, in a terminal or piped, even with every column and large numbers."""
+    """Nothing is truncated at 80 columns, in a terminal or piped, even with every
+    column and large numbers.
+    """
     keys = RAMP | {
         "ici_pipeline_parallelism": 2,
         "learning_rate_batch_scaling": "sqrt",
@@ -48,7 +50,9 @@ def test_print_plan_fits_80_columns(terminal):
 
 
 def test_piped_output_is_plain_and_marks_unreached_phases():
-    """Without a terminal there are no colours and no boxes; a phase beyond the last step is in brackets."""
+    """Without a terminal there are no colours and no boxes; a phase beyond the last
+    step is in brackets.
+    """
     text = printed(print_plan, build_plan(Config(**RAMP, steps=30), 4))
     assert not set(text) & set("\x1b─│┏┃━")
     assert re.search(
@@ -58,7 +62,9 @@ def test_piped_output_is_plain_and_marks_unreached_phases():
 
 @pytest.mark.parametrize("phases", [MAX_PHASES, MAX_PHASES + 1, 500])
 def test_print_plan_leaves_out_the_middle_of_many_phases(phases):
-    """Of many phases, the first and the last are printed and the others counted; `max_phases=None` prints all."""
+    """Of many phases, the first and the last are printed and the others counted;
+    `max_phases=None` prints all.
+    """
     plan = build_plan(
         Config(
             batch_size_schedule=" ".join(f"{900 * n}:{n + 4}" for n in range(phases)),
@@ -81,7 +87,9 @@ def test_print_plan_leaves_out_the_middle_of_many_phases(phases):
 
 
 def test_a_terminal_of_a_launcher_is_for_a_log(monkeypatch):
-    """Srun --unbuffered and mpirun give each process a terminal, whose output goes into a log; srun --pty is for people."""
+    """Srun --unbuffered and mpirun give each process a terminal, whose output goes into
+    a log; srun --pty is for people.
+    """
     names = ("SLURM_PROCID", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_RANK")
     for given, expected in (
         ([], False),
@@ -99,7 +107,9 @@ def test_a_terminal_of_a_launcher_is_for_a_log(monkeypatch):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("terminal", TERMINALS)
 def test_print_timetable_fits_80_columns(schedule, terminal):
-    """Nothing is truncated, blocks follow each other, and each operation starts once."""
+    """Nothing is truncated, blocks follow each other, and each operation starts
+    once.
+    """
     v = 2 if schedule in ("interleaved", "circular") else 1
     table = Timetable.build(schedule, num_stages=4, num_microbatches=12, num_repeats=v)
     text = printed(print_timetable, table, terminal=terminal)
@@ -125,7 +135,9 @@ def test_print_timetable_leaves_out_a_picture_that_is_too_wide(costs):
 
 @pytest.mark.parametrize("terminal", TERMINALS)
 def test_print_rollout_fits_80_columns(terminal):
-    """Nothing is truncated at 80 columns, in a terminal or piped, even with large numbers."""
+    """Nothing is truncated at 80 columns, in a terminal or piped, even with large
+    numbers.
+    """
     keys = {
         "batch_size": 2**17,
         "mini_batch_size": 2**16,
@@ -148,7 +160,9 @@ def test_print_rollout_fits_80_columns(terminal):
 
 
 def test_print_rollout_remarks_follow_from_the_plan():
-    """One optimizer step per rollout is on-policy, more lag behind; padding and notes appear if they exist."""
+    """One optimizer step per rollout is on-policy, more lag behind; padding and notes
+    appear if they exist.
+    """
     on_policy = printed(print_rollout, build_rollout_schedule(RolloutConfig(), 4))
     assert "on-policy" in on_policy
     assert "padding" not in on_policy
@@ -172,7 +186,9 @@ def test_print_rollout_remarks_follow_from_the_plan():
 
 
 def test_print_rollout_lists_the_stages_of_a_growing_batch():
-    """Every stage that the run reaches has its steps and sizes, and the optimizer steps are those of all stages."""
+    """Every stage that the run reaches has its steps and sizes, and the optimizer steps
+    are those of all stages.
+    """
     keys = {
         "batch_size_schedule": "0:8 20:16 500:32",
         "num_generations_schedule": "0:4 50:8",

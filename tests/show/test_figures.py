@@ -43,7 +43,9 @@ def run(name="a", steps=30):
 
 
 def texts(figure):
-    """Return everything that is written in a figure, and the pairs of texts that overlap."""
+    """Return everything that is written in a figure, and the pairs of texts that
+    overlap.
+    """
     from matplotlib.text import Text
 
     figure.draw_without_rendering()
@@ -75,7 +77,9 @@ def texts(figure):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_draw_timetable_draws_every_operation(schedule, tmp_path):
-    """The picture has a bar and its text for every operation, in the format of the file's suffix, in fonts for print."""
+    """The picture has a bar and its text for every operation, in the format of the
+    file's suffix, in fonts for print.
+    """
     v = 2 if schedule in ("interleaved", "circular") else 1
     table = Timetable.build(schedule, num_stages=3, num_microbatches=4, num_repeats=v)
     for suffix in ("svg", "png", "pdf"):
@@ -90,7 +94,9 @@ def test_draw_timetable_draws_every_operation(schedule, tmp_path):
 
 
 def test_draw_timetable_refuses_what_it_cannot_draw(tmp_path, monkeypatch):
-    """Too many operations, an unknown format, and no matplotlib: each error says what to do."""
+    """Too many operations, an unknown format, and no matplotlib: each error says what
+    to do.
+    """
     table = Timetable.build("1f1b", num_stages=2, num_microbatches=3)
     for name in ("table.doc", "nowhere/table.png"):
         with pytest.raises(ConfigError, match="cannot write"):
@@ -118,7 +124,9 @@ def test_figures_refuse_impossible_widths(width):
     ("config", "devices"), [(RAMP, 4), (PIPELINE, 8), (Config(), 1)]
 )
 def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
-    """Staircases over samples and steps at the plan's own boundaries, and a bar per phase, at two sizes."""
+    """Staircases over samples and steps at the plan's own boundaries, and a bar per
+    phase, at two sizes.
+    """
     plan = build_plan(config, devices)
     figure = draw_batch(plan, width=width)
     found, overlapping = texts(figure)
@@ -162,7 +170,9 @@ def test_draw_rate_draws_both_clocks(width):
 
 @pytest.mark.parametrize("width", [3.25, 10])
 def test_draw_runs_compares_runs_over_samples(width):
-    """Each panel has a line per run, distinct without colour, with a gap if a loss is not finite."""
+    """Each panel has a line per run, distinct without colour, with a gap if a loss is
+    not finite.
+    """
     figure = draw_runs([run("a"), run("b", steps=60)], width=width)
     found, overlapping = texts(figure)
     assert not overlapping
@@ -178,7 +188,8 @@ def test_draw_runs_compares_runs_over_samples(width):
     for runs in ([], [run()] * 13):
         with pytest.raises(ConfigError, match="cannot be told apart"):
             draw_runs(runs, width=width)
-    # Of a run with more steps than points, means of neighbours are drawn, and the axis says of how many steps.
+    # Of a run with more steps than points, means of neighbours are drawn, and the axis
+    # says of how many steps.
     loss, _, speed = (long := draw_runs([run(steps=3000)], width=width)).axes
     assert "samples consumed (means of 3 steps)" in texts(long)[0]
     xs, ys = loss.lines[0].get_data()
@@ -198,7 +209,9 @@ def test_draw_runs_compares_runs_over_samples(width):
 
 
 def test_draw_memory_names_the_largest_that_fits():
-    """A bar per size, sorted; bars that do not fit are hatched, and the largest that fits is named."""
+    """A bar per size, sorted; bars that do not fit are hatched, and the largest that
+    fits is named.
+    """
     figure = draw_memory(
         [(4, 20 * GIB), (1, 5 * GIB), (2, 10 * GIB)], limit_bytes=16 * GIB
     )
@@ -218,7 +231,8 @@ def test_draw_memory_names_the_largest_that_fits():
         .get_title(loc="left")
         .endswith("none of these fits")
     )
-    # Bars that would make the others flat, and unknown ones, are left out; the smallest size stays.
+    # Bars that would make the others flat, and unknown ones, are left out; the smallest
+    # size stays.
     rows = [(1, GIB), (2, 2 * GIB), (4, 5 * GIB), (8, None)]
     for limit, drawn in [(GIB, 2), (2 * GIB, 3), (GIB // 8, 1), (None, 3)]:
         assert len(draw_memory(rows, limit_bytes=limit).axes[0].patches) == drawn
@@ -228,7 +242,9 @@ def test_draw_memory_names_the_largest_that_fits():
 
 
 def test_svg_element_fits_into_a_page():
-    """Colours follow the page's theme, identifiers have a prefix, and a notebook's backend and figures are not touched."""
+    """Colours follow the page's theme, identifiers have a prefix, and a notebook's
+    backend and figures are not touched.
+    """
     from matplotlib import pyplot
 
     backend = pyplot.get_backend()

@@ -37,7 +37,9 @@ def test_html_escapes_text(page):
 
 @pytest.mark.parametrize("number", [200, 201])
 def test_html_table_counts_what_it_leaves_out(number):
-    """Up to 200 rows are all shown; of more, the first and the last hundred, and the number of the others."""
+    """Up to 200 rows are all shown; of more, the first and the last hundred, and the
+    number of the others.
+    """
     found = Page(html_table([{"n": n} for n in range(number)]))
     assert found.names.count("tr") == 1 + min(number, 201)
     assert (f"{number - 200:,} more rows" in "".join(found.text)) == (number > 200)
@@ -45,7 +47,9 @@ def test_html_table_counts_what_it_leaves_out(number):
 
 
 def test_to_html_covers_every_class():
-    """What IPython is told to show is what `to_html` knows; a plan has its summary, phases and notes as in a terminal."""
+    """What IPython is told to show is what `to_html` knows; a plan has its summary,
+    phases and notes as in a terminal.
+    """
     found = Page(to_html(PLAN))
     assert all(
         sentence in "".join(found.text)
@@ -81,7 +85,9 @@ for name in ("plan", "plan.ramp", "7"):
 
 
 def test_ipython_shows_html():
-    """A cell shows a plan as HTML; `import rampup.plan` and a plan as text load no other room."""
+    """A cell shows a plan as HTML; `import rampup.plan` and a plan as text load no
+    other room.
+    """
     pytest.importorskip("IPython")
     result = subprocess.run(
         [sys.executable, "-c", CELLS], capture_output=True, text=True, check=True

@@ -74,7 +74,9 @@ def shown(*happened, console=None, **options):
 
 
 def test_progress_prints_lines_without_a_terminal():
-    """Piped output has the plan, a line per phase, one every log_period steps, evaluation and the stop."""
+    """Piped output has the plan, a line per phase, one every log_period steps,
+    evaluation and the stop.
+    """
     text = shown()
     assert "the batch goes from 4 to 16 samples" in text
     for phase in range(4):
@@ -89,7 +91,8 @@ def test_progress_prints_lines_without_a_terminal():
     assert "evaluation after step 59: loss 4.500" in text
     assert "stopped after 60 steps; resume with: rampup train runs/x" in text
     assert "0:00 left" in text
-    # A bar in a terminal shows step, phase, batch, loss, rate and time left; each phase still has a line.
+    # A bar in a terminal shows step, phase, batch, loss, rate and time left; each phase
+    # still has a line.
     bar = shown(console={"force_terminal": True, "color_system": None})
     assert all(
         part in bar
@@ -103,7 +106,9 @@ def test_progress_prints_lines_without_a_terminal():
 
 
 def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_others():
-    """Of the decisions of `auto`, the first, every change, and one in five log_period steps of the rest is printed."""
+    """Of the decisions of `auto`, the first, every change, and one in five log_period
+    steps of the rest is printed.
+    """
     decided = (
         events.BatchSizeDecided(
             step=n, changed=n == 39, outlook="8 samples; 16 need more"
@@ -124,24 +129,34 @@ def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_other
         (200, "there; learning_rate_schedule_steps=200 keeps the schedule before"),
         (
             150,
-            "there; learning_rate_schedule_steps=150 keeps the schedule before and is at its end after 150 steps",
+            (
+                "there; learning_rate_schedule_steps=150 keeps the schedule before and"
+                " is at its end after 150 steps"
+            ),
         ),
     ],
 )
 def test_progress_says_how_to_keep_the_learning_rate(length, end):
-    """Both rates are printed, and the key that keeps the schedule where it has not ended."""
+    """Both rates are printed, and the key that keeps the schedule where it has not
+    ended.
+    """
     plan = build_plan(Config(steps=180), 1)
     text = shown(
         events.LearningRateChanged(
             step=99, before=3e-4, after=5.5e-4, schedule_steps=length, plan=plan
         )
     )
-    start = "note: step 99 had the learning rate 0.0003, and the schedule with which the run continues has 0.00055 "
+    start = (
+        "note: step 99 had the learning rate 0.0003, and the schedule with which the"
+        " run continues has 0.00055 "
+    )
     assert text == f"{start}{end}\n"
 
 
 def test_progress_names_phases_only_with_a_ramp():
-    """Without a ramp no line has a phase; one of reinforcement learning has its rollout. Finished and resumed runs say so."""
+    """Without a ramp no line has a phase; one of reinforcement learning has its
+    rollout. Finished and resumed runs say so.
+    """
     plan = build_plan(Config(per_device_batch_size=16), 1)
     started = (
         events.RunStarted(step=step, folder=Path("runs/x"), plan=plan)
@@ -161,7 +176,10 @@ def test_progress_names_phases_only_with_a_ramp():
         "resumed after step 29 from a checkpoint",
         "compiling the training step",
         "16 samples per step = 1 replica * 1 microbatch * 16 samples",
-        "step 0 of 1,000, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
+        (
+            "step 0 of 1,000, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples,"
+            " ? left"
+        ),
     ]
     follows = build_plan(Config(batch_size_schedule="auto", train_samples=160), 1)
     done = shown(
@@ -171,7 +189,9 @@ def test_progress_names_phases_only_with_a_ramp():
 
 
 def test_progress_time_left_counts_samples(monkeypatch):
-    """If later steps are larger, the time left is longer. The first evaluation, which compiles, is left out of the rate."""
+    """If later steps are larger, the time left is longer. The first evaluation, which
+    compiles, is left out of the rate.
+    """
     # One second between two events, and 1,000 for the evaluation after step 7.
     clock, happened = (
         itertools.chain(range(8), itertools.count(1008)),
@@ -232,9 +252,14 @@ def show_in_a_notebook():
 
 
 def test_progress_in_a_notebook():
-    """Steps are in one HTML bar for each run, which is replaced in place; the plan and the phases are still printed."""
+    """Steps are in one HTML bar for each run, which is replaced in place; the plan and
+    the phases are still printed.
+    """
     pytest.importorskip("IPython")
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_progress as t; t.show_in_a_notebook()"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import"
+        " test_progress as t; t.show_in_a_notebook()"
+    )
     found = json.loads(
         subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True, text=True

@@ -1,4 +1,6 @@
-"""Tests of rampup.show.report: the content of the page, and its behaviour in a real browser."""
+"""Tests of rampup.show.report: the content of the page, and its behaviour in a real
+browser.
+"""
 
 import json
 import re
@@ -28,7 +30,9 @@ EVIL = '</script><script>document.title="hacked"</script>&"\'<b>'
 
 
 def metrics(plan, name="a", steps=40):
-    """Return made-up metrics of the plan's first steps, one of whose losses is not finite."""
+    """Return made-up metrics of the plan's first steps, one of whose losses is not
+    finite.
+    """
     lines = []
     for step in range(steps):
         position = plan.position(step)
@@ -62,7 +66,9 @@ def made(**change):
 
 
 def test_report_contains_everything_and_loads_nothing():
-    """The plan, every phase, every key with its meaning, notes, pictures and the metrics of the run."""
+    """The plan, every phase, every key with its meaning, notes, pictures and the
+    metrics of the run.
+    """
     report = made()
     page = Page(html := report_html(report))
     text = " ".join(page.text)
@@ -79,7 +85,8 @@ def test_report_contains_everything_and_loads_nothing():
         "Loss", "Throughput", "Batch of the run", "Global batch over samples", "Global batch over steps", "Passes per step",
         "Pipeline bubble, idle share", "Learning rate over samples", "Learning rate over steps", "timetable of the last phase",
     }  # fmt: skip
-    # No element names another file or host, the page's policy forbids it to load one, and every identifier is unique.
+    # No element names another file or host, the page's policy forbids it to load one,
+    # and every identifier is unique.
     assert not any(word in html for word in ("http://", "https://", "@import"))
     assert not [attrs for _, attrs in page.elements if attrs.get("src")]
     links = [attrs["href"] for _, attrs in page.elements if attrs.get("href")]
@@ -120,7 +127,9 @@ def test_report_escapes_text():
 
 
 def test_report_counts_rows_that_it_leaves_out_and_marks_unreached_phases():
-    """Of three thousand phases, the page counts the rows that it leaves out; a phase beyond the run is in italics."""
+    """Of three thousand phases, the page counts the rows that it leaves out; a phase
+    beyond the run is in italics.
+    """
     config = Config(
         batch_size_schedule=" ".join(f"{20_000 * n}:{n + 1}" for n in range(3000)),
         steps=10**6,
@@ -149,7 +158,9 @@ def test_write_report_refuses_bad_paths(tmp_path, name):
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    """A headless Chromium that shows the report; a test without it is skipped with a line that says why."""
+    """A headless Chromium that shows the report; a test without it is skipped with a
+    line that says why.
+    """
     pytest.importorskip(
         "selenium", reason="selenium is not installed: pip install 'rampup[browser]'"
     )
@@ -218,7 +229,9 @@ def contrast(driver):
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("dark", [False, True])
 def test_in_a_browser_report_fits_and_is_quiet(driver, size, dark):
-    """On a phone and a desktop, light and dark: no console message, no request, no sideways scrolling, readable text."""
+    """On a phone and a desktop, light and dark: no console message, no request, no
+    sideways scrolling, readable text.
+    """
     open_page(driver, size=size, dark=dark)
     assert driver.get_log("browser") == []
     sent = [
@@ -236,7 +249,8 @@ def test_in_a_browser_report_fits_and_is_quiet(driver, size, dark):
     )
     assert contrast(driver) > 7
     smallest = driver.execute_script(
-        "return Math.min(...[...document.querySelectorAll('figure svg text')].map((t) => t.getBoundingClientRect().height))"
+        "return Math.min(...[...document.querySelectorAll('figure svg text')].map((t)"
+        " => t.getBoundingClientRect().height))"
     )
     assert smallest > 10
     for picture in driver.find_elements("css selector", "figure svg"):

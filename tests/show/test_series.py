@@ -21,7 +21,9 @@ LINE = {
 
 @pytest.mark.parametrize("steps", [1, 30, 230, 231, 250, 500])
 def test_drawn_phases_join_without_gaps(steps):
-    """Each phase is drawn from where the one before it ends, in steps as in samples, wherever the run ends."""
+    """Each phase is drawn from where the one before it ends, in steps as in samples,
+    wherever the run ends.
+    """
     plan = build_plan(Config(enable_rampup_batch_size=True, steps=steps), 4)
     phases = drawn_phases(plan)
     for one, other in itertools.pairwise(phases):
@@ -41,7 +43,9 @@ def test_drawn_phases_join_without_gaps(steps):
 
 
 def test_rate_points_are_steps_of_the_run():
-    """Every point is a step of the run with the samples before it; ends and phase changes are among them."""
+    """Every point is a step of the run with the samples before it; ends and phase
+    changes are among them.
+    """
     plan = build_plan(Config(enable_rampup_batch_size=True), 4)
     points = rate_points(plan, lambda step: step**2)
     assert all(
@@ -54,7 +58,9 @@ def test_rate_points_are_steps_of_the_run():
 
 
 def test_run_metrics_refuse_missing_counts():
-    """A line without the integers that pictures need is refused with run, step and key."""
+    """A line without the integers that pictures need is refused with run, step and
+    key.
+    """
     for key, value in {
         "step": -1,
         "consumed_samples": None,
@@ -70,8 +76,13 @@ def test_run_metrics_refuse_missing_counts():
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
 def test_run_metrics_refuse_a_damaged_line(tmp_path, name):
-    """A picture does not leave a step out in silence; a last line that is being written is no damage."""
-    line = '{"step": 0, "consumed_samples": 8, "loss": 1.0, "eval_loss": 1.0, "global_batch_size": 8, "phase": 0}\n'
+    """A picture does not leave a step out in silence; a last line that is being written
+    is no damage.
+    """
+    line = (
+        '{"step": 0, "consumed_samples": 8, "loss": 1.0, "eval_loss": 1.0,'
+        ' "global_batch_size": 8, "phase": 0}\n'
+    )
     for file in ("metrics.jsonl", "eval.jsonl"):
         (tmp_path / file).write_text(line + line[:20])
     assert RunMetrics.from_folder(tmp_path, name="a").steps == (0,)
@@ -85,7 +96,9 @@ def test_run_metrics_refuse_a_damaged_line(tmp_path, name):
 
 @pytest.mark.parametrize("value", [None, "x", math.inf, True])
 def test_run_metrics_losses_that_are_not_finite_are_gaps(value):
-    """A loss that is not finite is not drawn, and a mean ignores it; an evaluation of no step is left out."""
+    """A loss that is not finite is not drawn, and a mean ignores it; an evaluation of
+    no step is left out.
+    """
     evals = [{"step": 0, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}]
     run = RunMetrics.from_lines(
         "a", [LINE | {"loss": value}, LINE | {"step": 1, "consumed_samples": 16}], evals
@@ -108,7 +121,11 @@ def test_share_of_dropped_prompts_is_of_those_that_a_rollout_has_read():
     }
     lines = [
         line
-        | {"rollout": rollout, "dropped_groups": dropped, "consumed_prompts": consumed}
+        | {
+            "rollout": rollout,
+            "dropped_groups": dropped,
+            "consumed_prompts": consumed,
+        }
         for rollout, dropped, consumed in ((0, 2, 4), (0, 2, 4), (1, 6, 12), (2, 0, 12))
     ]
     shares = RunMetrics.from_lines("a", lines).curves["Share of dropped prompts"]

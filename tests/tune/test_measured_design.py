@@ -27,7 +27,9 @@ CONFIG = rampup.Config(batch_size_schedule="0:16", steps=1000)
 
 
 def measured_steps(rng, truth, steps):
-    """Return S and G2 of steps with Gaussian gradients and a known noise scale in samples; tr(Sigma) is DIMS."""
+    """Return S and G2 of steps with Gaussian gradients and a known noise scale in
+    samples; tr(Sigma) is DIMS.
+    """
     truth = np.broadcast_to(truth, steps)
     traces = rng.chisquare((BLOCKS - 1) * DIMS, steps) / (BLOCKS - 1)
     along = np.sqrt(DIMS * BATCH / truth) + rng.standard_normal(steps)
@@ -39,7 +41,9 @@ def measured_steps(rng, truth, steps):
 
 
 def write_run(folder, steps, *, change=lambda number: {}):
-    """Write the metrics of a run whose S and G2 are given; a sample has a weight of 128 tokens, as in `rampup train`."""
+    """Write the metrics of a run whose S and G2 are given; a sample has a weight of 128
+    tokens, as in `rampup train`.
+    """
     noise, lines = NoiseScale(half_life_samples=30 * BATCH), []
     for number, (trace, squared_norm) in enumerate(steps):
         noise.update(
@@ -71,7 +75,9 @@ def write_run(folder, steps, *, change=lambda number: {}):
 
 
 def test_interval_of_a_design_contains_a_noise_scale_far_above_the_batch(tmp_path):
-    """Of 50 runs with 100 times the batch, at least 85% contain it at every place, and the middle of them is near the truth."""
+    """Of 50 runs with 100 times the batch, at least 85% contain it at every place, and
+    the middle of them is near the truth.
+    """
     truth, rng, covered, ends = 100 * BATCH, np.random.default_rng(0), [], []
     for _ in range(50):
         folder = write_run(tmp_path / "run", measured_steps(rng, truth, 400))
@@ -90,7 +96,8 @@ def test_interval_of_a_design_contains_a_noise_scale_far_above_the_batch(tmp_pat
     assert 0.65 * truth <= np.median(ends) <= 1.5 * truth
 
 
-# The noise scale over the samples: constant, growing as published and faster, far above the batch, and late.
+# The noise scale over the samples: constant, growing as published and faster, far above
+# the batch, and late.
 TRUTHS = [
     lambda samples: 60.0 + 0 * samples,
     lambda samples: 20 * (1 + samples / 400) ** 0.5,
@@ -105,7 +112,9 @@ TRUTHS = [
 
 @pytest.mark.parametrize("runs", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_intervals_at_the_start_and_the_end_cover_the_truth(runs, tmp_path):
-    """In 87% to 93% of runs the interval has the noise scale of the first step, and in as many that of the last one."""
+    """In 87% to 93% of runs the interval has the noise scale of the first step, and in
+    as many that of the last one.
+    """
     steps, covered = 400, []
     samples = BATCH * np.arange(steps)
     for number, truth in enumerate(TRUTHS):
@@ -133,7 +142,9 @@ def test_intervals_at_the_start_and_the_end_cover_the_truth(runs, tmp_path):
     ids=(2, 104),
 )
 def test_a_recommended_schedule_costs_what_is_printed(truths, runs, tmp_path):
-    """In 90% of runs of known truth, the fastest schedule needs between half and twice the printed additional tokens."""
+    """In 90% of runs of known truth, the fastest schedule needs between half and twice
+    the printed additional tokens.
+    """
     steps, ratios = 400, []
     tuned = tmp_path / "tune.json"
     phases = [
@@ -180,7 +191,9 @@ def test_a_recommended_schedule_costs_what_is_printed(truths, runs, tmp_path):
 
 
 def test_design_keeps_what_is_at_least(tmp_path):
-    """After a noise scale of 20 samples, the gradient cannot be told from zero: the design ends with a lower bound."""
+    """After a noise scale of 20 samples, the gradient cannot be told from zero: the
+    design ends with a lower bound.
+    """
     rng = np.random.default_rng(1)
     steps = [*measured_steps(rng, 20.0, 100), *measured_steps(rng, 1e9, 900)]
     folder = write_run(tmp_path / "run", steps)
@@ -220,7 +233,9 @@ def write_critical(run, name, **values):
 
 
 def test_largest_window_of_a_checkpoint_counts(tmp_path):
-    """Of two results at one checkpoint, that with more tokens counts, whichever file is newer."""
+    """Of two results at one checkpoint, that with more tokens counts, whichever file is
+    newer.
+    """
     run = write_run(
         tmp_path / "run",
         [(1.0, 1.0)] * 20,
@@ -239,7 +254,9 @@ def test_largest_window_of_a_checkpoint_counts(tmp_path):
 
 
 def test_critical_batches_count_by_the_tokens_that_they_need(tmp_path):
-    """A batch that needs 20% more tokens is a fifth of the noise scale; a measurement that decided nothing is no point."""
+    """A batch that needs 20% more tokens is a fifth of the noise scale; a measurement
+    that decided nothing is no point.
+    """
     run = write_run(
         tmp_path / "run",
         [(1.0, 1.0)] * 20,
@@ -254,7 +271,9 @@ def test_critical_batches_count_by_the_tokens_that_they_need(tmp_path):
 
 
 def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
-    """Before the only measured checkpoint, the noise scale of the run counts in proportion, in intervals that contain both."""
+    """Before the only measured checkpoint, the noise scale of the run counts in
+    proportion, in intervals that contain both.
+    """
     run = write_run(
         tmp_path / "run", measured_steps(np.random.default_rng(0), BATCH, 400)
     )
@@ -281,7 +300,9 @@ def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
 
 
 def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
-    """The smallest batch of the branches is an upper bound, the largest a lower one, and the notes say so."""
+    """The smallest batch of the branches is an upper bound, the largest a lower one,
+    and the notes say so.
+    """
     run = write_run(
         tmp_path / "run",
         [(1.0, 1.0)] * 20,

@@ -30,7 +30,9 @@ from rampup.tune.programs import fit_line, fit_tick_overhead, take_turns
     "opt_type", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)]
 )
 def test_state_shapes_match_the_initial_state(axes, opt_type):
-    """Shapes, types and shardings equal those of the arrays that training starts from."""
+    """Shapes, types and shardings equal those of the arrays that training starts
+    from.
+    """
     changes = {
         "opt_type": opt_type,
         "batch_size_schedule": "0:16",
@@ -49,7 +51,9 @@ def test_state_shapes_match_the_initial_state(axes, opt_type):
 
 
 def test_take_turns_runs_steps_equally_often():
-    """All steps run equally often, the first rounds are not counted, and a small budget gives one round."""
+    """All steps run equally often, the first rounds are not counted, and a small budget
+    gives one round.
+    """
     steps = {"a": mock.Mock(), "b": mock.Mock()}
     times = take_turns(steps)
     assert steps["a"].call_count == steps["b"].call_count > times["a"].rounds == 5
@@ -59,7 +63,9 @@ def test_take_turns_runs_steps_equally_often():
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 @pytest.mark.parametrize("overhead", [0, 0.25, 3])
 def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
-    """Times made by `predicted_time`, plus a constant for the optimizer, return the overhead."""
+    """Times made by `predicted_time`, plus a constant for the optimizer, return the
+    overhead.
+    """
     times = {b: [] for b in (1, 2, 8)}
     for b, m in itertools.product(times, (4, 8, 16)):
         seconds = float(
@@ -96,7 +102,9 @@ def test_fit_tick_overhead_returns_none_without_enough_data(times, overhead):
 
 @given(st.integers(1, 200), st.floats(1e-4, 10), st.integers(1, 3))
 def test_fit_line_of_one_place_goes_through_zero(x, y, number):
-    """Points with the same x give the line through 0, whatever their mean rounds to; two places give the line through both."""
+    """Points with the same x give the line through 0, whatever their mean rounds to;
+    two places give the line through both.
+    """
     assert fit_line([(x, y)] * number) == (0.0, pytest.approx(y / x, rel=1e-9))
     start, slope = fit_line([(x, y), (x + 4, 2 * y)])
     assert [start + slope * place for place in (x, x + 4)] == pytest.approx(

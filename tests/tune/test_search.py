@@ -46,12 +46,14 @@ CONFIGS = {
     "per_phase": RAMP | {"rampup_microbatch": "per_phase"},
     "schedule": {"batch_size_schedule": "0:96 200:32 500:160"},
     "pipeline": RAMP | {"ici_pipeline_parallelism": 2, "base_num_decoder_layers": 2},
-    "pipeline, m given": RAMP
-    | {
-        "ici_pipeline_parallelism": 2,
-        "num_pipeline_microbatches": 2,
-        "base_num_decoder_layers": 2,
-    },
+    "pipeline, m given": (
+        RAMP
+        | {
+            "ici_pipeline_parallelism": 2,
+            "num_pipeline_microbatches": 2,
+            "base_num_decoder_layers": 2,
+        }
+    ),
     "unreached": RAMP | {"steps": 3},
 }
 
@@ -60,7 +62,9 @@ CONFIGS = {
     ("state", "needed"), [(100, 1), (1000, 100), (3000, 900), (3999, 900), (5000, 900)]
 )
 def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
-    """The size that divides every phase first, then the prediction and its neighbor; the answer is that of trying all."""
+    """The size that divides every phase first, then the prediction and its neighbor;
+    the answer is that of trying all.
+    """
     plan = build_plan(Config(**RAMP), 1)
     tried, announced = [], []
 
@@ -91,7 +95,9 @@ def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
-    """Sizes that were compiled before are reported, with exit code 130; without one, there is nothing to say."""
+    """Sizes that were compiled before are reported, with exit code 130; without one,
+    there is nothing to say.
+    """
     memory, number = Programs.memory, [0]
 
     def interrupted(self, size, more=None):
@@ -126,7 +132,9 @@ def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
     st.lists(st.integers(0, 1000), min_size=200, max_size=200), st.integers(-10, 10**5)
 )
 def test_find_largest_agrees_with_trying_all(rises, limit):
-    """For any costs that do not decrease, the largest size within the limit and the next one are found, and both were tried."""
+    """For any costs that do not decrease, the largest size within the limit and the
+    next one are found, and both were tried.
+    """
     plan = build_plan(Config(**RAMP), 1)
     costs, tried = list(itertools.accumulate(rises)), []
     programs = SimpleNamespace(plan=plan, splitter=plan.splitter, size=lambda b: b)
@@ -150,7 +158,9 @@ def test_find_largest_agrees_with_trying_all(rises, limit):
 def test_notes_say_that_the_choice_is_a_tie_or_within_the_noise(
     programs, seconds, spread, said
 ):
-    """An alternative that is faster, or whose time differs by less than the times vary, is named with the rule that decides."""
+    """An alternative that is faster, or whose time differs by less than the times vary,
+    is named with the rule that decides.
+    """
     first, second, *_ = proposals(Config(**RAMP), build_plan(Config(**RAMP), 4), 8)
     chosen, other = (
         replace(first, run_seconds=10.0),
@@ -174,7 +184,9 @@ def test_notes_say_that_the_choice_is_a_tie_or_within_the_noise(
 @pytest.mark.parametrize("found", [1, 2, 3, 5, 8, 16, 64])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_proposals_keep_the_ramp_and_fit(name, found):
-    """Every proposal is a legal configuration with the same batches at the same steps, in microbatches that fit."""
+    """Every proposal is a legal configuration with the same batches at the same steps,
+    in microbatches that fit.
+    """
     config = Config(eval_interval=-1, **CONFIGS[name])
     plan = build_plan(config, 4)
     made = proposals(config, plan, found)
@@ -200,7 +212,9 @@ def test_proposals_keep_the_ramp_and_fit(name, found):
 
 
 def test_proposals_cover_each_policy():
-    """One shape, two shapes and one per phase, the configuration's own policy first, without duplicates."""
+    """One shape, two shapes and one per phase, the configuration's own policy first,
+    without duplicates.
+    """
     config = Config(**RAMP)
     made = proposals(config, build_plan(config, 4), 8)
     cuts = [
@@ -221,7 +235,9 @@ def test_proposals_cover_each_policy():
 
 
 def test_proposal_seconds_counts_reached_steps():
-    """Each phase counts with its reached steps; the total is infinite if a size was not timed."""
+    """Each phase counts with its reached steps; the total is infinite if a size was not
+    timed.
+    """
     config = Config(**RAMP, steps=40)
     plan = build_plan(config, 4)
     proposal = proposals(config, plan, 4)[0]
@@ -248,7 +264,9 @@ def programs():
 
 @pytest.mark.slow
 def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
-    """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has its memory and throughput."""
+    """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has
+    its memory and throughput.
+    """
     needs = programs.bytes(programs.size(2))
     settings = command_line(TUNED | {"enable_rampup_batch_size": False})
     memory = f"--memory-gib={math.ceil(needs / (1 - MARGIN))}/{GIB}"
@@ -278,7 +296,9 @@ def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
     "memory_gib", ["0", "-1", "1e-10", "1e7", "much", "nan", "inf", "", "1/0"]
 )
 def test_memory_limit_rejects_invalid_sizes(memory_gib):
-    """Zero, negative, too large or not a number: the error names the option. Of several devices the smallest limit counts."""
+    """Zero, negative, too large or not a number: the error names the option. Of several
+    devices the smallest limit counts.
+    """
     small, large = (
         type("Device", (), {"memory_stats": lambda self, n=n: {"bytes_limit": n}})()
         for n in (5, 7)
@@ -292,7 +312,9 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
 
 
 def test_answers_for_absent_chips_are_kept_in_a_local_folder():
-    """A `jax_cache_dir` in a bucket is for the programs of a run, and makes no folder called `gs:` here."""
+    """A `jax_cache_dir` in a bucket is for the programs of a run, and makes no folder
+    called `gs:` here.
+    """
     assert (
         tuning._target(
             Config(jax_cache_dir="gs://bucket/cache"), "v5e:1x1", None, None
@@ -335,7 +357,9 @@ def test_answers_for_absent_chips_are_kept_in_a_local_folder():
     ],
 )
 def test_tune_rejects_what_cannot_be_tuned(keys, options, error, message):
-    """A CPU has no memory limit of its own; devices must exist; only the fused engine is tuned."""
+    """A CPU has no memory limit of its own; devices must exist; only the fused engine
+    is tuned.
+    """
     with pytest.raises(error, match=message):
         tune(Config(**TUNED | keys), **options)
 
@@ -377,7 +401,9 @@ def test_run_next_larger_reports_refusals(message, memory, seen, monkeypatch):
     [("0.0.21.1", True), ("0.0.9", True), ("0.0.23", False), ("0.1", False)],
 )
 def test_old_libtpu_is_refused(monkeypatch, version, is_old):
-    """Versions before that of JAX 0.7.2, such as Colab's, end the process in a compilation, and are refused before it."""
+    """Versions before that of JAX 0.7.2, such as Colab's, end the process in a
+    compilation, and are refused before it.
+    """
     monkeypatch.setattr("importlib.metadata.version", lambda package: version)
     if not is_old:
         assert compiler_version() == f"libtpu {version}"
@@ -393,7 +419,9 @@ def test_old_libtpu_is_refused(monkeypatch, version, is_old):
 def test_memory_options_are_ranked_and_have_the_bytes_of_their_own_programs(
     programs, monkeypatch
 ):
-    """If nothing fits, options that are enough come first, then those that save most, with the bytes of their own programs."""
+    """If nothing fits, options that are enough come first, then those that save most,
+    with the bytes of their own programs.
+    """
     monkeypatch.setattr(tuning, "SHORT_TIMING_SECONDS", 0)
     lines = []
     needs = programs.bytes(programs.size(1))
@@ -423,7 +451,8 @@ def test_memory_options_are_ranked_and_have_the_bytes_of_their_own_programs(
     assert remat["bytes"] == other.bytes(other.size(1))
     assert remat["slowdown"] > 0
     assert remat["compiled"]
-    # Adam's two moments are each as large as the parameters, and its counters are two int32.
+    # Adam's two moments are each as large as the parameters, and its counters are two
+    # int32.
     offloaded = by_name["optimizer_memory_host_offload"]
     assert (
         offloaded["saved_bytes"]

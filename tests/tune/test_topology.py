@@ -1,4 +1,6 @@
-"""Tests of compiling for absent TPU slices: the ramp as their compiler compiles it, and the report of `tune`."""
+"""Tests of compiling for absent TPU slices: the ramp as their compiler compiles it, and
+the report of `tune`.
+"""
 
 import json
 import math
@@ -32,7 +34,9 @@ RAMP += ("enable_rampup_batch_size=true",)
 
 
 def compile_base(name, *settings, microbatch_size=4):
-    """Return the programs of base.yml for a slice, with its own ramp, and the answer about one microbatch size."""
+    """Return the programs of base.yml for a slice, with its own ramp, and the answer
+    about one microbatch size.
+    """
     topology = Topology.parse(name)
     given = {setting.partition("=")[0] for setting in settings}
     config = rampup.load_config(
@@ -51,7 +55,9 @@ def gradients(account):
 
 
 def test_the_ramp_reduces_once_on_16_chips():
-    """base.yml on v5e:4x4: one executable, one all-reduce of all gradients after the loop, and none inside."""
+    """base.yml on v5e:4x4: one executable, one all-reduce of all gradients after the
+    loop, and none inside.
+    """
     programs, answer = compile_base("v5e:4x4")
     assert programs.mesh.shape["data"] == 16
     assert rampup.build_plan(rampup.load_config(BASE), 16).num_compiled_shapes == 1
@@ -82,7 +88,9 @@ SMALL = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128")
     ],
 )
 def test_zero_scatters_and_gathers_once(name, sides, settings):
-    """ZeRO-1: one reduce-scatter of the gradients, or one per side of the torus, and one all-gather, outside the loop."""
+    """ZeRO-1: one reduce-scatter of the gradients, or one per side of the torus, and
+    one all-gather, outside the loop.
+    """
     programs, answer = compile_base(name, "shard_optimizer_over_data=true", *settings)
     *scattered, gathered = gradients(answer.account)
     assert [(c.kind, c.axes, c.group_size) for c in scattered] == [
@@ -112,7 +120,9 @@ def test_zero_scatters_and_gathers_once(name, sides, settings):
 
 
 def test_gradients_cross_slices_once_a_step():
-    """Two slices: what goes over the data-center network is the sum of all microbatches, a part of it for each chip."""
+    """Two slices: what goes over the data-center network is the sum of all
+    microbatches, a part of it for each chip.
+    """
     programs, answer = compile_base("2*v5e:2x2", *SMALL, "num_slices=2")
     assert programs.mesh.shape["data"] == 8
     crossing = [c for c in answer.account.collectives if c.between_slices]
@@ -123,7 +133,9 @@ def test_gradients_cross_slices_once_a_step():
 
 
 def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microbatches():
-    """Four stages: two collective-permutes in the loop over ticks, and memory that does not grow with their number."""
+    """Four stages: two collective-permutes in the loop over ticks, and memory that does
+    not grow with their number.
+    """
     totals, permutes = [], []
     for batch in (16, 64):
         sizes = (
@@ -150,7 +162,9 @@ def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microba
 
 @pytest.mark.parametrize("name", ["v5e:1x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_small_slices_compile(name):
-    """The ramp compiles for the smallest slices of three chips; their memory and FLOPs are counted."""
+    """The ramp compiles for the smallest slices of three chips; their memory and FLOPs
+    are counted.
+    """
     programs, answer = compile_base(name)
     config, number = programs.config, programs.plan.num_devices
     assert len(gradients(answer.account)) == (number > 1)
@@ -192,12 +206,15 @@ def test_small_slices_compile(name):
 def test_the_verdict_agrees_with_the_refusal_near_the_edge(
     name, settings, microbatch_size
 ):
-    """With less memory than a program needs, and a little more, it fits if and only if the compiler accepts it."""
+    """With less memory than a program needs, and a little more, it fits if and only if
+    the compiler accepts it.
+    """
     settings = ("base_num_decoder_layers=1", *settings)
     programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
     size, topology = programs.size(microbatch_size), programs.target.topology
     lowered, verdicts = programs._lower(size), []
-    # The compiler needs some percent more or less if memory is short: it recomputes values, and places others apart.
+    # The compiler needs some percent more or less if memory is short: it recomputes
+    # values, and places others apart.
     for limit in (
         answer.memory.total * 7 // 10,
         answer.memory.total * 21 // 20 + 8 * MIB,
@@ -219,7 +236,9 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(
 
 
 def test_a_program_that_does_not_fit_is_refused():
-    """The compiler's refusal is the answer: no memory, no account, and the bytes that it names."""
+    """The compiler's refusal is the answer: no memory, no account, and the bytes that
+    it names.
+    """
     programs, answer = compile_base(
         "v5e:1x1", "base_num_decoder_layers=1", microbatch_size=2**17
     )
@@ -230,7 +249,9 @@ def test_a_program_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5e:4x4"])
 def test_the_optimizer_state_can_be_in_host_memory(name):
-    """Adam's moments, also on slices of several hosts, whose devices say nothing about their memories here."""
+    """Adam's moments, also on slices of several hosts, whose devices say nothing about
+    their memories here.
+    """
     programs, answer = compile_base(name, "optimizer_memory_host_offload=true")
     _, without = compile_base(name)
     assert answer.memory.host >= 2 * bytes_per_device(programs.state_shapes.params)
@@ -239,7 +260,9 @@ def test_the_optimizer_state_can_be_in_host_memory(name):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inspect_sees_reductions_of_every_microbatch_in_a_tpu_program(dtype):
-    """A scan over microbatches and layers: its sums start as empty buffers, into which the first iteration selects zeros."""
+    """A scan over microbatches and layers: its sums start as empty buffers, into which
+    the first iteration selects zeros.
+    """
     mesh = Mesh(
         np.array(topology_devices("v5e:2x2")), ("data",), axis_types=(AxisType.Auto,)
     )
@@ -250,17 +273,21 @@ def test_inspect_sees_reductions_of_every_microbatch_in_a_tpu_program(dtype):
         )
 
     def step(weights, batch):
-        add = lambda total, x: (  # noqa: E731
-            total + jax.grad(loss)(weights, x).astype(total.dtype),
-            None,
-        )
+        def add(total, x):
+            return (
+                total + jax.grad(loss)(weights, x).astype(total.dtype),
+                None,
+            )
+
         return weights - jax.lax.scan(add, jnp.zeros(weights.shape, dtype), batch)[
             0
         ].astype(weights.dtype)
 
-    place = lambda shape, *spec: jax.ShapeDtypeStruct(  # noqa: E731
-        shape, "float32", sharding=NamedSharding(mesh, PartitionSpec(*spec))
-    )
+    def place(shape, *spec):
+        return jax.ShapeDtypeStruct(
+            shape, "float32", sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+
     found = rampup.inspect(
         jax.jit(step, donate_argnums=0),
         place((3, 256, 256)),
@@ -278,7 +305,9 @@ def test_inspect_sees_reductions_of_every_microbatch_in_a_tpu_program(dtype):
 
 
 def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
-    """The size that fits is the compiler's; a second run compiles nothing; every time is labelled as an estimate."""
+    """The size that fits is the compiler's; a second run compiles nothing; every time
+    is labelled as an estimate.
+    """
     config, lines = rampup.load_config(BASE, [*SMALL, f"jax_cache_dir={tmp_path}"]), []
     found = tune(config, topology="v5e:1x1", memory_gib="0.004", report=lines.append)
     assert (found["topology"], found["hbm_bytes"]) == ("v5e:1x1", int(0.004 * 2**30))
@@ -314,7 +343,9 @@ def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
 
 
 def test_tune_prints_its_contract_without_noise(tmp_path):
-    """The command on a machine without a TPU: exit 0, one JSON object, and only progress on standard error."""
+    """The command on a machine without a TPU: exit 0, one JSON object, and only
+    progress on standard error.
+    """
     environ = {
         name: value
         for name, value in os.environ.items()

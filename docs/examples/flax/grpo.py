@@ -1,4 +1,6 @@
-"""GRPO with a reward that is a Python function: `python grpo.py`. With a ramp: grpo_ramp.py."""
+"""GRPO with a reward that is a Python function: `python grpo.py`. With a ramp:
+grpo_ramp.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,9 @@ train_steps, num_prompts, group, vocab_size, length, width = 80, 32, 8, 8, 3, 32
 
 
 class Policy(nnx.Module):
-    """A transformer with one block. A row is a prompt and a response, of `length` tokens each."""
+    """A transformer with one block. A row is a prompt and a response, of `length`
+    tokens each.
+    """
 
     def __init__(self, *, rngs):
         self.tokens = nnx.Embed(vocab_size, width, rngs=rngs)
@@ -58,7 +62,9 @@ def generate(policy, prompts, key):
 
 
 def loss_fn(policy, batch):
-    """Return the loss of GRPO: the clipped ratio of new to old probabilities, times the advantage."""
+    """Return the loss of GRPO: the clipped ratio of new to old probabilities, times the
+    advantage.
+    """
     ratio = jnp.exp(log_probabilities(policy, batch["tokens"]) - batch["old"])
     advantage = batch["advantage"][:, None]
     return -jnp.mean(

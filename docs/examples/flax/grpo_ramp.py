@@ -1,4 +1,6 @@
-"""The policy of grpo.py with a batch that grows from 8 to 32 prompts: `python grpo_ramp.py`."""
+"""The policy of grpo.py with a batch that grows from 8 to 32 prompts: `python
+grpo_ramp.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,9 @@ schedule = build_rollout_schedule(
 
 
 class Policy(nnx.Module):
-    """A transformer with one block. A row is a prompt and a response, of `length` tokens each."""
+    """A transformer with one block. A row is a prompt and a response, of `length`
+    tokens each.
+    """
 
     def __init__(self, *, rngs):
         self.tokens = nnx.Embed(vocab_size, width, rngs=rngs)

@@ -1,4 +1,6 @@
-"""LoRA: a trained network learns another task by low-rank parameters only: `python lora.py`. With a ramp: lora_ramp.py."""
+"""LoRA: a trained network learns another task by low-rank parameters only: `python
+lora.py`. With a ramp: lora_ramp.py.
+"""
 
 import jax
 import jax.numpy as jnp

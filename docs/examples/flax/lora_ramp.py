@@ -1,4 +1,6 @@
-"""The low-rank parameters of lora.py with a batch that grows from 8 to 32: `python lora_ramp.py`."""
+"""The low-rank parameters of lora.py with a batch that grows from 8 to 32: `python
+lora_ramp.py`.
+"""
 
 import jax
 import jax.numpy as jnp

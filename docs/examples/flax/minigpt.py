@@ -1,4 +1,6 @@
-"""The JAX AI Stack's miniGPT tutorial, small and on synthetic text: `python minigpt.py`. With a ramp: minigpt_ramp.py."""
+"""The JAX AI Stack's miniGPT tutorial, small and on synthetic text: `python
+minigpt.py`. With a ramp: minigpt_ramp.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ train_steps, batch_size, vocab_size, length, width = 60, 32, 64, 32, 32
 
 
 def make_texts(seed, number):
-    """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
+    """Return texts that count up in steps of one to three, of unequal length, padded
+    with 0.
+    """
     random = np.random.default_rng(seed)
     starts, steps = (
         random.integers(1, vocab_size, (number, 1)),

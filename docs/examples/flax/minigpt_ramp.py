@@ -1,4 +1,6 @@
-"""The transformer of minigpt.py with a batch that grows from 8 to 32: `python minigpt_ramp.py`."""
+"""The transformer of minigpt.py with a batch that grows from 8 to 32: `python
+minigpt_ramp.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ plan = rampup.build_plan(config, jax.device_count())
 
 
 def make_texts(seed, number):
-    """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
+    """Return texts that count up in steps of one to three, of unequal length, padded
+    with 0.
+    """
     random = np.random.default_rng(seed)
     starts, steps = (
         random.integers(1, vocab_size, (number, 1)),
@@ -87,7 +91,9 @@ class MiniGPT(nnx.Module):
 
 
 def loss_fn(model, batch, keys):
-    """Return the sum of the losses of the tokens that are not padding, and their number."""
+    """Return the sum of the losses of the tokens that are not padding, and their
+    number.
+    """
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch[0]), batch[1])
     weights = batch[1] > 0
     return jnp.sum(losses * weights), weights.sum(), {}

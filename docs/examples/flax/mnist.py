@@ -1,4 +1,6 @@
-"""The convolutional network of Flax's MNIST tutorial, on synthetic digits: `python mnist.py`. With a ramp: mnist_ramp.py."""
+"""The convolutional network of Flax's MNIST tutorial, on synthetic digits: `python
+mnist.py`. With a ramp: mnist_ramp.py.
+"""
 
 from functools import partial
 
@@ -16,8 +18,10 @@ def make_digits(seed, number):
     noise = np.random.default_rng(seed)
     labels = noise.integers(10, size=number)
     return {
-        "image": patterns[labels]
-        + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32),
+        "image": (
+            patterns[labels]
+            + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32)
+        ),
         "label": labels,
     }
 
@@ -54,9 +58,10 @@ class CNN(nnx.Module):
 def loss_fn(model, batch, rngs=None):
     """Return the mean loss of a batch, and its logits."""
     logits = model(batch["image"], rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-    ).mean(), logits
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(),
+        logits,
+    )
 
 
 @nnx.jit
@@ -88,7 +93,8 @@ for batch in make_batches(train_set, batch_size):
         for test_batch in make_batches(test_set, 64):
             eval_step(model, metrics, test_batch)
         print(
-            f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy {float(metrics.compute()['accuracy']):.3f}"
+            f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy"
+            f" {float(metrics.compute()['accuracy']):.3f}"
         )
         metrics.reset()
         model.train()

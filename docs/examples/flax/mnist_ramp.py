@@ -1,4 +1,6 @@
-"""The convolutional network of mnist.py with a batch that grows from 8 to 32: `python mnist_ramp.py`."""
+"""The convolutional network of mnist.py with a batch that grows from 8 to 32: `python
+mnist_ramp.py`.
+"""
 
 from functools import partial
 
@@ -22,8 +24,10 @@ def make_digits(seed, number):
     noise = np.random.default_rng(seed)
     labels = noise.integers(10, size=number)
     return {
-        "image": patterns[labels]
-        + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32),
+        "image": (
+            patterns[labels]
+            + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32)
+        ),
         "label": labels,
     }
 
@@ -60,9 +64,10 @@ class CNN(nnx.Module):
 def loss_fn(model, batch, rngs=None):
     """Return the mean loss of a batch, and its logits."""
     logits = model(batch["image"], rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-    ).mean(), logits
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(),
+        logits,
+    )
 
 
 def sum_loss(model, batch, keys):
@@ -94,7 +99,8 @@ for batch in step.stream(make_batches(train_set, batch_size), batched=True):
         for test_batch in make_batches(test_set, 64):
             eval_step(model, metrics, test_batch)
         print(
-            f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy {float(metrics.compute()['accuracy']):.3f}"
+            f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy"
+            f" {float(metrics.compute()['accuracy']):.3f}"
         )
         metrics.reset()
         model.train()

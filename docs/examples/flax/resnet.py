@@ -1,4 +1,6 @@
-"""A small residual network in linen, with batch normalization: `python resnet.py`. With a ramp: resnet_ramp.py."""
+"""A small residual network in linen, with batch normalization: `python resnet.py`. With
+a ramp: resnet_ramp.py.
+"""
 
 from typing import Any
 
@@ -19,8 +21,9 @@ def make_images(seed, number):
     labels = noise.integers(10, size=number)
     return [
         {
-            "image": patterns[label]
-            + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32),
+            "image": (
+                patterns[label] + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32)
+            ),
             "label": label,
         }
         for label in labels
@@ -78,9 +81,10 @@ def loss_fn(params, batch_stats, batch):
         batch["image"],
         mutable=["batch_stats"],
     )
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-    ).mean(), new["batch_stats"]
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(),
+        new["batch_stats"],
+    )
 
 
 @jax.jit

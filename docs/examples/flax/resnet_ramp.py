@@ -1,4 +1,6 @@
-"""The residual network of resnet.py with a batch that grows from 8 to 32: `python resnet_ramp.py`."""
+"""The residual network of resnet.py with a batch that grows from 8 to 32: `python
+resnet_ramp.py`.
+"""
 
 from typing import Any
 
@@ -25,8 +27,9 @@ def make_images(seed, number):
     labels = noise.integers(10, size=number)
     return [
         {
-            "image": patterns[label]
-            + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32),
+            "image": (
+                patterns[label] + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32)
+            ),
             "label": label,
         }
         for label in labels
@@ -84,13 +87,16 @@ def loss_fn(params, batch_stats, batch):
         batch["image"],
         mutable=["batch_stats"],
     )
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-    ).mean(), new["batch_stats"]
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(),
+        new["batch_stats"],
+    )
 
 
 def sum_loss(params, batch, keys, batch_stats):
-    """Return the sum of the losses of a microbatch, its number of rows, and the new statistics."""
+    """Return the sum of the losses of a microbatch, its number of rows, and the new
+    statistics.
+    """
     loss, batch_stats = loss_fn(params, batch_stats, batch)
     return loss * len(keys), len(keys), {}, batch_stats
 

@@ -1,4 +1,6 @@
-"""The vision transformer of the JAX AI Stack, small, on synthetic images: `python vit.py`. With a ramp: vit_ramp.py."""
+"""The vision transformer of the JAX AI Stack, small, on synthetic images: `python
+vit.py`. With a ramp: vit_ramp.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +54,9 @@ class Encoder(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Patches and a class token, encoder blocks, and a classifier on the class token."""
+    """Patches and a class token, encoder blocks, and a classifier on the class
+    token.
+    """
 
     def __init__(self, *, rngs):
         self.patches = nnx.Conv(
@@ -88,9 +92,10 @@ class VisionTransformer(nnx.Module):
 def loss_fn(model, batch):
     """Return the mean loss of a batch, and its logits."""
     logits = model(batch["image"])
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-    ).mean(), logits
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(),
+        logits,
+    )
 
 
 @nnx.jit

@@ -1,4 +1,6 @@
-"""The vision transformer of vit.py with a batch that grows from 8 to 32, in its own step: `python vit_ramp.py`."""
+"""The vision transformer of vit.py with a batch that grows from 8 to 32, in its own
+step: `python vit_ramp.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +60,9 @@ class Encoder(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Patches and a class token, encoder blocks, and a classifier on the class token."""
+    """Patches and a class token, encoder blocks, and a classifier on the class
+    token.
+    """
 
     def __init__(self, *, rngs):
         self.patches = nnx.Conv(
@@ -94,9 +98,10 @@ class VisionTransformer(nnx.Module):
 def loss_fn(model, batch):
     """Return the mean loss of a batch, and its logits."""
     logits = model(batch["image"])
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-    ).mean(), logits
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(),
+        logits,
+    )
 
 
 @nnx.jit

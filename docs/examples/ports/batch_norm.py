@@ -1,4 +1,6 @@
-"""A network with batch normalization in NNX: `python batch_norm.py`. With rampup: batch_norm_ramp.py."""
+"""A network with batch normalization in NNX: `python batch_norm.py`. With rampup:
+batch_norm_ramp.py.
+"""
 
 import jax
 import numpy as np
@@ -56,5 +58,6 @@ for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *rows[start : start + size])
     losses.append(float(train_step(model, optimizer, batch)))
 print(
-    f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean {float(model.norm.mean.mean()):.4f}"
+    f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean"
+    f" {float(model.norm.mean.mean()):.4f}"
 )

@@ -1,4 +1,6 @@
-"""The network of batch_norm.py, with its batches by rampup: `python batch_norm_ramp.py`."""
+"""The network of batch_norm.py, with its batches by rampup: `python
+batch_norm_ramp.py`.
+"""
 
 import jax
 import numpy as np
@@ -55,5 +57,6 @@ for batch in step.batches(rows):
     losses.append(float(metrics["loss"]))
 rampup.merge_model(model, state)
 print(
-    f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean {float(model.norm.mean.mean()):.4f}"
+    f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean"
+    f" {float(model.norm.mean.mean()):.4f}"
 )

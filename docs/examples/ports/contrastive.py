@@ -1,4 +1,6 @@
-"""Two towers with a contrastive loss, without a library: `python contrastive.py`. With rampup: contrastive_ramp.py."""
+"""Two towers with a contrastive loss, without a library: `python contrastive.py`. With
+rampup: contrastive_ramp.py.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The towers of contrastive.py, with their batches by rampup: `python contrastive_ramp.py`."""
+"""The towers of contrastive.py, with their batches by rampup: `python
+contrastive_ramp.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ def make_rows(number):
 
 
 def loss_fn(params, batch, keys):
-    """Return the sum of the losses of telling each pair from the others of the batch, and their number."""
+    """Return the sum of the losses of telling each pair from the others of the batch,
+    and their number.
+    """
     images, texts = batch["image"] @ params["image"], batch["text"] @ params["text"]
     losses = optax.softmax_cross_entropy_with_integer_labels(
         images @ texts.T, jnp.arange(len(texts))

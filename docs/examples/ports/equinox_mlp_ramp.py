@@ -1,4 +1,6 @@
-"""The Equinox model of equinox_mlp.py, with its batches by rampup: `python equinox_mlp_ramp.py`."""
+"""The Equinox model of equinox_mlp.py, with its batches by rampup: `python
+equinox_mlp_ramp.py`.
+"""
 
 import equinox as eqx
 import jax

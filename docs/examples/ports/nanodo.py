@@ -1,4 +1,6 @@
-"""A decoder-only transformer in linen, in the style of nanodo: `python nanodo.py`. With rampup: nanodo_ramp.py."""
+"""A decoder-only transformer in linen, in the style of nanodo: `python nanodo.py`. With
+rampup: nanodo_ramp.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ V, L, D, H, N = 64, 16, 32, 2, 2  # vocabulary, length, width, heads, layers
 
 
 def make_texts(number):
-    """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
+    """Return texts that count up in steps of one to three, of unequal length, padded
+    with 0.
+    """
     random = np.random.default_rng(0)
     tokens = 1 + (
         random.integers(V, size=(number, 1))

@@ -16,7 +16,9 @@ V, L, D, H, N = 64, 16, 32, 2, 2  # vocabulary, length, width, heads, layers
 
 
 def make_texts(number):
-    """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
+    """Return texts that count up in steps of one to three, of unequal length, padded
+    with 0.
+    """
     random = np.random.default_rng(0)
     tokens = 1 + (
         random.integers(V, size=(number, 1))
@@ -56,7 +58,9 @@ class TransformerDo(nn.Module):
 
 
 def loss_fn(params, in_BxL, keys):
-    """Return the sum of the losses of the tokens that are not padding, and their number."""
+    """Return the sum of the losses of the tokens that are not padding, and their
+    number.
+    """
     x_BxL, y_BxL = in_BxL[:, :-1], in_BxL[:, 1:]
     losses_BxL = optax.softmax_cross_entropy_with_integer_labels(
         model.apply(params, x_BxL), y_BxL

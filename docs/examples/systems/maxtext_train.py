@@ -1,4 +1,6 @@
-"""MaxText with its own ramp, on a CPU: `python maxtext_train.py FOLDER`. With rampup's: maxtext_train_ramp.py."""
+"""MaxText with its own ramp, on a CPU: `python maxtext_train.py FOLDER`. With rampup's:
+maxtext_train_ramp.py.
+"""
 
 import os
 import sys

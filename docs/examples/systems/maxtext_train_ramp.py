@@ -1,4 +1,6 @@
-"""The MaxText of maxtext_train.py with a ramp in one executable: `python maxtext_train_ramp.py FOLDER`."""
+"""The MaxText of maxtext_train.py with a ramp in one executable: `python
+maxtext_train_ramp.py FOLDER`.
+"""
 
 import os
 import sys

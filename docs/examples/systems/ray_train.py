@@ -1,4 +1,6 @@
-"""A network on two CPU workers of Ray Train: `python ray_train.py FOLDER`. With a ramp: ray_train_ramp.py. Needs ray[train]."""
+"""A network on two CPU workers of Ray Train: `python ray_train.py FOLDER`. With a ramp:
+ray_train_ramp.py. Needs ray[train].
+"""
 
 import sys
 
@@ -44,7 +46,9 @@ def train_step(model, optimizer, batch):
 
 
 def train():
-    """Train in a worker. Ray has joined it to the others, and JAX sees the devices of all."""
+    """Train in a worker. Ray has joined it to the others, and JAX sees the devices of
+    all.
+    """
     x = (
         np.random.default_rng(0)
         .uniform(-1, 1, (train_steps * batch_size, 1))

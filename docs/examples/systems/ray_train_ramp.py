@@ -1,4 +1,6 @@
-"""The network of ray_train.py with a batch that grows from 8 to 32: `python ray_train_ramp.py FOLDER`."""
+"""The network of ray_train.py with a batch that grows from 8 to 32: `python
+ray_train_ramp.py FOLDER`.
+"""
 
 import sys
 
@@ -41,7 +43,9 @@ def sum_loss(model, batch, keys):
 
 
 def train():
-    """Train in a worker. Ray has joined it to the others, and JAX sees the devices of all."""
+    """Train in a worker. Ray has joined it to the others, and JAX sees the devices of
+    all.
+    """
     x = (
         np.random.default_rng(0)
         .uniform(-1, 1, (train_steps * batch_size, 1))
