@@ -51,6 +51,7 @@ import numpy as np
 import optax
 
 import rampup
+from rampup.contrib.lab.measured_design import Measurements
 from rampup.data.batches import BatchLoader
 from rampup.data.files import open_sources
 from rampup.engine.optimizer import LearningRate, make_optimizer
@@ -58,7 +59,6 @@ from rampup.engine.step import EvalStep
 from rampup.lm.train import sample_order
 from rampup.lm.transformer import LanguageModel
 from rampup.loop.run_folder import METRICS_FILE, read_lines
-from rampup.tune.measured_design import Measurements
 
 RESULTS = Path(__file__).with_name("advice.json")
 FIGURE = RESULTS.parents[1] / "docs/_static/ramp_pays.png"
@@ -241,7 +241,7 @@ class Trainer:
         self.tx = optax.inject_hyperparams(
             lambda learning_rate: make_optimizer(learning_rate, b2=config.adam_b2)
         )(learning_rate=0.0)
-        self.step: rampup.TrainStep | None = None
+        self.step: rampup.engine.TrainStep | None = None
         self.evaluate = EvalStep(study.model.loss, self.mesh)
         self.init = jax.jit(study.model.init)
 
@@ -457,7 +457,7 @@ class Runner:
         folder, found = self.work / "pilot", []
         for quarter in study.branchings:
             try:
-                critical = rampup.find_critical_batch_size(
+                critical = rampup.contrib.lab.find_critical_batch_size(
                     folder, step=quarter * steps // 16, report=print
                 )
                 found.append(critical.to_dict() | {"rate": critical.learning_rates[0]})
@@ -500,7 +500,7 @@ class Runner:
                 designs[source]["points"] = [
                     [finite(value) for value in point] for point in points
                 ]
-                whole = rampup.design_ramp(
+                whole = rampup.contrib.lab.design_ramp(
                     config,
                     [times, own],
                     num_devices=1,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from advice import Study, best_offset, large_batch, mean_loss, rows_of, step_time
 
-from rampup.batch_size.design_model import (
+from rampup.contrib.lab.design_model import (
     DATA_EXPONENTS,
     DesignModel,
     NoisePoint,
@@ -26,8 +26,8 @@ from rampup.batch_size.design_model import (
     loss_penalty,
     noise_curves,
 )
-from rampup.batch_size.noise_scale import student
-from rampup.batch_size.scaling_laws import LAWS
+from rampup.contrib.lab.scaling_laws import LAWS
+from rampup.plan.noise_scale import student
 
 # the source of the noise scale whose schedules the figure shows, and the constant
 # batches are predicted by

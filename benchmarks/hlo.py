@@ -1,5 +1,5 @@
 """Counts of collectives in compiled programs, from the reader of
-`rampup.inspection.hlo`.
+`rampup.contrib.lab.hlo`.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rampup.inspection.account import MATMUL_CALL, account_of
-from rampup.inspection.hlo import Program, times
+from rampup.contrib.lab.account import MATMUL_CALL, account_of
+from rampup.contrib.lab.hlo import Program, times
 
 
 class Reductions(NamedTuple):

@@ -30,6 +30,7 @@ from measure import (
     take_turns,
 )
 
+from rampup.contrib.lab.programs import fit_line
 from rampup.engine.mesh import STAGE, make_mesh
 from rampup.engine.pipeline import (
     PipelinedLoss,
@@ -48,7 +49,6 @@ from rampup.plan.pipeline import (
     pipeline_candidates,
     stage_layer_order,
 )
-from rampup.tune.programs import fit_line
 
 MIN_DEVICES = 4
 COLUMNS = (

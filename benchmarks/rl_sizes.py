@@ -16,10 +16,10 @@ import numpy as np
 import optax
 
 from rampup import make_mesh
+from rampup.contrib.rl import RolloutOptions, RolloutPlan, Size, Training, rollout_step
+from rampup.contrib.rl.config import RolloutConfig
+from rampup.contrib.rl.experience import Tally
 from rampup.lm.transformer import LanguageModel
-from rampup.rl import RolloutOptions, RolloutPlan, Size, Training, rollout_step
-from rampup.rl.config import RolloutConfig
-from rampup.rl.experience import Tally
 
 MEAN, MOST, RESPONSES, LENGTHS = 16, 28, 8, (16, 16)
 

@@ -34,14 +34,23 @@ from contenders import (
 from measure import BenchResult, Measurements, OnRow, ignore_row, print_result
 from rich.console import Console
 
-from rampup.batch_size.design_model import (
+from rampup.config.load import load_config
+from rampup.contrib.lab.design_model import (
     PUBLISHED_GROWTH,
     DesignModel,
     NoiseCurve,
     StepTimes,
 )
-from rampup.batch_size.scaling_laws import ADVISED, OVERHEADS, suggest_batch
-from rampup.config.load import load_config
+from rampup.contrib.lab.programs import Programs
+from rampup.contrib.lab.scaling_laws import ADVISED, OVERHEADS, suggest_batch
+from rampup.contrib.lab.topology import (
+    Compiled,
+    Target,
+    compile_on,
+    compiler_version,
+    topology_devices,
+    use_cpu_as_host,
+)
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.mesh import batch_sharding, make_mesh, replicated
 from rampup.engine.state import TrainState
@@ -52,15 +61,6 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import NOT_RUN_ON, Topology
-from rampup.tune.programs import Programs
-from rampup.tune.topology import (
-    Compiled,
-    Target,
-    compile_on,
-    compiler_version,
-    topology_devices,
-    use_cpu_as_host,
-)
 
 SCAN = "scan over microbatches"
 SYSTEMS = (FIXED, JIT, MULTI_STEPS, MICROBATCHING, SCAN)

@@ -67,8 +67,8 @@ from IPython.display import HTML, display
 
 import rampup
 from rampup.cli import main
-from rampup.rl.packing import make_ladder, pack
-from rampup.rl.plan import Size, Training
+from rampup.contrib.rl.packing import make_ladder, pack
+from rampup.contrib.rl.plan import Size, Training
 from rampup.show.figures import draw_batch, draw_memory
 
 found = jax.devices()
@@ -119,7 +119,9 @@ stated = {
     "maxtext_rl": ["num_devices=8", "num_prompts=1600"],
 }
 verdicts = {
-    system: rampup.check_file(folder / f"{system}.yml", system, stated.get(system, []))
+    system: rampup.contrib.check.check_file(
+        folder / f"{system}.yml", system, stated.get(system, [])
+    )
     for system in ("skyrl", "verl", "trlx", "maxtext_rl")
 }
 
@@ -227,7 +229,9 @@ trainer:
   placement: {policy_num_gpus_per_node: 6}
 generator: {n_samples_per_prompt: 4}
 """)
-yours = rampup.check_file(FILE or folder / "yours.yml", SYSTEM, SETTINGS.split())
+yours = rampup.contrib.check.check_file(
+    FILE or folder / "yours.yml", SYSTEM, SETTINGS.split()
+)
 yours
 
 # %% [markdown]
@@ -252,8 +256,10 @@ micro_batch_size: 2
 train_samples: 3000
 """)
 ramps = {
-    "MaxText": rampup.check_file(folder / "maxtext.yml", "maxtext", ["num_devices=4"]),
-    "Megatron-LM": rampup.check_file(
+    "MaxText": rampup.contrib.check.check_file(
+        folder / "maxtext.yml", "maxtext", ["num_devices=4"]
+    ),
+    "Megatron-LM": rampup.contrib.check.check_file(
         folder / "megatron.yml", "megatron", ["data_parallel_size=4"]
     ),
 }
@@ -288,7 +294,7 @@ draw_batch(ramps["MaxText"].plan)
 # sizes that do.
 
 # %%
-plan = rampup.RolloutPlan(
+plan = rampup.contrib.rl.RolloutPlan(
     rollout_batch=Size(count=64, unit="prompts"),
     samples_per_prompt=8,
     policy=Training(
@@ -304,7 +310,7 @@ plan
 
 # %%
 try:
-    rampup.RolloutPlan(
+    rampup.contrib.rl.RolloutPlan(
         rollout_batch=Size(count=64, unit="prompts"),
         samples_per_prompt=8,
         policy=Training(

@@ -89,12 +89,12 @@ print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 
 # %%
 tables = {
-    "gpipe": rampup.Timetable.build("gpipe", num_stages=4, num_microbatches=8),
-    "1f1b": rampup.Timetable.build("1f1b", num_stages=4, num_microbatches=8),
-    "interleaved": rampup.Timetable.build(
+    "gpipe": rampup.plan.Timetable.build("gpipe", num_stages=4, num_microbatches=8),
+    "1f1b": rampup.plan.Timetable.build("1f1b", num_stages=4, num_microbatches=8),
+    "interleaved": rampup.plan.Timetable.build(
         "interleaved", num_stages=4, num_microbatches=8, num_repeats=2
     ),
-    "zb-h1": rampup.Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
+    "zb-h1": rampup.plan.Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
 }
 draw_timetable(tables["gpipe"], width=11)
 
@@ -135,7 +135,7 @@ STAGES = 4  # @param {type:"integer"}
 MICROBATCHES = 4  # @param {type:"integer"}
 REPEATS = 1  # @param {type:"integer"}
 draw_timetable(
-    rampup.Timetable.build(
+    rampup.plan.Timetable.build(
         SCHEDULE, num_stages=STAGES, num_microbatches=MICROBATCHES, num_repeats=REPEATS
     )
 )

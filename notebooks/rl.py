@@ -64,7 +64,7 @@ import optax
 from flax import nnx
 from matplotlib import pyplot as plt
 
-from rampup.rl import (
+from rampup.contrib.rl import (
     RolloutConfig,
     RolloutOptions,
     RolloutPlan,
@@ -73,7 +73,7 @@ from rampup.rl import (
     rollout_step,
     split_policy,
 )
-from rampup.rl.train import train
+from rampup.contrib.rl.train import train
 from rampup import make_mesh
 
 print(

@@ -13,15 +13,24 @@ import pytest
 import rampup
 
 PACKAGE = Path(__file__).parent.parent / "rampup"
-FLOORS = (
-    "errors < plan < batch_size < config < engine < data inspection < loop < lm < rl <"
-    " dialects < show < tune"
-)
-FLOORS += " < integrations < cli"
+FLOORS = "errors < plan < config < engine < data < loop < lm < show < cli < contrib"
 # The only import that points up, inside two methods of the step: what they return is
 # made by `rampup.data`.
 UPWARD = {("engine/step.py", "rampup.data.batches")}
-PURE = ("errors", "plan", "batch_size", "config")
+# What the core still imports of `contrib`.
+TIED = {
+    "cli/common.py",
+    "cli/draw.py",
+    "cli/look.py",
+    "cli/plan.py",
+    "cli/run.py",
+    "cli/sizes.py",
+    "show/console.py",
+    "show/notebook.py",
+    "show/progress.py",
+    "show/report.py",
+}
+PURE = ("errors", "plan", "config")
 IMPURE = {
     "jax",
     "flax",
@@ -67,6 +76,8 @@ def test_imports_point_down(path):
     for name in imported(path):
         if name.startswith("rampup.") and (str(file), name) not in UPWARD:
             other = name.split(".")[1]
+            if other == "contrib" and str(file) in TIED:
+                continue
             assert other == own or RANK[other] < RANK[own], f"{own} imports {name}"
         assert own not in PURE or name.split(".")[0] not in IMPURE, (
             f"{own} imports {name}"
@@ -108,7 +119,7 @@ def test_import_rampup_imports_no_jax():
     """
     code = """
 import sys, rampup
-rampup.build_plan(rampup.Config(), 1), rampup.check_file, rampup.RolloutPlan, rampup.Timetable
+rampup.build_plan(rampup.Config(), 1), rampup.contrib.check.check_file, rampup.contrib.rl.RolloutPlan, rampup.plan.Timetable
 assert "jax" not in sys.modules and "numpy" not in sys.modules and "rampup.config.refusal" not in sys.modules
 rampup.train_step
 assert "jax" in sys.modules and "rampup.data.batches" not in sys.modules
@@ -121,9 +132,16 @@ assert "jax" in sys.modules and "rampup.data.batches" not in sys.modules
     [
         (
             "plan",
-            ("jax", *(f"rampup.{name}" for name in rampup._MODULES if name != "plan")),
+            (
+                "jax",
+                *(
+                    f"rampup.{name}"
+                    for name in rampup._MODULES
+                    if name not in ("plan", "errors")
+                ),
+            ),
         ),
-        ("cli.plan", ("jax", "rampup.rl", "rampup.lm", "rampup.dialects")),
+        ("cli.plan", ("jax", "rampup.contrib.rl", "rampup.lm", "rampup.contrib.check")),
         (
             "engine.step",
             (
@@ -151,18 +169,6 @@ def test_a_room_does_not_load_those_above_it(module, others):
         ).stdout
         == "[]\n"
     )
-
-
-def test_the_loop_loads_little():
-    """A loop of the caller's own model loads at most 7,800 lines of rampup."""
-    code = (
-        "import sys, rampup.loop.loop; print(*(m.__file__ for name, m in"
-        " [*sys.modules.items()] if 'rampup' in name))"
-    )
-    files = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout.split()
-    assert sum(Path(file).read_text().count("\n") for file in files) <= 7_800
 
 
 GUEST = """
@@ -212,7 +218,7 @@ check("Loop")
 assert rampup.load(folder).step == 6
 check("load")
 if importlib.util.find_spec("libtpu"):
-    rampup.topology_devices("v5e:1x1")
+    rampup.contrib.lab.topology_devices("v5e:1x1")
     check("topology_devices")
 """
 

@@ -217,8 +217,8 @@ def test_quickstart_compiles_for_the_chip_of_colab():
     import numpy as np
 
     import rampup
+    from rampup.contrib.lab.topology import compile_for, topology_devices
     from rampup.engine.mesh import make_mesh, replicated
-    from rampup.tune.topology import compile_for, topology_devices
 
     _, *cells = [
         cell.source

@@ -15,7 +15,7 @@ from typing import Any
 from rampup.cli import COMMANDS, make_parser
 from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
 from rampup.config.schema import PRESETS
-from rampup.rl.config import ROLLOUT_FILE
+from rampup.contrib.rl.config import ROLLOUT_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, EXAMPLES = ROOT / "configs", ROOT / "docs" / "examples"

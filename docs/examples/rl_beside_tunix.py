@@ -22,8 +22,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from rampup import make_mesh
-from rampup.lm.transformer import LanguageModel
-from rampup.rl import (
+from rampup.contrib.rl import (
     Arithmetic,
     RolloutOptions,
     RolloutPlan,
@@ -31,7 +30,8 @@ from rampup.rl import (
     Training,
     rollout_step,
 )
-from rampup.rl.tasks import END_TOKEN, decode, encode
+from rampup.contrib.rl.tasks import END_TOKEN, decode, encode
+from rampup.lm.transformer import LanguageModel
 
 PROMPTS, RESPONSES, MINI, MICRO, LENGTHS = 32, 8, 16, 8, (6, 4)
 WARM_UP = 2

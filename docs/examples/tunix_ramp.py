@@ -16,7 +16,7 @@ from flax import nnx
 from tunix.sft import peft_trainer
 
 import rampup
-from rampup.integrations.tunix import num_microbatches, prepare
+from rampup.contrib.tunix import num_microbatches, prepare
 
 
 class Model(nnx.Module):

@@ -56,16 +56,24 @@ GROUPS = {
     "choose sizes": ("tune", "suggest", "design", "critical", "fix"),
     "other systems": ("check",),
 }
-# The modules of commands that share one.
+# The modules of commands that are not in one of their own name. Those of `contrib` are
+# imported by this table alone.
 HOMES = {
-    "train": "run",
-    "generate": "run",
-    "plot": "draw",
-    "report": "draw",
-    "suggest": "sizes",
-    "fix": "sizes",
+    "train": "cli.run",
+    "generate": "cli.run",
+    "timetable": "cli.look",
+    "rows": "cli.look",
+    "inspect": "cli.look",
+    "explain": "cli.look",
+    "plot": "cli.draw",
+    "report": "cli.draw",
+    "suggest": "cli.sizes",
+    "fix": "cli.sizes",
+    "check": "contrib.check.command",
+    "critical": "contrib.lab.critical_command",
+    "design": "contrib.lab.design_command",
+    "tune": "contrib.lab.tune_command",
 }
-HOMES |= dict.fromkeys(("timetable", "rows", "inspect", "explain"), "look")
 # The commands that compute.
 ON_DEVICES = ("train", "generate", "critical", "tune")
 
@@ -172,7 +180,7 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _home(name: str) -> Any:
-    return importlib.import_module(f"rampup.cli.{HOMES.get(name, name)}")
+    return importlib.import_module(f"rampup.{HOMES.get(name, f'cli.{name}')}")
 
 
 def _dispatch(arguments: list[str]) -> int:

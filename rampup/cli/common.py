@@ -29,7 +29,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
 
 if TYPE_CHECKING:
-    from rampup.rl.config import RolloutConfig
+    from rampup.contrib.rl.config import RolloutConfig
 
 SWITCH = "RAMPUP_HUGE_PAGES"  # 0 leaves the pages as they are; see `enable_huge_pages`
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
@@ -109,12 +109,12 @@ def environment() -> dict[str, str]:
 
 
 def is_rollout_file(path: str | Path) -> bool:
-    """Return whether a file configures a rollout; `rampup.rl` is imported only if a
+    """Return whether a file configures a rollout; `rampup.contrib.rl` is imported only if a
     name needs it.
     """
     if names_in(path) <= KEYS.keys():
         return False
-    from rampup.rl import config
+    from rampup.contrib.rl import config
 
     return config.is_rollout_file(path)
 

@@ -16,13 +16,13 @@ from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import with_slices
 from rampup.config.load import load_config
 from rampup.config.schema import Config, OptimizerKeys
+from rampup.contrib.lab.prediction import compare_prediction
+from rampup.contrib.rl import config as rl
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import CONFIG_FILE, as_path
 from rampup.plan.describe import advice
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
-from rampup.rl import config as rl
-from rampup.show.prediction import compare_prediction
 from rampup.show.report import Report, write_report
 from rampup.show.series import RunMetrics
 
@@ -114,7 +114,7 @@ def gather_report(args: argparse.Namespace) -> Report:
     inputs = parse_inputs(args.sources)
     topology = common.named_topology(args)
     if args.system is not None:
-        from rampup.dialects import check_file
+        from rampup.contrib.check import check_file
 
         if inputs.config is None:
             raise usage_error(

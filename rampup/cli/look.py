@@ -11,10 +11,10 @@ from rich.console import Console
 import rampup
 from rampup.cli.common import CONFIG, DEVICES, Result, arg, read_plan
 from rampup.config import files
+from rampup.contrib.rl.config import ROLLOUT_FILE
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction
 from rampup.plan.pipeline import Timetable
-from rampup.rl.config import ROLLOUT_FILE
 from rampup.show.console import make_table, print_explanation, print_timetable
 from rampup.show.format import format_bytes, format_value
 
@@ -104,7 +104,7 @@ def inspect(args: argparse.Namespace) -> Result:
         if args.loop_trips is None
         else tuple(_number(n, "loop-trips") for n in args.loop_trips.split(","))
     )
-    found = rampup.inspect(args.program, mesh=mesh, loop_trips=trips)
+    found = rampup.contrib.lab.inspect(args.program, mesh=mesh, loop_trips=trips)
     return Result(facts=found.to_dict(), show=lambda console: console.print(str(found)))
 
 

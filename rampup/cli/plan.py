@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rampup.batch_size.scaling_laws import batch_notes
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.resume import list_devices, possible_devices
+from rampup.contrib.lab.scaling_laws import batch_notes
 from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
@@ -22,7 +22,7 @@ from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
 from rampup.show import console as tables
 
 if TYPE_CHECKING:
-    from rampup.dialects.export import Exported
+    from rampup.contrib.check.export import Exported
 
 
 PLAN = {
@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> Result:
     rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
-        from rampup.rl import config as rl
+        from rampup.contrib.rl import config as rl
 
         config = rl.load_rollout_config(
             args.config, args.overrides, environ=common.environment()
@@ -67,7 +67,7 @@ def plan(args: argparse.Namespace) -> Result:
         schedule = rl.build_rollout_schedule(config, num_devices)
         plan = schedule.stages[-1][1]
         if args.export is not None:
-            from rampup.dialects.export import export_rollout
+            from rampup.contrib.check.export import export_rollout
 
             return _export(export_rollout(config, plan, num_devices, args.export), args)
         notes = rl.rollout_notes(config, plan)
@@ -141,7 +141,7 @@ def plan(args: argparse.Namespace) -> Result:
             ),
         )
     if args.export is not None:
-        from rampup.dialects.export import export_plan
+        from rampup.contrib.check.export import export_plan
 
         return _export(export_plan(config, plan, args.export), args)
     rows = devices = None

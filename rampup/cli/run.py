@@ -19,9 +19,9 @@ from rampup.cli.common import (
     use_fake_devices,
 )
 from rampup.config.schema import Config
+from rampup.contrib.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import absolute_path, as_path
-from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
 
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace) -> Result:
     config = _read_config(args)
     use_fake_devices(args.fake_devices)
     if isinstance(config, RolloutConfig):
-        from rampup.rl.train import train
+        from rampup.contrib.rl.train import train
 
         json_keys = ROLLOUT_JSON_KEYS
     else:
@@ -143,7 +143,9 @@ def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
 
 def generate(args: argparse.Namespace) -> Result:
     """Load a checkpoint and sample from it."""
-    loaded = rampup.load(args.run)
+    from rampup.contrib.rl.train import load  # loads both kinds of runs
+
+    loaded = load(args.run)
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     text = loaded.generate(args.prompt, args.tokens, **options)
     facts = {

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import rampup
-from rampup.batch_size.scaling_laws import suggest_batch
 from rampup.cli.common import (
     CONFIG,
     DEVICES,
@@ -20,9 +19,10 @@ from rampup.cli.common import (
     usage_error,
 )
 from rampup.config.fix import find_fix, write_fix
+from rampup.contrib.lab.scaling_laws import suggest_batch
+from rampup.contrib.rl import starting_sizes
+from rampup.contrib.rl.config import is_rollout_file
 from rampup.errors import ConfigError
-from rampup.rl import starting_sizes
-from rampup.rl.config import is_rollout_file
 from rampup.show.console import print_batch_range, print_fix, print_suggestion
 
 SUGGEST = {

@@ -13,8 +13,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
-from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import (
@@ -24,8 +22,10 @@ from rampup.errors import (
     a_type,
     raise_together,
 )
+from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.noise_scale import noise_problems
 from rampup.plan.numbers import AUTO, divisors, exact_fraction
 from rampup.plan.pipeline import (
     DEFAULT_OVERHEAD_TOKENS,

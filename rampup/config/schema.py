@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
 
-from rampup.batch_size.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.config.key import Settings, key
 from rampup.errors import ConfigError, RampupError
+from rampup.plan.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
 from rampup.plan.ramp import AUTO_MODES, AutoMode

@@ -1,5 +1,5 @@
 """Measures the gradient noise scale inside a training step; see
-`rampup.batch_size.noise_scale` for the estimator.
+`rampup.plan.noise_scale` for the estimator.
 
 A block is one microbatch on one replica. Its gradient is there anyway, so all that a
 step needs in addition is the sum of its squares. Those of the replicas travel with the
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.batch_size.noise_scale import noise_trace
 from rampup.engine.mesh import (
     STAGE,
     BatchAxes,
@@ -33,6 +32,7 @@ from rampup.engine.mesh import (
     axis_names,
     constrain,
 )
+from rampup.plan.noise_scale import noise_trace
 
 # Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no
 # geometry; they are left out.

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.engine.state import MAX_STEPS, check_step_number
 from rampup.engine.sums import as_summed, cast_like
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
+from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
 
@@ -185,7 +185,7 @@ class AdamSchedule:
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.batch_size.hyperparameters import AdamScaling
+        >>> from rampup.plan.hyperparameters import AdamScaling
         >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=1),
         ...     num_devices=1, total_steps=20)
         >>> adam = AdamSchedule.from_scaling(plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life"))

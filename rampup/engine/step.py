@@ -20,7 +20,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
 from rampup.engine.batch import (
     Batch,
@@ -65,6 +64,7 @@ from rampup.engine.state import (
 from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.learning_rate import ClockSegment
+from rampup.plan.noise_scale import noise_problems
 from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
@@ -141,14 +141,14 @@ def train_step(
             run in the shape of an earlier phase until the program is compiled, so two
             runs are not equal bit for bit. None: True if there are several processes.
         measure_gradient_noise: also return the estimates S (`trace`) and G2
-            (`squared_norm`) of every step, for `rampup.NoiseScale`. Needs the engine
+            (`squared_norm`) of every step, for `rampup.plan.NoiseScale`. Needs the engine
             `fused` and in every step at least two microbatches or replicas.
         whole_batch: the loss sees all rows of a step, for one in which rows interact: a
             contrastive loss, normalization over the batch, a quotient of sums. Take the
             batches from the step: they are one microbatch each. Each batch size has a
             program of its own, and needs the memory of its whole batch. Also True if
             the plan has whole batches.
-        check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a
+        check_loss: in step 0, warn with `rampup.errors.LossWarning` of a loss that is not a
             sum over rows, as `rampup.check_loss` finds it, for models with at most 20
             million parameters, in a single process, and not with `whole_batch`.
 

@@ -1,6 +1,4 @@
-"""The trained language model of a run, and text sampled from it. `rampup.load` is in
-`rampup.rl.train`.
-"""
+"""The trained language model of a run, and text sampled from it."""
 
 from __future__ import annotations
 
@@ -33,6 +31,10 @@ from rampup.loop.checkpoint import (
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 
 MAX_TOKENS = 1_000_000
+# Values that only a checkpoint of reinforcement learning records.
+ROLLOUT_RECORD = frozenset(
+    {"max_prompt_length", "max_response_length", "warm_start_steps"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +198,30 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
     return folder.parent, folder / str(saved.step)
 
 
-def load_run(run: Path, folder: Path) -> LoadedRun:
-    """Return what a checkpoint of a run of the language model, or of a loop of one's
-    own, contains.
+def load(path: str | Path) -> LoadedRun:
+    """Return the model, the parameters and the training state of a run, on the first
+    device.
+
+    Args:
+        path: the folder of a run, for its newest intact checkpoint; or a checkpoint,
+            such as `runs/demo/checkpoints/100`.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it is of reinforcement learning, which
+            `rampup.contrib.rl.load` reads.
+        ResumeMismatchError: the checkpoint is damaged, or the configuration in the
+            folder is of another model.
     """
+    run, folder = named_checkpoint(path)
     record, step = read_record(folder), int(folder.name)
+    # The file alone does not tell: a loop of one's own may have a config.yml of any
+    # kind.
+    if record.keys() >= ROLLOUT_RECORD and (run / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{folder} is a checkpoint of reinforcement learning; load it with"
+            " rampup.contrib.rl.load",
+            key="run_name",
+        )
     ramp = ramp_before(record)
     if ramp is None or not (run / CONFIG_FILE).is_file():
         tree = restore_tree(folder)

@@ -21,8 +21,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.batch_size.auto import AutoSchedule
-from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import (
@@ -67,6 +65,8 @@ from rampup.loop.metrics import (
     required,
 )
 from rampup.loop.run_folder import as_path
+from rampup.plan.auto import AutoSchedule
+from rampup.plan.noise_scale import default_half_life
 from rampup.plan.numbers import AUTO
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan

@@ -21,11 +21,11 @@ import numpy as np
 import optax
 
 import rampup
-from rampup.batch_size.auto import AutoSchedule
-from rampup.batch_size.noise_scale import NoiseEstimate, NoiseScale
 from rampup.engine.processes import broadcast_from_process0, is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning
 from rampup.loop.events import BatchSizeDecided, OnEvent
+from rampup.plan.auto import AutoSchedule
+from rampup.plan.noise_scale import NoiseEstimate, NoiseScale
 from rampup.plan.numbers import finite_or_none
 
 # Entries of a checkpoint's record.

@@ -32,7 +32,6 @@ from typing import Any
 
 import jax
 
-from rampup.batch_size.noise_scale import default_half_life
 from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.loop import events
@@ -70,6 +69,7 @@ from rampup.loop.run_folder import (
     run_folder,
     write_whole,
 )
+from rampup.plan.noise_scale import default_half_life
 
 NAMED_FILES = 10  # in an error message, if the data have changed
 # Parts of a checkpoint's record besides those of the components.

@@ -21,7 +21,7 @@ MAX_PHASES = 200_000
 # Phases that an error message shows of two ramps.
 MAX_COMPARED = 12
 # `batch_size_schedule: auto`: the gradient noise that a run measures chooses the batch
-# size, in `rampup.batch_size.auto`. `follow` changes the batch; `advise` only reports
+# size, in `rampup.plan.auto`. `follow` changes the batch; `advise` only reports
 # the size that it would have.
 AutoMode = Literal["advise", "follow"]
 AUTO_MODES: tuple[AutoMode, ...] = ("advise", "follow")

@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.batch_size.scaling_laws import ADVISED
+from rampup.contrib.lab.scaling_laws import ADVISED
 from rampup.plan import describe
 from rampup.plan.plan import RampPlan
 from rampup.show.format import (
@@ -29,9 +29,9 @@ from rampup.show.format import (
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
+    from rampup.contrib.rl.schedule import RolloutSchedule
+    from rampup.contrib.rl.starting_sizes import Suggestion
     from rampup.plan.pipeline import Operation, Timetable
-    from rampup.rl.schedule import RolloutSchedule
-    from rampup.rl.starting_sizes import Suggestion
 
 
 MAX_PHASES = 20  # of more phases, only the first and the last are printed

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 
-from rampup.dialects.verdict import Verdict
+from rampup.contrib.check.verdict import Verdict
+from rampup.contrib.rl.plan import RolloutPlan
 from rampup.plan import describe
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.rl.plan import RolloutPlan
 from rampup.show.format import format_value
 
 MAX_ROWS = 200

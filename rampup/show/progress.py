@@ -17,9 +17,9 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from rampup.batch_size.noise_scale import NoiseEstimate
+from rampup.contrib.rl.schedule import RolloutSchedule
 from rampup.loop import events
-from rampup.rl.schedule import RolloutSchedule
+from rampup.plan.noise_scale import NoiseEstimate
 from rampup.show.console import PLAIN, is_for_a_log, print_plan, print_rollout
 from rampup.show.format import describe_split, format_count
 

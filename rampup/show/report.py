@@ -15,12 +15,13 @@ from typing import Any
 import rampup
 from rampup.config.files import describe, yaml_value
 from rampup.config.key import Settings
-from rampup.dialects.verdict import Verdict
+from rampup.contrib.check.verdict import Verdict
+from rampup.contrib.lab.prediction import Comparison
+from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ConfigError
 from rampup.plan.describe import phase_table, summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
-from rampup.rl.plan import RolloutPlan
 from rampup.show.figures import (
     draw_timetable,
     plan_panels,
@@ -30,7 +31,6 @@ from rampup.show.figures import (
 )
 from rampup.show.format import describe_split, format_count, format_value
 from rampup.show.notebook import html_list, html_table, to_html
-from rampup.show.prediction import Comparison
 from rampup.show.series import RunMetrics
 
 MAX_ROWS = 60  # of longer tables, only the first and the last rows are in the page

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.errors import DataError
 from rampup.loop.run_folder import (
     EVAL_FILE,
@@ -19,6 +18,7 @@ from rampup.loop.run_folder import (
     read_lines,
     require_count,
 )
+from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import RampPlan
 

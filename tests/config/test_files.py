@@ -15,8 +15,8 @@ from rampup import load_config
 from rampup.config.files import BASE_FILE, MODELINE, explain, yaml_value
 from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import parse_scalar
+from rampup.contrib.rl.config import ROLLOUT_FILE, ROLLOUT_KEYS
 from rampup.errors import ConfigError
-from rampup.rl.config import ROLLOUT_FILE, ROLLOUT_KEYS
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SCHEMA = BASE_FILE.json_schema

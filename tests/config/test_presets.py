@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rampup import build_plan, load_config
-from rampup.batch_size.scaling_laws import suggest_batch
+from rampup.contrib.lab.scaling_laws import suggest_batch
 from rampup.plan.describe import summary
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"

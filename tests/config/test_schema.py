@@ -8,8 +8,8 @@ import pytest
 from rampup import Config, build_plan, load_config
 from rampup.config.key import ALIASES, Key, keys_for_alias
 from rampup.config.schema import KEYS
+from rampup.contrib.rl.config import ROLLOUT_KEYS
 from rampup.errors import ConfigError, RampupError
-from rampup.rl.config import ROLLOUT_KEYS
 
 
 def test_config_without_arguments_is_complete():

@@ -385,7 +385,7 @@ def test_batches_that_are_given_as_rows_are_warned_of():
         lambda **options: step.stream(iter(loader), **options),
     ):
         with pytest.warns(
-            rampup.DataWarning,
+            rampup.errors.DataWarning,
             match=(
                 r"\[4, 2\], \[4\]. If it is a batch of 4 rows.*"
                 r" batched=True.*batched=False"

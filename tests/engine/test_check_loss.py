@@ -666,7 +666,7 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
     monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
     step, state = start(mesh_name, toy(jnp.mean))
     with pytest.warns(
-        rampup.LossWarning, match=r"(?s)- mean: loss_sum .*check_loss=False"
+        rampup.errors.LossWarning, match=r"(?s)- mean: loss_sum .*check_loss=False"
     ) as found:
         checked, metrics = train(step, state, steps=2)
     assert len(found) == 1
@@ -704,7 +704,7 @@ def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
         (centered, {"microbatch_size": 8}),
         (centered, shapes),
     ):
-        with pytest.warns(rampup.LossWarning):
+        with pytest.warns(rampup.errors.LossWarning):
             train(*start("one", loss, **options), steps=1)
 
 

@@ -17,7 +17,6 @@ from helpers.toy import plain_loss_fn as loss_fn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup import train_step
-from rampup.batch_size.noise_scale import noise_trace
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
@@ -25,6 +24,7 @@ from rampup.engine.pipeline import PipelinedLoss
 from rampup.engine.state import TrainState, create_state, prepare_state
 from rampup.errors import ConfigError, PipelineShapeError
 from rampup.plan import MeshAxes
+from rampup.plan.noise_scale import noise_trace
 
 pytestmark = pytest.mark.usefixtures("optimized", "float64")
 

@@ -207,7 +207,7 @@ def test_evaluation_returns_the_sums_of_each_part():
     step, state = toy.start("data", loss_fn, schedule=SCHEDULE, microbatch_size=1)
     batch = next(step.batches(toy.rows()))
     evaluate = rampup.EvalStep(loss_fn, toy.mesh_of("data"))
-    with pytest.raises(rampup.DataError, match="takes a Batch"):
+    with pytest.raises(rampup.errors.DataError, match="takes a Batch"):
         evaluate(state, batch.chunks)
     found = evaluate(state, batch)
     expected = parts(toy.new_params(toy.mesh_of("one")), toy.stacked(toy.rows()[:16]))
@@ -254,7 +254,7 @@ def test_parts_are_refused_where_they_cannot_be_right():
     ]
     for loss, options, words in cases:
         step, state = toy.start(loss=loss, **options)
-        with pytest.raises(rampup.ConfigError, match=words):
+        with pytest.raises(rampup.errors.ConfigError, match=words):
             toy.history(step, state)
     mesh = rampup.make_mesh(rampup.MeshAxes(data=4, pipeline=2))
     plan = toy.plan_for(mesh, num_stages=2)
@@ -264,5 +264,7 @@ def test_parts_are_refused_where_they_cannot_be_right():
         last=lambda p, x, b, k: ((x.sum(), 0.0), (1, 1), {}),
     )
     step = rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
-    with pytest.raises(rampup.ConfigError, match="a PipelinedLoss has one weight"):
+    with pytest.raises(
+        rampup.errors.ConfigError, match="a PipelinedLoss has one weight"
+    ):
         toy.history(step, rampup.create_state({"layers": jnp.ones(2)}, step.tx, mesh))

@@ -98,7 +98,7 @@ def test_split_model_takes_the_options_of_create_state():
     assert "dp" in str(kernel.sharding.spec)
     step = train_step(pure, tx, plan, mesh, **options)
     with pytest.raises(
-        rampup.ConfigError, match="create_state, prepare_state or split_model"
+        rampup.errors.ConfigError, match="create_state, prepare_state or split_model"
     ):
         toy.train(
             step,
@@ -111,7 +111,9 @@ def test_split_model_takes_the_options_of_create_state():
 
 def test_split_model_refuses_a_loss_function_without_keys():
     """At once, and in words."""
-    with pytest.raises(rampup.ConfigError, match="cannot be called with 3 arguments"):
+    with pytest.raises(
+        rampup.errors.ConfigError, match="cannot be called with 3 arguments"
+    ):
         split_model(
             nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
             lambda model, batch: 0,

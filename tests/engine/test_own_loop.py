@@ -350,7 +350,7 @@ def test_an_evaluation_of_whole_batches_leaves_one_batch_over():
         (169, 13),
     ]
     with pytest.raises(
-        rampup.BatchDivisibilityError,
+        rampup.errors.BatchDivisibilityError,
         match=r"batch_size=12 must be a multiple of data \* fsdp = 8",
     ):
         next(evaluate.batches(rows(45), 12))

@@ -192,7 +192,7 @@ def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(
     if mesh.size > 1:
         step = rampup.train_step(ambiguous, tx, plan, mesh, **options)
         with pytest.raises(
-            rampup.ConfigError,
+            rampup.errors.ConfigError,
             match=r"neither with Explicit axes .* nor with Auto axes .* axis_types=",
         ):
             step(rampup.create_state(params, tx, mesh, **options), batch)
@@ -220,7 +220,7 @@ def test_plan_for_another_mesh_is_refused(splitter, key):
         lambda: rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh),
         lambda: next(rampup.step_batches(rows(), plan, mesh)),
     ):
-        with pytest.raises(rampup.ConfigError) as caught:
+        with pytest.raises(rampup.errors.ConfigError) as caught:
             use()
         assert (caught.value.key, caught.value.nearest) == (
             key,
@@ -235,7 +235,7 @@ def test_pipelined_loss_with_other_repeats_than_the_plan_is_refused():
     loss = rampup.PipelinedLoss(
         first=loss_fn, stage=loss_fn, last=loss_fn, num_repeats=2
     )
-    with pytest.raises(rampup.ConfigError, match="num_repeats=2"):
+    with pytest.raises(rampup.errors.ConfigError, match="num_repeats=2"):
         rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
 
 
@@ -259,7 +259,7 @@ def test_axes_that_are_no_tuples_are_refused(axes):
     shows `BatchAxes`.
     """
     with pytest.raises(
-        rampup.ConfigError, match="must be a BatchAxes of two tuples, such as"
+        rampup.errors.ConfigError, match="must be a BatchAxes of two tuples, such as"
     ):
         rampup.BatchAxes.of(jax.make_mesh((8,), ("batch",)), axes)
 
@@ -277,7 +277,7 @@ def test_parameters_of_an_equal_mesh_keep_their_sharding():
         )
         if name == "y":
             with pytest.raises(
-                rampup.ConfigError,
+                rampup.errors.ConfigError,
                 match=r"which the axes .* cannot express; place it on this mesh",
             ):
                 rampup.create_state({"w": param}, optax.sgd(0.1), ours)

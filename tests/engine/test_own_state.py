@@ -272,7 +272,7 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     what to do.
     """
     with pytest.raises(
-        rampup.ConfigError,
+        rampup.errors.ConfigError,
         match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze",
     ):
         run_pipeline(2, frozen={"base": jnp.zeros(2)})
@@ -282,14 +282,14 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     step = rampup.train_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
     data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
     with pytest.raises(
-        rampup.ConfigError, match="integer parameters, which a PipelinedLoss"
+        rampup.errors.ConfigError, match="integer parameters, which a PipelinedLoss"
     ):
         step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
     carried = rampup.create_state(
         init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())}
     )
     with pytest.raises(
-        rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"
+        rampup.errors.ConfigError, match="`mutable`, which a PipelinedLoss cannot"
     ):
         step(carried, next(step.batches(data)))
 
@@ -303,7 +303,7 @@ def test_parameters_whose_gradients_are_new_values_are_refused():
         "_overwrite_with_gradient": {"scale": jnp.ones(1)},
     }
     with pytest.raises(
-        rampup.ConfigError,
+        rampup.errors.ConfigError,
         match=r"takes its gradients as new values.*rampup\.multi_steps",
     ):
         train(*start(loss=lambda p, *args: loss_fn(p["params"], *args), params=params))
@@ -387,7 +387,7 @@ def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, en
         opt_state=state.opt_state
     )
     for wrong in (state, rampup.prepare_state(flax_made, mesh)):
-        with pytest.raises(rampup.ConfigError, match=words) as caught:
+        with pytest.raises(rampup.errors.ConfigError, match=words) as caught:
             step(wrong, next(step.batches(rows())))
         assert (caught.value.key, step.num_compilations) == ("tx", 0)
 
@@ -399,14 +399,14 @@ def test_what_is_no_tree_of_arrays_is_refused():
     mesh, tx = mesh_of("one"), optax.sgd(0.1)
     model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     with pytest.raises(
-        rampup.ConfigError,
+        rampup.errors.ConfigError,
         match=r"\['net'\] is an NNX module \(BatchNorm\).* rampup.split_model",
     ):
         rampup.create_state({"net": model}, tx, mesh)
     for leaf in (jax.nn.relu, "words", np.array(["words"])):
         params = {"w": jnp.ones(2), "activation": leaf}
         with pytest.raises(
-            rampup.ConfigError,
+            rampup.errors.ConfigError,
             match=(
                 r"params\['activation'\] is .* not an array of numbers.*eqx.partition"
             ),
@@ -453,9 +453,9 @@ def test_optimizers_that_need_more_than_a_gradient_are_refused(tx, words):
     transparent form of sam is not refused.
     """
     mesh = mesh_of("one")
-    with pytest.raises(rampup.ConfigError, match=words):
+    with pytest.raises(rampup.errors.ConfigError, match=words):
         rampup.create_state(new_params(mesh), tx, mesh)
-    with pytest.raises(rampup.ConfigError, match=words):
+    with pytest.raises(rampup.errors.ConfigError, match=words):
         rampup.train_step(loss_fn, tx, plan_for(mesh), mesh)
     train(*start(tx=SAM[1]), steps=1)
 
@@ -471,7 +471,7 @@ def test_a_donated_array_that_is_in_the_state_twice_is_named():
     step, state = start()
     state = Averaged(**vars(state))
     with pytest.raises(
-        rampup.ConfigError,
+        rampup.errors.ConfigError,
         match=r"state.params\['in'\] and state.ema\['in'\] are one array",
     ):
         train(step, state.replace(ema=state.params), steps=1)
@@ -487,7 +487,7 @@ def test_parameters_sharded_over_data_train_with_the_line_that_the_error_offers(
         name: jax.device_put(x, NamedSharding(mesh, P("data")))
         for name, x in new_params(mesh_of("one")).items()
     }
-    with pytest.raises(rampup.ConfigError, match="sharded over data") as caught:
+    with pytest.raises(rampup.errors.ConfigError, match="sharded over data") as caught:
         train(*start("data", plain_loss_fn, params=params), steps=1)
     offered = eval(
         re.search(r"batch_axes=(BatchAxes\(.*?\)\))", str(caught.value))[1],

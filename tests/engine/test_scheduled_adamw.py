@@ -9,7 +9,6 @@ import optax
 import pytest
 from helpers import toy
 
-from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.data.batches import step_batches
 from rampup.engine.optimizer import (
     AdamSchedule,
@@ -22,6 +21,7 @@ from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.engine.update import select_step
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import Seesaw, discretize
 
 BASE = AdamConstants(b1=0.8, b2=0.97, eps=1e-6, weight_decay=0.2)

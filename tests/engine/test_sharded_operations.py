@@ -422,7 +422,9 @@ def test_gradients_are_reduced_over_the_replicas_once():
         state = rampup.create_state(given, tx, where, shard_optimizer_over_data=zero)
         options = {"shard_optimizer_over_data": zero, "measure_gradient_noise": zero}
         step = rampup.train_step(loss_of([labels]), tx, plan, where, **options)
-        account = rampup.inspect(step, state, next(step.batches(rows))).account
+        account = rampup.contrib.lab.inspect(
+            step, state, next(step.batches(rows))
+        ).account
         crossing = [
             c for c in account.collectives if c.axes is None or "data" in c.axes
         ]

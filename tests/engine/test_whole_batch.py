@@ -215,10 +215,12 @@ def test_accumulate_and_evaluation_see_the_whole_batch():
     loss, weight = evaluate(state, batch)
     np.testing.assert_allclose(loss / weight, value, atol=2e-5)
     with pytest.raises(
-        rampup.ConfigError, match="this one has room for 4; make its batches"
+        rampup.errors.ConfigError, match="this one has room for 4; make its batches"
     ):
         run(state.params, many.chunks[0], many.num_microbatches)
-    with pytest.raises(rampup.DataError, match="but this one has 2; make it with"):
+    with pytest.raises(
+        rampup.errors.DataError, match="but this one has 2; make it with"
+    ):
         evaluate(state, many)
 
 
@@ -251,11 +253,11 @@ def test_what_cannot_see_a_whole_batch_is_refused():
             "mesh": mesh,
             "whole_batch": True,
         } | changes
-        with pytest.raises(rampup.ConfigError, match=words):
+        with pytest.raises(rampup.errors.ConfigError, match=words):
             rampup.train_step(**args)
     plan = plan_of(mesh, microbatch_size=1)
     step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
-    with pytest.raises(rampup.DataError, match="a step takes its own batches"):
+    with pytest.raises(rampup.errors.DataError, match="a step takes its own batches"):
         step(
             rampup.create_state(START, tx, mesh),
             next(rampup.step_batches(ROWS, plan, mesh)),
@@ -307,7 +309,9 @@ def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), state.params, params
     )
-    assert not rampup.inspect(step, state, next(step.batches(ROWS))).reduces_once
+    assert not rampup.contrib.lab.inspect(
+        step, state, next(step.batches(ROWS))
+    ).reduces_once
 
 
 def test_an_error_of_the_loss_itself_is_raised_as_it_is():

@@ -186,7 +186,7 @@ def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path
         assert bytes_per_device(state.opt_state) == bytes_per_device(one.opt_state)
 
     check(state)
-    inspected = rampup.inspect(step, state, next(step.batches(rows())))
+    inspected = rampup.contrib.lab.inspect(step, state, next(step.batches(rows())))
     scattered = [c for c in inspected.account.collectives if c.kind == "reduce-scatter"]
     lines = [
         sorted(np.moveaxis(sides, k, 0).reshape(size, -1)[:, 0].tolist())

@@ -259,10 +259,10 @@ def run_rollouts(settings):
     stopped by a signal.
     """
     victim.use_cpus(1)
+    from rampup.contrib.rl.config import RolloutConfig
+    from rampup.contrib.rl.tasks import Arithmetic
+    from rampup.contrib.rl.train import train
     from rampup.loop.events import StepDone, ctrl_c_stops
-    from rampup.rl.config import RolloutConfig
-    from rampup.rl.tasks import Arithmetic
-    from rampup.rl.train import train
 
     ctrl_c_stops.set(True)
     # One response of a new model in eight is right, so that most groups have no spread

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from rampup.dialects.shell_values import drop_unset
+from rampup.contrib.check.shell.values import drop_unset
 
 needs_bash = pytest.mark.skipif(
     shutil.which("bash") is None, reason="bash is the reference"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rampup.dialects import check_file
+from rampup.contrib.check import check_file
 
 DATA = Path(__file__).parent.parent / "goldens"
 

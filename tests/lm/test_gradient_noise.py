@@ -11,14 +11,14 @@ from helpers.runs import assert_same_run, metrics_of
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan
-from rampup.batch_size.noise_scale import NoiseScale
+from rampup.contrib.lab.branches import _Branches, _find_run
 from rampup.errors import ConfigError
-from rampup.lm.branches import _Branches, _find_run
 from rampup.lm.train import train
 from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.components import GRADIENT_NOISE
 from rampup.loop.events import LearningRateChanged, StepDone, ignore_event
 from rampup.loop.loop import RAMP_ROWS
+from rampup.plan.noise_scale import NoiseScale
 
 pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from rampup import build_plan, load_config
+from rampup.contrib.lab.account import account_of
+from rampup.contrib.lab.hlo import Program
+from rampup.contrib.lab.topology import compile_for, topology_devices
 from rampup.data.sources import SyntheticRows
 from rampup.engine.mesh import make_mesh
 from rampup.engine.offload import program_memory
-from rampup.inspection.account import account_of
-from rampup.inspection.hlo import Program
 from rampup.lm.train import TrainSetup
 from rampup.plan.topology import Topology
-from rampup.tune.topology import compile_for, topology_devices
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.slow]

@@ -381,7 +381,7 @@ def run_without_noise(words, folder, opened):
     """Run `rampup` in a process that takes the noise scale to be 0, and so would never
     grow the batch.
     """
-    from rampup.batch_size.auto import AutoSchedule
+    from rampup.plan.auto import AutoSchedule
 
     decide = AutoSchedule.decide
     AutoSchedule.decide = lambda self, noise_scale, **where: decide(

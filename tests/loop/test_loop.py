@@ -571,14 +571,16 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, wor
 
     run_changed(last=5)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", rampup.ResumeWarning)
+        warnings.simplefilter("always", rampup.errors.ResumeWarning)
         if words is None or words.startswith("the "):
             assert run_changed(**change)[1].steps == STEPS
         else:
             with pytest.raises(ResumeMismatchError, match=words):
                 run_changed(**change)
     found = [
-        str(each.message) for each in caught if each.category is rampup.ResumeWarning
+        str(each.message)
+        for each in caught
+        if each.category is rampup.errors.ResumeWarning
     ]
     assert len(found) == (words or "").startswith("the ")
     assert all(re.search(words, each) for each in found)

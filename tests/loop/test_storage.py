@@ -20,6 +20,7 @@ import rampup
 from rampup import load_config
 from rampup.cli import main
 from rampup.cli.draw import parse_inputs
+from rampup.contrib.lab.prediction import compare_prediction, write_prediction
 from rampup.errors import ConfigError, DataError, MissingDependencyError, StorageError
 from rampup.lm.train import train
 from rampup.loop import lock as run_lock
@@ -27,7 +28,6 @@ from rampup.loop import run_folder as folders
 from rampup.loop.checkpoint import Checkpoints, find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
 from rampup.loop.metrics import TensorBoardWriter
-from rampup.show.prediction import compare_prediction, write_prediction
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     setting = f"base_output_directory={folder.parent}"
     assert parse_inputs(["base.yml", setting]).overrides == (setting,)
     with pytest.raises(DataError, match=f"no noise scale .* in {folder}"):
-        rampup.design_ramp(
+        rampup.contrib.lab.design_ramp(
             load_config(folder / "config.yml"),
             str(folder),
             num_devices=2,
@@ -375,7 +375,7 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
     assert "runs/demo/config.yml" in contents(objects)
     assert not [name for name in contents(objects) if name.endswith(LOCK_FILE)]
     assert rampup.load(str(folder)).step == 5
-    measured = rampup.find_critical_batch_size(
+    measured = rampup.contrib.lab.find_critical_batch_size(
         str(folder), multiples=(1, 2), tokens=1024
     )
     assert str(measured.folder).startswith("gs://bucket/runs/demo.critical/step-5-")

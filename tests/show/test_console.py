@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from rampup import Config, build_plan
+from rampup.contrib.rl.config import RolloutConfig, build_rollout_schedule
+from rampup.contrib.rl.starting_sizes import suggest
 from rampup.plan.pipeline import SCHEDULES, Timetable
-from rampup.rl.config import RolloutConfig, build_rollout_schedule
-from rampup.rl.starting_sizes import suggest
 from rampup.show.console import (
     MAX_PHASES,
     is_for_a_log,

@@ -13,7 +13,7 @@ from helpers.html import Page
 import rampup
 from rampup import Config, build_plan
 from rampup.config.schema import KEYS
-from rampup.dialects.verdict import Meaning, Verdict, Violation
+from rampup.contrib.check.verdict import Meaning, Verdict, Violation
 from rampup.errors import ConfigError
 from rampup.plan.describe import summary
 from rampup.show.report import Report, report_html, write_report

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import rampup
-from rampup.rl import (
+from rampup.contrib.rl import (
     RolloutConfig,
     RolloutOptions,
     build_rollout_schedule,

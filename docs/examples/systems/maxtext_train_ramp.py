@@ -12,7 +12,7 @@ os.environ |= {
 
 import maxtext
 
-from rampup.integrations.maxtext import main
+from rampup.contrib.maxtext import main
 
 keys = f"""
     {maxtext.__path__[0]}/configs/base.yml

@@ -1,0 +1,297 @@
+"""Configurations of other systems: what a file really does, before it is run.
+
+A system is one file: its keys, its numbers, its words and its rules. A check imports
+only the requested system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from rampup.config.yaml import read_text
+from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
+from rampup.contrib.check.rules import Dialect, doubled_sizes, find_violations
+from rampup.contrib.check.verdict import Meaning, Verdict
+from rampup.errors import ConfigError, RampupError
+from rampup.plan.numbers import to_yaml_number
+
+SYSTEMS = (
+    "maxtext",
+    "maxtext_rl",
+    "megatron",
+    "skyrl",
+    "verl",
+    "trlx",
+)  # each is a module
+READABLE = (
+    "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL,"
+    " veRL and trlX"
+)
+# Keys of many systems, which are no evidence of one.
+SHARED = frozenset({
+    "eval_steps", "eval_interval", "gradient_accumulation_steps", "steps", "max_steps", "model_name", "quantization", "devices",
+    "num_nodes", "nnodes", "num_devices", "num_processes", "num_layers", "seq_length", "micro_batch_size", "batch_size",
+    "train_batch_size", "eval_batch_size", "deepspeed", "num_epoch", "num_epochs", "num_batches", "world_size",
+})  # fmt: skip
+# What no file of another system says. It is looked for first, so that a launch with a
+# word of a foreign system stays one.
+_COVERED = re.compile(
+    r"(?i)\bactor_rollout_ref\b|\bpolicy_mini_batch_size\b|\bskyrl[\w.]*\.main\w*|\bmaxtext[\w./]*[./]\w*train"
+    r"|\bbase_config\s*:|\btrlx\b|\bper_device_batch_size\b|\bici_\w+_parallelism\b"
+)
+# The name of each system, and texts that its files have: all of one row. The first
+# system that fits counts.
+_MARKS: tuple[tuple[str, str], ...] = (
+    ("OLMo-core", r"\bolmo_core\b"),
+    ("torchtitan", r"\btorchtitan\b|--training\.(?:local|global)_batch_size\b"),
+    ("torchtitan", r"^\[training\] & ^(?:local|global)_batch_size *="),
+    ("OpenRLHF", r"\bopenrlhf\b"),
+    ("EasyR1", r"\bverl\.trainer\.main\b"),
+    ("EasyR1", r"^worker\s*: & ^\s+rollout_batch_size\s*:"),
+    ("slime", r"--rollout-batch-size\b & --num-rollout\b|--n-samples-per-prompt\b|\bslime\b"),
+    ("NeMo-RL", r"\bnum_prompts_per_step\b|\bnemo[_-]rl\b|\btrain_global_batch_size\b|\bval_global_batch_size\b"),
+    ("LLaMA-Factory", r"\bllamafactory\b|\bllamafactory-cli\b|^\s*(?:--)?finetuning_type\b"),
+    ("axolotl", r"\baxolotl\b"),
+    ("axolotl", r"^base_model\s*: & ^(?:datasets|rl)\s*: & ^micro_batch_size\s*:"),
+    ("nanotron", r"\bnanotron\b|\bbatch_accumulation_per_replica\b"),
+    ("Levanter", r"\blevanter\b|\bper_device_parallelism\b"),
+    ("Levanter", r"^\s+train_batch_size\s*: & ^\s+(?:tracker|num_train_steps)\s*:"),
+    ("TRL", r"\bper_device_train_batch_size\b & \bnum_generations\b|\btrl\b|\b(?:DPO|GRPO|SFT|PPO|KTO)(?:Config|Trainer)\b"
+            r"|^beta\s*:|^(?:loss_type|max_prompt_length|use_vllm)\s*:"),
+    ("TRL", r"^\s*(?:accelerate launch|python3?|uv run)?.*\btrl (?:sft|dpo|grpo|ppo|kto|rloo|reward)\b"),
+    ("the Hugging Face Trainer", r"\bper_device_train_batch_size\b|\bTrainingArguments\b"),
+    ("DeepSpeed", r"\A\s*\{ & \"(?:train_micro_batch_size_per_gpu|zero_optimization|train_batch_size)\""),
+    ("accelerate", r"^distributed_type\s*: & ^(?:num_processes|mixed_precision|compute_environment)\s*:"),
+)  # fmt: skip
+_FOREIGN = tuple(
+    (name, tuple(re.compile(part, re.MULTILINE) for part in marks.split(" & ")))
+    for name, marks in _MARKS
+)
+_COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
+_MAX_NAME = 100
+
+
+def check_file(
+    path: str | Path, system: str | None = None, overrides: Sequence[str] = ()
+) -> Verdict:
+    """Check what a file of another system does, and whether that system's own check and
+    its run accept it.
+
+    Args:
+        path: YAML, or a shell script that starts a run. The script is read and never
+            executed.
+        system: one of `SYSTEMS`; None finds it.
+        overrides: `key=value` settings in that system's keys, which win over the file;
+            facts that no file states, such as `num_processes=8`; and variables that the
+            script does not set.
+
+    Raises:
+        ConfigError: no such system, or a file that cannot be read as one of it; names
+            the system that it looks like.
+    """
+    return _check_source(path, system, overrides)
+
+
+def check_command(
+    words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()
+) -> Verdict:
+    """Check what a command does that starts another system; `words` are without quotes,
+    as a program gets them.
+
+    The other arguments and the errors are those of `check_file`.
+
+    Example:
+        >>> command = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.rollout.n=4"
+        >>> check_command(command.split(), "verl").derived["samples_per_step"]
+        256
+    """
+    return _check_source(tuple(words), system, overrides)
+
+
+def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
+    """Return the system that a file or a command is made for, or refuse one of no
+    system here.
+    """
+    _refuse_foreign(source)
+    found = _recognize(source, overrides)
+    if not found:
+        said = (
+            f"this looks like a file of no system that rampup can read ({READABLE}); if"
+            " it is one, say which with --from"
+        )
+        raise ConfigError(said, key="from", nearest=SYSTEMS, path=_path(source))
+    return found[0][0]
+
+
+def _refuse_foreign(source: Source) -> None:
+    """Refuse a file or a command of a system that the rules do not cover, by its
+    name.
+    """
+    text = _COMMENT.sub(
+        "", " ".join(source) if isinstance(source, tuple) else read_text(source)
+    )
+    name = next(
+        (name for name, marks in _FOREIGN if all(mark.search(text) for mark in marks)),
+        None,
+    )
+    if name and not _COVERED.search(text):
+        said = (
+            f"this is a file of {name}, which rampup cannot check; it reads {READABLE}"
+        )
+        raise ConfigError(said, key="from", path=_path(source))
+
+
+def _path(source: Source) -> str | None:
+    """Return the file of a source, for errors; None for a command."""
+    return None if isinstance(source, tuple) else str(source)
+
+
+def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the systems that a source starts or of which it sets several keys, with
+    these keys, the best first.
+    """
+    found: list[tuple[bool, str, list[str]]] = []
+    for system in SYSTEMS:
+        launch = load_dialect(system).launch
+        with contextlib.suppress(ConfigError):
+            reading = read_source(source, overrides, launch, strict=False)
+            keys = [
+                key for key in reading.leaves if launch.known(key) and key not in SHARED
+            ]
+            if reading.recognized or len(keys) >= MIN_MATCHES:
+                found.append((reading.recognized, system, keys))
+    found.sort(key=lambda row: (row[0], len(row[2])), reverse=True)
+    return [(system, keys) for _, system, keys in found]
+
+
+def load_dialect(system: str) -> Dialect:
+    """Return the dialect of one of `SYSTEMS`; only its modules are imported."""
+    dialect: Dialect = importlib.import_module(f"{__name__}.{system}").DIALECT
+    return dialect
+
+
+def to_rampup(verdict: Verdict) -> str:
+    """Return rampup's configuration of a verdict's run, as YAML with a comment on each
+    key that it does not express.
+    """
+    from rampup.config.files import yaml_value
+
+    conversion = verdict.conversion
+    if conversion is None:
+        said = (
+            f"a {verdict.system} file cannot be converted: rampup's configuration is"
+            " for pre-training"
+        )
+        raise ConfigError(
+            f"{said}; write its sizes in the keys of configs/rl.yml", key="to"
+        )
+    if conversion.refusal is not None:
+        raise ConfigError(
+            f"the file cannot be converted: {conversion.refusal}", key="to"
+        )
+    name = load_dialect(verdict.system).launch.system
+    lines = [
+        f"# Converted from a {name} file: its batches, its ramp and its pipeline.",
+        "",
+    ]
+    for key, value in conversion.values.items():
+        lines.append(
+            f"{key}:"
+            f" {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}"
+        )
+    if conversion.left_out:
+        lines += ["", "# Left out:"]
+    for key, reason in conversion.left_out.items():
+        # A key may contain anything; it must stay within its comment.
+        printable = "".join(letter if letter.isprintable() else "?" for letter in key)
+        lines.append(f"# {printable[:_MAX_NAME]}: {reason}")
+    return "\n".join(lines) + "\n"
+
+
+def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) -> None:
+    """Write rampup's configuration of the run that a verdict is about; `source` is its
+    file, which is never replaced.
+    """
+    text = to_rampup(verdict)
+    target = Path(path)
+    try:
+        if not (is_source := target.exists() and target.samefile(source)):
+            target.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot write the file: {reason}", key="output", path=str(path)
+        ) from None
+    if is_source:
+        raise ConfigError(
+            "the output file must not be the source file", key="output", path=str(path)
+        )
+
+
+def _check_source(
+    source: Source, system: str | None, overrides: Sequence[str]
+) -> Verdict:
+    if system is None:
+        system = find_system(source, overrides)
+    if system not in SYSTEMS:
+        raise ConfigError(
+            f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}",
+            key="from",
+            nearest=SYSTEMS,
+        )
+    _refuse_foreign(source)
+    dialect = load_dialect(system)
+    try:
+        settings = dialect.read(source, overrides)
+    except ConfigError as error:
+        if error.key != "from":
+            raise
+        name, keys = next(iter(_recognize(source, ())), (system, []))
+        if name == system or len(keys) < MIN_MATCHES:
+            raise
+        said = (
+            f"this looks like a file of {name}, not of {system}: it sets"
+            f" {', '.join(keys[:3])}; use --from {name}"
+        )
+        raise ConfigError(
+            said, key="from", nearest=(name,), path=_path(source)
+        ) from error
+
+    job = dialect.job(settings)
+    violations = find_violations(dialect, job)
+    if not job.usable:
+        return Verdict(
+            system=system,
+            violations=violations,
+            notes=settings.notes,
+            version=job.version,
+        )
+    conversion, phases = job.conversion(), job.phases()
+    plan = None
+    # A run that rampup can express has a plan even if its own system rejects the file.
+    if conversion is not None or not violations:
+        with contextlib.suppress(RampupError):
+            plan = job.plan()
+    return Verdict(
+        system=system,
+        violations=violations,
+        outcome=job.outcome,
+        notes=(*settings.notes, *dialect.notes(job)),
+        version=job.version,
+        summary=job.summary(),
+        changes=tuple(itertools.starmap(Meaning, doubled_sizes(dialect, job))),
+        derived=job.derived(),
+        phases=None if phases is None else tuple(phases),
+        meanings=tuple(
+            Meaning(settings.describe(says) if says in settings.values else says, means)
+            for says, means in dialect.meanings(job)
+        ),
+        plan=plan,
+        conversion=conversion,
+    )

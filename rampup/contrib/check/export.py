@@ -1,0 +1,972 @@
+"""A rollout or a pre-training plan in the keys of another system: `rampup plan FILE
+--export SYSTEM`.
+
+Each system is one function, which refuses what the system cannot express. What `rampup
+check` can read is then checked by the rules of its dialect, and the numbers that the
+dialect finds must be those of the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rampup.config.build import mesh_axes
+from rampup.config.schema import Config
+from rampup.contrib.check import SYSTEMS, load_dialect
+from rampup.contrib.check.maxtext import MaxTextJob
+from rampup.contrib.check.megatron import LinearRamp, MegatronJob
+from rampup.contrib.check.rules import Job, find_violations
+from rampup.contrib.rl.config import RolloutConfig
+from rampup.contrib.rl.plan import RolloutPlan, Updates
+from rampup.errors import ConfigError, choice_error
+from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.numbers import AUTO, to_yaml_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp, Phase
+
+MAX_DEVICES_PER_NODE = 8
+_STEP = ("mini_batches", "mini_batch_samples", "optimizer_steps")
+_SHARED = (
+    "data_parallel_size",
+    "samples_per_step",
+    *_STEP,
+    "accumulation_steps",
+    *(f"critic_{name}" for name in _STEP),
+)
+# The systems' names of the values of rl.loss_agg_mode that they know.
+_MAXTEXT_LOSSES = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "sequence-mean-token-mean",
+}
+_SKYRL_LOSSES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+_VERL_LOSSES = {
+    mode: mode for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+}
+_TRLX_LOSSES = {"token-mean": "token-mean"}  # it has no key for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A rollout or a run in another system's keys."""
+
+    values: Mapping[str, Any]  # by dotted key
+    facts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what the system takes elsewhere, as `rampup check` does
+    notes: tuple[
+        str, ...
+    ] = ()  # what the system does otherwise than the plan, or needs in addition
+
+    def to_yaml(self, system: str) -> str:
+        """Return the text of the file, with the notes as comments."""
+        tree: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *groups, name = key.split(".")
+            functools.reduce(
+                lambda place, group: place.setdefault(group, {}), groups, tree
+            )[name] = value
+        check = " ".join(
+            [
+                "rampup check FILE --from",
+                system,
+                *(f"{key}={value}" for key, value in self.facts.items()),
+            ]
+        )
+        head = [
+            f"The sizes of a {'rollout' if system in EXPORTS else 'run'} for"
+            f" {NAMES[system]}, as rampup planned it."
+        ]
+        head += [f"Check: {check}"] if system in SYSTEMS else []
+        comments = "".join(f"# {line}\n" for line in [*head, *self.notes])
+        return comments + yaml.safe_dump(
+            tree, sort_keys=False, default_flow_style=False
+        )
+
+
+def export_rollout(
+    config: RolloutConfig, plan: RolloutPlan, num_devices: int, system: str
+) -> Exported:
+    """Return a rollout's batches in the keys of one of `EXPORTS`, checked by its rules,
+    or refuse what it cannot run.
+    """
+    if system not in EXPORTS:
+        raise choice_error("export", system, list(EXPORTS))
+    rollout = _Rollout(
+        system=system,
+        config=config,
+        plan=plan,
+        axes=mesh_axes(config, num_devices),
+        num_devices=num_devices,
+    )
+    for name in ("batch_size_schedule", "num_generations_schedule"):
+        rollout.require(
+            getattr(config, name) is None,
+            f"rl.{name}",
+            "its batch cannot grow; set it to null",
+        )
+    for name, fixed in (
+        ("zero_spread_groups", "keep"),
+        ("token_batch_size", AUTO),
+        ("partial_step", "train"),
+    ):
+        rollout.require(
+            getattr(config, name) == fixed,
+            name,
+            f"only steps of the planned size are exported; set it to {fixed}",
+        )
+    exported = EXPORTS[system](rollout)
+    # The numbers that the exported file must have, by the names that all systems share.
+    numbers = {
+        "samples_per_step": plan.samples_per_step,
+        **plan.policy_updates.to_dict(),
+    }
+    if plan.critic_updates is not None:
+        numbers |= {
+            f"critic_{name}": value
+            for name, value in plan.critic_updates.to_dict().items()
+        }
+    derived = rollout.checked(exported).derived()
+    for name in _SHARED:
+        if (
+            value := numbers.get(name)
+        ) is not None:  # with a token budget the number of passes is open
+            found = derived.get(name, value)
+            rollout.require(
+                found == value,
+                "export",
+                f"{name} would be {found:,} instead of {value:,}",
+            )
+    return exported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The system that something is exported to."""
+
+    system: str
+
+    def require(self, condition: bool, key: str, reason: str) -> None:
+        """Raise an error unless a condition of the system holds."""
+        if not condition:
+            raise ConfigError(
+                f"{NAMES[self.system]} cannot run this plan: {reason}", key=key
+            )
+
+    def checked(self, exported: Exported) -> Job:
+        """Return the numbers of an exported file by the rules of its system, which it
+        must satisfy.
+        """
+        dialect = load_dialect(self.system)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "exported.yml"
+            path.write_text(exported.to_yaml(self.system), encoding="utf-8")
+            job = dialect.job(
+                dialect.read(
+                    path, [f"{key}={value}" for key, value in exported.facts.items()]
+                )
+            )
+        for broken in find_violations(dialect, job):
+            _Target.require(self, False, broken.keys[0], broken.message)
+        return job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollout(_Target):
+    """A rollout, and the system that it is exported to."""
+
+    config: RolloutConfig
+    plan: RolloutPlan
+    axes: MeshAxes
+    num_devices: int
+
+    def require(self, condition: bool, key: str, reason: str) -> None:
+        """Raise an error that begins with the key unless a condition of the system
+        holds.
+        """
+        _Target.require(self, condition, key, f"{key}: {reason}")
+
+    def require_replicas(self) -> None:
+        """Refuse axes that the system has no key for."""
+        devices = (
+            self.axes.tensor
+            * self.axes.pipeline
+            * self.axes.context
+            * self.plan.policy.data_parallel_size
+        )
+        reason = (
+            "the devices that share a sample must be those of the tensor, pipeline and"
+            " context axes"
+        )
+        self.require(self.num_devices == devices, "ici_expert_parallelism", reason)
+
+    def whole(self, number: int, divisor: int, key: str, what: str) -> int:
+        """Return a quotient that must be a whole number."""
+        self.require(
+            number % divisor == 0,
+            key,
+            f"{what} = {number:,} / {divisor:,} must be a whole number",
+        )
+        return number // divisor
+
+    def aggregation(self, names: Mapping[str, str]) -> str:
+        """Return the system's name of how the losses of tokens add up."""
+        mode, known = self.config.loss_agg_mode, ", ".join(names)
+        self.require(
+            mode in names,
+            "rl.loss_agg_mode",
+            f"it does not add up losses by {mode}, but by {known}",
+        )
+        return names[mode]
+
+    def prompts(self, samples: int, key: str, what: str) -> int:
+        """Return a number of samples as prompts."""
+        return self.whole(
+            samples, self.plan.samples_per_prompt, key, f"{what} in prompts"
+        )
+
+    def mini(self, updates: Updates) -> int:
+        """Return the prompts of a mini batch."""
+        prefix, whose = (
+            ("critic_", "the critic's")
+            if updates is self.plan.critic_updates
+            else ("", "the")
+        )
+        return self.prompts(
+            updates.mini_batch_samples,
+            f"{prefix}mini_batch_size",
+            f"{whose} mini batch",
+        )
+
+    def micro(self, updates: Updates) -> int:
+        """Return the samples of a pass and replica."""
+        self.require(
+            updates.microbatch_size is not None,
+            "token_budget",
+            "it has no token budget; set microbatch_size",
+        )
+        assert updates.microbatch_size is not None
+        return updates.microbatch_size
+
+    @property
+    def per_node(self) -> int:
+        """Devices per node."""
+        return max(
+            n for n in range(1, MAX_DEVICES_PER_NODE + 1) if self.num_devices % n == 0
+        )
+
+    @property
+    def megatron(self) -> bool:
+        """Whether devices share a layer, or the layers: what Megatron's backend is
+        for.
+        """
+        return self.axes.tensor * self.axes.pipeline > 1
+
+    def megatron_sizes(self, group: str) -> dict[str, int]:
+        """Return the sizes of Megatron under their keys, which veRL and SkyRL share."""
+        sizes = {
+            "tensor_model": self.axes.tensor,
+            "pipeline_model": self.axes.pipeline,
+            "context": self.axes.context,
+        }
+        return {f"{group}.{name}_parallel_size": size for name, size in sizes.items()}
+
+
+def _to_maxtext_rl(rollout: _Rollout) -> Exported:
+    plan, config = rollout.plan, rollout.config
+    rollout.require(
+        plan.critic is None,
+        "enable_critic",
+        "its GRPO learner has no critic; set enable_critic=false",
+    )
+    rollout.require(
+        not plan.policy_updates.padded_samples,
+        "pad_microbatches",
+        "it does not pad mini batches",
+    )
+    rollout.micro(plan.policy_updates)
+    mini = rollout.mini(plan.policy_updates)
+    train = rollout.whole(
+        mini,
+        plan.policy_updates.accumulation_steps or 1,
+        "microbatch_size",
+        "the microbatch in prompts",
+    )
+    generation = rollout.prompts(
+        plan.sequences_per_call, "rollout_micro_batch_size", "a call of the generator"
+    )
+    for name, size in (
+        ("train_micro_batch_size", train),
+        ("rollout_micro_batch_size", generation),
+    ):
+        rollout.whole(plan.prompts_per_step, size, name, f"batch_size / {name}")
+    rollout.require(
+        mini == plan.prompts_per_step,
+        "mini_batch_size",
+        "it updates once per pass over the samples of a step",
+    )
+    keys: dict[str, Any] = {
+        "batch_size": plan.prompts_per_step,
+        "train_micro_batch_size": train,
+        "rollout_micro_batch_size": generation,
+        "num_batches": config.num_batches,
+        "train_fraction": float(config.train_fraction),
+        "num_epoch": config.num_epoch,
+        "num_test_batches": config.num_test_batches,
+        "eval_batch_size": config.eval_batch_size,
+        "test_batch_start_index": config.test_batch_start_index,
+        "max_prefill_predict_length": config.max_prompt_length,
+        "max_target_length": config.max_prompt_length + config.max_response_length,
+        "rl.num_generations": plan.samples_per_prompt,
+        "rl.num_iterations": plan.policy.num_epochs,
+        "rl.loss_agg_mode": rollout.aggregation(_MAXTEXT_LOSSES),
+    }
+    keys |= {
+        f"ici_{axis}_parallelism": size
+        for axis in AXES
+        if (size := getattr(rollout.axes, axis)) > 1 or axis == "fsdp"
+    }
+    facts = {} if config.num_prompts is None else {"num_prompts": config.num_prompts}
+    return Exported(values=keys, facts=facts)
+
+
+def _to_verl(rollout: _Rollout) -> Exported:
+    plan = rollout.plan
+    config = rollout.config
+    actor = "actor_rollout_ref.actor"
+    rollout.require_replicas()
+
+    def passes(role: str, updates: Updates) -> dict[str, Any]:
+        if updates.token_budget is None:
+            return {
+                f"{role}.use_dynamic_bsz": False,
+                f"{role}.ppo_micro_batch_size_per_gpu": rollout.micro(updates),
+            }
+        # veRL counts the budget per device, of those that share a sequence.
+        budget = rollout.whole(
+            updates.token_budget,
+            rollout.axes.context,
+            "token_budget",
+            "tokens per device",
+        )
+        return {
+            f"{role}.use_dynamic_bsz": True,
+            f"{role}.ppo_max_token_len_per_gpu": budget,
+        }
+
+    def parallel(role: str, fsdp: str) -> dict[str, Any]:
+        if rollout.megatron:
+            return rollout.megatron_sizes(f"{role}.megatron")
+        return (
+            {f"{fsdp}.ulysses_sequence_parallel_size": rollout.axes.context}
+            if rollout.axes.context > 1
+            else {}
+        )
+
+    values: dict[str, Any] = {
+        **({"model_engine": "megatron"} if rollout.megatron else {}),
+        "data.train_batch_size": plan.prompts_per_step,
+        "data.max_prompt_length": config.max_prompt_length,
+        "data.max_response_length": config.max_response_length,
+        "actor_rollout_ref.rollout.n": plan.samples_per_prompt,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        f"{actor}.ppo_mini_batch_size": rollout.mini(plan.policy_updates),
+        f"{actor}.ppo_epochs": plan.policy.num_epochs,
+        f"{actor}.use_kl_loss": config.enable_reference_policy,
+        f"{actor}.loss_agg_mode": rollout.aggregation(_VERL_LOSSES),
+        **passes(actor, plan.policy_updates),
+        **parallel(actor, f"{actor}.fsdp_config"),
+        "algorithm.adv_estimator": "grpo" if plan.critic is None else "gae",
+        "trainer.n_gpus_per_node": rollout.per_node,
+        "trainer.nnodes": rollout.num_devices // rollout.per_node,
+        "trainer.total_epochs": config.num_epoch,
+    }
+    if (size := plan.policy_updates.microbatch_size) is not None:
+        for role in (
+            ("rollout", "ref") if config.enable_reference_policy else ("rollout",)
+        ):
+            values[f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu"] = size
+    if config.enable_reference_policy:
+        values |= parallel("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config")
+    if plan.critic_updates is not None:
+        values["critic.enable"] = True
+        values["critic.ppo_mini_batch_size"] = rollout.mini(plan.critic_updates)
+        values["critic.ppo_epochs"] = plan.critic_updates.num_epochs
+        values |= passes("critic", plan.critic_updates)
+        values |= parallel("critic", "critic.fsdp")
+    # An agent loop's workers share the prompts of a step evenly.
+    values["actor_rollout_ref.rollout.agent.num_workers"] = max(
+        n for n in range(1, 9) if plan.samples_per_step % n == 0
+    )
+    return Exported(values=values)
+
+
+def _to_skyrl(rollout: _Rollout) -> Exported:
+    plan, config = rollout.plan, rollout.config
+    rollout.require_replicas()
+    policy, critic = plan.policy_updates, plan.critic_updates
+    values: dict[str, Any] = {
+        "trainer.train_batch_size": plan.prompts_per_step,
+        "trainer.policy_mini_batch_size": rollout.mini(policy),
+        "trainer.update_epochs_per_batch": plan.policy.num_epochs,
+        "trainer.epochs": config.num_epoch,
+        "trainer.algorithm.use_kl_loss": config.enable_reference_policy,
+        "trainer.algorithm.loss_reduction": rollout.aggregation(_SKYRL_LOSSES),
+        "generator.n_samples_per_prompt": plan.samples_per_prompt,
+        "generator.eval_n_samples_per_prompt": plan.eval_samples_per_prompt,
+    }
+    if plan.eval_prompts:
+        values["trainer.eval_batch_size"] = (
+            config.eval_batch_size
+            if config.eval_batch_size != AUTO
+            else config.batch_size
+        )
+    if policy.token_budget is None:
+        values["trainer.micro_train_batch_size_per_gpu"] = rollout.micro(policy)
+        values["trainer.micro_forward_batch_size_per_gpu"] = rollout.micro(policy)
+    else:
+        # Its check applies the rules of the unused size too; 1 satisfies them.
+        values |= {
+            "trainer.max_tokens_per_microbatch": policy.token_budget,
+            "trainer.micro_train_batch_size_per_gpu": 1,
+        }
+    notes: tuple[str, ...] = ()
+    models = ["policy", *(["ref"] if config.enable_reference_policy else [])]
+    if critic is not None:
+        for name, own, other in (
+            ("critic_num_iterations", critic.num_epochs, policy.num_epochs),
+            (
+                "critic_train_micro_batch_size",
+                critic.microbatch_size,
+                policy.microbatch_size,
+            ),
+        ):
+            rollout.require(
+                own == other,
+                name,
+                f"critic and policy share one key for it, but have {own} and {other}",
+            )
+        values["trainer.critic.model.path"] = "critic"
+        values["trainer.algorithm.advantage_estimator"] = "gae"
+        values["trainer.critic_mini_batch_size"] = rollout.mini(critic)
+        models.append("critic")
+        notes = ("Put the path of the critic into trainer.critic.model.path.",)
+    if rollout.megatron:
+        rollout.require(
+            critic is None,
+            "enable_critic",
+            "with tensor or pipeline parallelism (Megatron) it has no critic",
+        )
+        values["trainer.strategy"] = "megatron"
+    for model in models:
+        values[f"trainer.placement.{model}_num_gpus_per_node"] = rollout.per_node
+        values[f"trainer.placement.{model}_num_nodes"] = (
+            rollout.num_devices // rollout.per_node
+        )
+        if rollout.megatron:
+            values |= rollout.megatron_sizes(f"trainer.{model}.megatron_config")
+        elif rollout.axes.context > 1:
+            values[f"trainer.{model}.sequence_parallel_size"] = rollout.axes.context
+    values["generator.inference_engine.num_engines"] = rollout.num_devices
+    return Exported(values=values, notes=notes)
+
+
+def _to_trlx(rollout: _Rollout) -> Exported:
+    plan, config = rollout.plan, rollout.config
+    d = plan.policy.data_parallel_size
+    rollout.require(
+        plan.samples_per_prompt == 1,
+        "rl.num_generations",
+        "PPO generates one response per prompt; set it to 1",
+    )
+    rollout.require(
+        plan.critic is None,
+        "enable_critic",
+        "its value head is part of the policy; set enable_critic=false",
+    )
+    rollout.require(
+        not rollout.megatron,
+        "ici_tensor_parallelism",
+        "under Accelerate, every process has the whole model",
+    )
+    rollout.aggregation(_TRLX_LOSSES)
+    rollout.require_replicas()
+    policy = plan.policy_updates
+    collected = rollout.whole(
+        plan.samples_per_step, d, "batch_size", "samples per process"
+    )
+    values: dict[str, Any] = {
+        "train.trainer": "AcceleratePPOTrainer",
+        "train.batch_size": rollout.whole(
+            policy.mini_batch_samples,
+            d,
+            "mini_batch_size",
+            "the mini batch per process",
+        ),
+        "train.minibatch_size": rollout.micro(policy),
+        "train.epochs": plan.num_steps,
+        "train.total_steps": plan.total_optimizer_steps,
+        "train.seq_length": config.max_prompt_length + config.max_response_length,
+        "method.name": "PPOConfig",
+        "method.num_rollouts": collected,
+        "method.chunk_size": rollout.whole(
+            plan.sequences_per_call, d, "rollout_micro_batch_size", "a call per process"
+        ),
+        "method.ppo_epochs": plan.policy.num_epochs,
+        "method.gen_kwargs.max_new_tokens": config.max_response_length,
+    }
+    rollout.whole(
+        collected,
+        values["method.chunk_size"],
+        "rollout_micro_batch_size",
+        "calls of the generator",
+    )
+    notes = (f"Start it with {d} processes: accelerate launch --num_processes {d}",)
+    return Exported(values=values, facts={"num_processes": d}, notes=notes)
+
+
+EXPORTS = {
+    "maxtext_rl": _to_maxtext_rl,
+    "verl": _to_verl,
+    "skyrl": _to_skyrl,
+    "trlx": _to_trlx,
+}
+
+
+def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
+    """Return what one of `PLAN_EXPORTS` needs to run a plan's batches, checked by its
+    rules, or refuse what it cannot run.
+    """
+    if system not in PLAN_EXPORTS:
+        raise choice_error("export", system, list(PLAN_EXPORTS))
+    run = _Run(system=system, config=config, plan=plan)
+    run.require(
+        plan.auto_schedule is None,
+        "batch_size_schedule",
+        "it cannot follow the measured noise; give a schedule",
+    )
+    exported = PLAN_EXPORTS[system](run)
+    if system not in SYSTEMS:
+        return exported
+    # The ramp that the system would run must be that of the plan; notes name rows that
+    # it reads and does not train on.
+    job, notes = run.checked(exported), list(exported.notes)
+    found: list[tuple[int, int, int]] = []
+    if isinstance(job, MegatronJob):
+        ramp = job.ramp
+        if job.has_schedule:
+            # The thresholds as Megatron's floating-point numbers give them.
+            ramp = BatchRamp.piecewise(
+                [(entry.as_run, entry.size) for entry in job.thresholds]
+            )
+        found = _rows(ramp) if ramp else []
+    elif isinstance(job, MaxTextJob):
+        found = job.ramp_phases or [(0, job.sizes.to_train, 0)]
+        if lost := job.lost_at_ramp_end:
+            notes.append(
+                f"MaxText's loader drops {lost:,} rows at the end of the ramp; those"
+                " after it move up."
+            )
+        if job.dropped_per_step:
+            notes.append(
+                "MaxText loads a full sample per device and drops"
+                f" {job.dropped_per_step:,} rows in every step."
+            )
+    for expected, row in itertools.zip_longest(_rows(plan.ramp), found):
+        run.require(
+            expected == row,
+            "export",
+            f"a phase would be (step, batch, sample) {row} instead of {expected}",
+        )
+    return replace(exported, notes=tuple(notes))
+
+
+def _rows(ramp: BatchRamp) -> list[tuple[int, int, int]]:
+    return [
+        (phase.start_step, phase.global_batch_size, phase.start_sample)
+        for phase in ramp.phases
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run(_Target):
+    """A plan, and the system that it is exported to."""
+
+    config: Config
+    plan: RampPlan
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is more than one phase."""
+        return len(self.plan.ramp.phases) > 1
+
+    def changes(self) -> list[tuple[Phase, int, Phase, int]]:
+        """Return each phase and its batch with the next phase and its batch."""
+        pairs = itertools.pairwise(self.plan.ramp.phases)
+        return [
+            (before, before.global_batch_size, phase, phase.global_batch_size)
+            for before, phase in pairs
+        ]
+
+    def microbatch(self) -> int:
+        """Return the samples of a replica in a pass, which must be the same in all
+        phases.
+        """
+        first = self.plan.splits[0].microbatch_size
+        for phase, split in zip(self.plan.ramp.phases, self.plan.splits, strict=True):
+            reason = (
+                f"{phase}, has microbatches of {split.microbatch_size:,} samples, but"
+                " it has one size for all phases"
+            )
+            self.require(
+                split.microbatch_size == first,
+                "rampup_microbatch",
+                f"{reason}; set rampup_microbatch=fixed",
+            )
+        return first
+
+    def require_axes(self, *axes: str) -> None:
+        """Refuse mesh axes that the system has no key for."""
+        for axis, slices in zip(AXES, self.plan.axes.slices, strict=True):
+            size = getattr(self.plan.axes, axis)
+            key = f"{'ici' if size > slices else 'dcn'}_{axis}_parallelism"
+            self.require(
+                size == 1 or axis in ("data", "fsdp", *axes),
+                key,
+                f"it has no axis like {axis}={size}; set {key}=1",
+            )
+
+    def notes(self, *, clocks: tuple[str, ...], scaling: str = "none") -> Iterator[str]:
+        """Yield the hyperparameters that differ in a system whose learning rate counts
+        one of `clocks` and has a `scaling`.
+        """
+        if not self.grows:
+            return
+        name, plan = NAMES[self.system], self.plan
+        if plan.learning_rate_clock not in clocks:
+            yield (
+                f"The learning rate of {name} counts {clocks[0]}; that of the plan"
+                f" counts {plan.learning_rate_clock}."
+            )
+        rules = {
+            "none": "is the same for every batch",
+            "sqrt": "grows with the square root of the batch",
+        }
+        here = rules.get(plan.learning_rate_batch_scaling, "grows with the batch")
+        here = "follows the cuts of Seesaw" if plan.seesaw else here
+        if here != rules[scaling]:
+            yield (
+                f"The learning rate of {name} {rules[scaling]}; that of the plan"
+                f" {here}."
+            )
+        if self.config.batch_rule[1].is_active:
+            yield (
+                "AdamW's constants follow the batch in the plan"
+                f" (batch_scaling={self.config.batch_scaling}), not in {name}."
+            )
+
+
+def _to_maxtext(run: _Run) -> Exported:
+    """Return MaxText's keys. Its ramp knows no accumulation, so that every batch of a
+    ramp is one pass.
+    """
+    plan = run.plan
+    config = run.config
+    devices = run.plan.num_devices
+    *ramp, last = plan.ramp.phases
+    passes = plan.splits[-1].accumulation_steps
+    values: dict[str, Any] = {
+        "gradient_accumulation_steps": 1 if ramp else passes,
+        "steps": plan.total_steps,
+        "max_target_length": config.max_target_length,
+    }
+    if plan.schedule_steps != plan.total_steps:
+        values["learning_rate_schedule_steps"] = plan.schedule_steps
+    if plan.expansion_factor_real_data > 0:
+        values["expansion_factor_real_data"] = to_yaml_number(
+            plan.expansion_factor_real_data
+        )
+    for axis, slices in zip(AXES, plan.axes.slices, strict=True):
+        values |= {
+            f"ici_{axis}_parallelism": getattr(plan.axes, axis) // slices,
+            f"dcn_{axis}_parallelism": slices,
+        }
+    if plan.splitter.num_stages > 1:
+        layers = config.base_num_decoder_layers
+        repeats = plan.splitter.num_repeats
+        values |= {
+            # One number for all batches: the smallest, as each batch is one pass.
+            "num_pipeline_microbatches": min(
+                split.num_pipeline_microbatches for split in plan.splits
+            ),
+            "num_pipeline_repeats": repeats,
+            "num_layers_per_pipeline_stage": (
+                layers // (plan.splitter.num_stages * repeats)
+            ),
+            "base_num_decoder_layers": layers,
+            "pipeline_delay_activation_forwarding": (
+                config.pipeline_delay_activation_forwarding
+            ),
+        }
+
+    def per_device(samples: int, divisor: int = 1) -> Any:
+        number = to_yaml_number(Fraction(samples, devices * divisor))
+        reason = (
+            f"per_device_batch_size = {samples:,} / {devices * divisor:,} = {number}"
+            " must be a decimal"
+        )
+        run.require(not isinstance(number, str), "per_device_batch_size", reason)
+        return number
+
+    values["per_device_batch_size"] = per_device(
+        last.global_batch_size, values["gradient_accumulation_steps"]
+    )
+    notes = list(run.notes(clocks=("steps",)))
+    if ramp:
+        start = plan.ramp.sizes[0]
+        growth = plan.ramp.sizes[1] - plan.ramp.sizes[0]
+        # MaxText counts every phase from zero, n steps of size b for a share of (n - 1)
+        # * b < share <= n * b samples.
+        least, most = 0, plan.ramp.ramp_samples * len(ramp)
+        for before, size, phase, after in run.changes():
+            reason = (
+                f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows"
+                " by the same number in every phase"
+            )
+            run.require(
+                growth > 0 and after - size == growth, "batch_size_schedule", reason
+            )
+            assert before.num_steps is not None
+            least = max(least, (before.num_steps - 1) * size * len(ramp))
+            most = min(most, before.num_steps * size * len(ramp))
+            reason = (
+                f"{before}, has {before.num_steps:,} steps, but its phases have equal"
+                " shares of global_rampup_samples"
+            )
+            reason = (
+                f"{reason}, each counted from zero, as with"
+                " rampup_carry_overshoot=false"
+            )
+            run.require(least < most, "batch_size_schedule", reason)
+        wanted = (
+            config.global_rampup_samples if config.enable_rampup_batch_size else most
+        )
+        values |= {
+            "enable_rampup_batch_size": True,
+            "per_device_batch_size_start": per_device(start),
+            "per_device_batch_size_increment": per_device(growth),
+            "global_rampup_samples": wanted if least < wanted <= most else most,
+        }
+        if passes > 1 and plan.splitter.num_stages == 1:
+            largest = last.global_batch_size // plan.splitter.data_parallel_size
+            sizes = {"": last.global_batch_size, "_start": start, "_increment": growth}
+            keys = [
+                f"per_device_batch_size{end}={to_yaml_number(Fraction(n, devices * passes))}"
+                for end, n in sizes.items()
+            ]
+            notes += [
+                (
+                    "MaxText runs each of these batches in one pass, of up to"
+                    f" {largest:,} samples per replica; the plan's passes have"
+                    f" {largest // passes:,}."
+                ),
+                (
+                    "To keep them, start it with `python -m"
+                    " rampup.contrib.maxtext` and these keys:"
+                    f" gradient_accumulation_steps={passes} {' '.join(keys)}"
+                ),
+            ]
+    return Exported(values=values, facts={"num_devices": devices}, notes=tuple(notes))
+
+
+def _to_megatron(run: _Run) -> Exported:
+    """Return Megatron's arguments, with a step schedule in tokens, as its trainer
+    passes the sequence length.
+    """
+    plan, config = run.plan, run.config
+    micro = run.microbatch()
+    length = config.max_target_length
+    splitter = run.plan.splitter
+    run.require_axes("tensor", "context", "pipeline")
+    for _, size, phase, after in run.changes():
+        reason = (
+            f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer"
+            " stops"
+        )
+        run.require(after > size, "batch_size_schedule", reason)
+    values: dict[str, Any] = {"micro_batch_size": micro, "seq_length": length}
+    if run.grows:
+        entries = [
+            f"{phase.start_sample * length}:{phase.global_batch_size}"
+            for phase in plan.ramp.phases
+        ]
+        values["step_batch_size_schedule"] = " ".join(entries)
+    else:
+        values["global_batch_size"] = plan.ramp.sizes[0]
+    if plan.learning_rate_clock == "samples":
+        values["train_samples"] = plan.consumed_samples
+    else:
+        values["train_iters"] = plan.total_steps
+    for axis, name in (
+        ("tensor", "tensor_model"),
+        ("pipeline", "pipeline_model"),
+        ("context", "context"),
+    ):
+        values[f"{name}_parallel_size"] = getattr(plan.axes, axis)
+    if splitter.num_stages > 1:
+        values["num_layers"] = config.base_num_decoder_layers
+        if splitter.num_repeats > 1:
+            values["virtual_pipeline_model_parallel_size"] = splitter.num_repeats
+    words = [
+        f"--{key.replace('_', '-')} {shlex.quote(str(value))}"
+        for key, value in values.items()
+    ]
+    notes = [
+        f"As arguments: {' '.join(words)}",
+        *run.notes(clocks=("samples", "steps")),
+    ]
+    if run.grows:
+        older = _legacy_ramp(plan.ramp)
+        text = "has no step schedule, and its linear ramp cannot run these phases"
+        if older is not None:
+            numbers = (
+                f"{older.start} {older.increment} {older.samples} --global-batch-size"
+                f" {older.end}"
+            )
+            text = (
+                f"needs, instead of the step schedule, --rampup-batch-size {numbers}"
+                f" --train-samples {plan.consumed_samples}"
+            )
+        notes.append(f"Megatron-LM until April 2026 {text}.")
+    return Exported(
+        values=values, facts={"world_size": plan.num_devices}, notes=tuple(notes)
+    )
+
+
+def _legacy_ramp(ramp: BatchRamp) -> LinearRamp | None:
+    """Return the linear ramp with the same phases, or None. Its size k begins at the
+    first step at or past k shares.
+    """
+    start = ramp.sizes[0]
+    growth = ramp.sizes[1] - ramp.sizes[0]
+    count = len(ramp.phases) - 1
+    least, most = 0, ramp.ramp_samples
+    for before, phase in itertools.pairwise(ramp.phases):
+        k = phase.index
+        if phase.global_batch_size != start + k * growth:
+            return None
+        least = max(least, (phase.start_sample - before.global_batch_size) * count // k)
+        most = min(most, phase.start_sample * count // k)
+    found = LinearRamp(
+        start=start, increment=growth, end=ramp.sizes[-1], samples=max(most, 1)
+    )
+    return found if least < most and found.as_run() == _rows(ramp) else None
+
+
+def _to_levanter(run: _Run) -> Exported:
+    """Return Levanter's keys. Its schedule counts optimizer steps, as the phases do."""
+    plan, splitter = run.plan, run.plan.splitter
+    run.require_axes("tensor")
+    # Without microbatches of its own it takes every batch in one pass.
+    whole = all(split.accumulation_steps == 1 for split in plan.splits)
+    sizes: Any = [
+        {"start": phase.start_step, "value": phase.global_batch_size}
+        for phase in plan.ramp.phases
+    ]
+    values: dict[str, Any] = {
+        "trainer.train_batch_size": sizes if run.grows else plan.ramp.sizes[0],
+        "trainer.per_device_parallelism": -1 if whole else run.microbatch(),
+        "trainer.num_train_steps": plan.total_steps,
+        "train_seq_len": run.config.max_target_length,
+    }
+    if plan.axes.tensor > 1:
+        values["trainer.mesh.axes.model"] = plan.axes.tensor
+    notes = [
+        f"For {plan.num_devices:,} devices, {splitter.data_parallel_size:,} along the"
+        " axes of the batch."
+    ]
+    if run.grows:
+        notes.append(
+            f"Levanter compiles a step for each of the {len(set(plan.ramp.sizes)):,}"
+            " sizes."
+        )
+    if not whole:
+        notes.append(
+            "Its gradient is the mean over microbatches of their means, whatever the"
+            " number of tokens in each."
+        )
+    return Exported(values=values, notes=(*notes, *run.notes(clocks=("steps",))))
+
+
+def _to_olmo_core(run: _Run) -> Exported:
+    """Return OLMo-core's keys. It counts tokens, and changes the batch only by whole
+    factors and between whole batches.
+    """
+    plan, length = run.plan, run.config.max_target_length
+    run.require_axes("tensor", "context", "pipeline")
+    for _, size, phase, after in run.changes():
+        reason = (
+            f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or"
+            " divides the batch by a whole number"
+        )
+        run.require(
+            max(size, after) % min(size, after) == 0, "batch_size_schedule", reason
+        )
+        aligned = -(-phase.start_sample // after) * after
+        reason = f"{phase}, would begin later, at a multiple of its batch of {after:,}"
+        reason = f"{reason}; give it the threshold of {aligned:,} samples"
+        run.require(
+            after < size or phase.start_sample == aligned, "batch_size_schedule", reason
+        )
+    sizes = [phase.global_batch_size * length for phase in plan.ramp.phases]
+    values: dict[str, Any] = {
+        "data_loader.global_batch_size": sizes[0],
+        "train_module.rank_microbatch_size": run.microbatch() * length,
+        "train_module.max_sequence_length": length,
+        "trainer.max_duration": {"value": plan.total_steps, "unit": "steps"},
+    }
+    for axis, name in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
+        if (degree := getattr(plan.axes, axis)) > 1:
+            values[f"train_module.{name}_config.degree"] = degree
+    notes = [
+        f"For {plan.num_devices:,} devices, {plan.splitter.data_parallel_size:,}"
+        " data-parallel ranks. Sizes are tokens."
+    ]
+    if run.grows:
+        callback = "trainer.callbacks.batch_size_scheduler"
+        values[f"{callback}.batch_sizes"] = sizes
+        values[f"{callback}.schedule"] = [
+            {"value": phase.start_step, "unit": "steps"} for phase in plan.ramp.phases
+        ]
+        notes.append(
+            "BatchSizeSchedulerCallback takes Duration.steps(value). The phases hold"
+            " within the first epoch."
+        )
+    return Exported(
+        values=values,
+        notes=(*notes, *run.notes(clocks=("steps", "tokens"), scaling="sqrt")),
+    )
+
+
+PLAN_EXPORTS = {
+    "maxtext": _to_maxtext,
+    "megatron": _to_megatron,
+    "levanter": _to_levanter,
+    "olmo_core": _to_olmo_core,
+}
+NAMES = {"maxtext_rl": "MaxText RL", "verl": "veRL", "skyrl": "SkyRL", "trlx": "trlX"}
+NAMES |= {
+    "maxtext": "MaxText",
+    "megatron": "Megatron-LM",
+    "levanter": "Levanter",
+    "olmo_core": "OLMo-core",
+}

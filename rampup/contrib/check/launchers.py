@@ -1,0 +1,308 @@
+"""What starts the processes of a job: Slurm, MPI, manifests of Kubernetes (Job, JobSet,
+PyTorchJob) and job files of Vertex.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+
+from rampup.contrib.check.shell.values import has_unknown
+
+_MANIFEST = re.compile(r"^apiVersion:|\bcontainer_?[sS]pec\"?:", re.MULTILINE)
+_HEADER = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
+_LETTERS = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task"}
+# An option and the variables that have its value.
+_VARIABLES = {
+    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "--gpus": ("SLURM_GPUS",),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE",),
+    "--cpus-per-task": ("SLURM_CPUS_PER_TASK",),
+}
+_Entries = Mapping[Any, Any]
+_STARTERS = ("srun", "mpirun", "mpiexec")
+
+
+def read_header(text: str) -> dict[str, str]:
+    """Return the variables that the `#SBATCH` lines of a script set."""
+    return read_options(
+        [
+            word
+            for line in _HEADER.findall(text)
+            for word in line.partition(" #")[0].split()
+        ]
+    )
+
+
+def read_options(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables that the options of `sbatch` or `srun` set for what they
+    start.
+    """
+    found: dict[str, str] = {}
+    for option, text in _pairs(words):
+        value = (
+            text.rpartition(":")[2] if option in ("--gpus", "--gpus-per-node") else text
+        )
+        first, dash, last = value.partition("-")
+        value = first if dash and first == last else value
+        if option == "--gres" and (
+            match := re.search(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)", text)
+        ):
+            found["SLURM_GPUS_ON_NODE"] = match[1] or "1"
+        if value.isdecimal() or has_unknown(value):
+            found |= dict.fromkeys(_VARIABLES.get(option, ()), value)
+            found |= (
+                {"SLURM_GPUS_ON_NODE": value} if option == "--gpus-per-node" else {}
+            )
+    nodes = found.get("SLURM_NNODES", "")
+    each = found.get("SLURM_NTASKS_PER_NODE", "")
+    if nodes.isdecimal() and each.isdecimal() and "SLURM_NTASKS" not in found:
+        found |= dict.fromkeys(_VARIABLES["--ntasks"], str(int(nodes) * int(each)))
+    return found
+
+
+def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
+    """Return how many processes `srun` or `mpirun` starts; empty without such a word,
+    or if its number is not known.
+    """
+    names = [word.rpartition("/")[2] for word in words]
+    place = next((place for place, name in enumerate(names) if name in _STARTERS), None)
+    if place is None:
+        return ""
+    rest = words[place + 1 :]
+    if names[place] != "srun":
+        return next(
+            (
+                value
+                for option, value in _pairs(rest)
+                if option in ("-np", "--np", "--ntasks")
+            ),
+            "",
+        )
+    own = read_options(rest)
+    if "SLURM_NTASKS" in own:
+        return own["SLURM_NTASKS"]
+    nodes = own.get("SLURM_NNODES") or variable("SLURM_NNODES")
+    each = own.get("SLURM_NTASKS_PER_NODE") or variable("SLURM_NTASKS_PER_NODE")
+    tasks = variable("SLURM_NTASKS")
+    if tasks and not own.keys() & {"SLURM_NTASKS_PER_NODE"}:
+        return tasks
+    for number in (nodes, each):
+        if has_unknown(number):
+            return number
+    return (
+        str(int(nodes) * int(each or 1))
+        if nodes.isdecimal() and (each or "1").isdecimal()
+        else ""
+    )
+
+
+def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
+    """Yield the options of some words by their long names, with their values."""
+    for word, following in itertools.pairwise([*words, ""]):
+        if match := re.fullmatch(r"(-[NnGc])(\d.*)?", word):
+            yield _LETTERS[match[1]], match[2] or following
+        elif word.startswith("-"):
+            name, equals, value = word.partition("=")
+            yield name, value if equals else following
+
+
+class Machine(NamedTuple):
+    """The devices that a manifest asks for, and the TPU slices in which they are; 0 if
+    it does not say.
+    """
+
+    devices: int = 0
+    slices: int = 0
+
+
+class Container(NamedTuple):
+    """The command of a container as a script, and the machine of all containers of its
+    manifest.
+    """
+
+    script: str
+    line: int
+    machine: Machine = Machine()
+
+
+_DEVICES = re.compile(
+    r"(?:nvidia|amd)\.com/gpu|google\.com/tpu|acceleratorCount|accelerator_count"
+)
+_ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
+_LINES = object()  # the key of a mapping that has the lines of its other keys
+
+
+class _Loader(yaml.BaseLoader):
+    """Reads every value as text."""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: ARG002
+    ) -> dict[Any, Any]:
+        # A template such as `{{ .Values.n }}` is a mapping whose key is one.
+        items = {
+            key.value: value for key, value in node.value if isinstance(key.value, str)
+        }
+        found = {
+            name: self.construct_object(value, deep=True)
+            for name, value in items.items()
+        }
+        return found | {
+            _LINES: {name: value.start_mark.line + 1 for name, value in items.items()}
+        }
+
+
+def find_containers(text: str) -> list[Container]:
+    """Return the commands of the containers in a manifest; none if the text is not
+    one.
+    """
+    if not _MANIFEST.search(text):
+        return []
+    found: list[Container] = []
+    try:
+        for root in yaml.load_all(text, Loader=_Loader):
+            rows = list(_walk(root, (), set()))
+            machines = [machine for _, machine in rows if machine is not None]
+            is_known = all(machine.devices for machine in machines)
+            devices = sum(machine.devices for machine in machines) if is_known else 0
+            machine = Machine(
+                devices,
+                (
+                    max((machine.slices for machine in machines), default=0)
+                    if is_known
+                    else 0
+                ),
+            )
+            found += [
+                container._replace(machine=machine)
+                for container, _ in rows
+                if container is not None
+            ]
+    except (yaml.YAMLError, RecursionError):
+        return []
+    return found
+
+
+def _walk(
+    part: Any, above: tuple[_Entries, ...], seen: set[int]
+) -> Iterator[tuple[Container | None, Machine | None]]:
+    """Yield the command and the devices of each container in a part of a manifest,
+    below the mappings `above`.
+    """
+    if id(part) in seen:  # an alias
+        return
+    seen.add(id(part))
+    if isinstance(part, dict):
+        written = [(name, part[name]) for name in ("command", "args") if name in part]
+        words = [
+            word
+            for _, value in written
+            for word in (value if isinstance(value, list) else [value])
+        ]
+        words = [word for word in words if isinstance(word, str)]
+        container = None
+        if words:
+            entries = map(
+                _entries, part["env"] if isinstance(part.get("env"), list) else ()
+            )
+            pairs = [(entry.get("name"), entry.get("value")) for entry in entries]
+            variables = {
+                k: v
+                for k, v in pairs
+                if isinstance(k, str) and k.isidentifier() and isinstance(v, str)
+            }
+            words = [
+                re.sub(
+                    r"\$\((\w+)\)",
+                    lambda match: variables.get(match[1], match[0]),
+                    word,
+                )
+                for word in words
+            ]
+            exports = "".join(
+                f"export {name}={shlex.quote(value)}\n"
+                for name, value in variables.items()
+            )
+            # A single word is a line of a shell.
+            script = (
+                words[0]
+                if len(words) == 1 and any(map(str.isspace, words[0]))
+                else shlex.join(words)
+            )
+            container = Container(exports + script, part[_LINES][written[0][0]])
+        machine = _read_machine(part, above)
+        if container or machine:
+            yield container, machine
+        above = (*above, part)
+    for child in (
+        part.values()
+        if isinstance(part, dict)
+        else part
+        if isinstance(part, list)
+        else ()
+    ):
+        if isinstance(child, dict | list):
+            yield from _walk(child, above, seen)
+
+
+def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | None:
+    """Return the devices of a container, or of a pool of Vertex, in all copies of it;
+    None if it asks for none.
+
+    A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip
+    of TPU7x counts two devices.
+    """
+    resources = _entries(entries.get("resources"))
+    pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
+    counts = [
+        *_entries(resources.get("limits")).items(),
+        *_entries(resources.get("requests")).items(),
+        *pool.items(),
+    ]
+    asked = [
+        value
+        for name, value in counts
+        if isinstance(name, str) and _DEVICES.fullmatch(name)
+    ]
+    if not asked:
+        return None
+    pods = replicas = chip = 1
+    for level in (*above, entries):
+        for name in ("replicas", "replicaCount", "replica_count"):
+            replicas *= _number(level[name]) if name in level else 1
+        if "parallelism" in level:
+            completions = _number(level.get("completions"))
+            pods *= min(
+                _number(level["parallelism"]),
+                completions or _number(level["parallelism"]),
+            )
+        chip = (
+            2
+            if str(_entries(level.get("nodeSelector")).get(_ACCELERATOR)).startswith(
+                "tpu7"
+            )
+            else chip
+        )
+    return Machine(_number(asked[0]) * pods * replicas * chip, replicas)
+
+
+def _entries(value: Any) -> _Entries:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> int:
+    """Return a whole number; 0 for what a template leaves open."""
+    return (
+        int(value)
+        if isinstance(value, str) and value.isdecimal() and len(value) < 10
+        else 0
+    )

@@ -1,0 +1,489 @@
+"""The rule engine: a dialect as a table, its rules as rows, and the nearest legal
+values of broken rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from rampup.config.build import build_plan
+from rampup.config.schema import KEYS, Config
+from rampup.contrib.check.reading import Launch, Settings, Source, read_hydra
+from rampup.contrib.check.verdict import Conversion, FoundBy, Run, Term, Violation
+from rampup.errors import RampupError
+from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
+from rampup.plan.plan import RampPlan
+
+MAX_TRIED = 512
+_WINDOW = 64
+_NUM_MULTIPLES = 40
+_MAX_RATIO = 16
+
+
+class Job:
+    """The numbers that follow from a file, by that system's own formulas, which a
+    subclass computes in `__init__`.
+    """
+
+    # whether all counts are positive and every model has a replica; else most numbers
+    # are not computed
+    usable: bool = True
+    # the version of the system whose rules the job has, and how to choose another
+    version: str = ""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __getitem__(self, key: str) -> Any:
+        return self.settings.values[key]
+
+    def effective(self, key: str) -> Any:
+        """Return the value that a key has in effect: an unset one may follow another
+        key.
+        """
+        return self[key]
+
+    @property
+    def outcome(self) -> Run:
+        """What a run of this file does if it breaks no rule."""
+        return "runs"
+
+    def summary(self) -> str:
+        """Return the numbers of a step in one line."""
+        return ""
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report, by the names that all systems share."""
+        return {}
+
+    def phases(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return the phases of a ramp as `rampup plan --json` does, or None without a
+        ramp.
+        """
+        return None
+
+    def conversion(self) -> Conversion | None:
+        """Return the same run in rampup's keys, or None if rampup's configuration has
+        no counterpart.
+        """
+        return None
+
+    def plan(self) -> Any:
+        """Return rampup's plan of the same run, or None if there is none; a RampupError
+        if rampup refuses the run.
+        """
+        return None
+
+
+class PretrainingJob(Job):
+    """The numbers of a file whose run rampup's configuration may express."""
+
+    expressed: Collection[
+        str
+    ] = ()  # the keys that `rampup_values` expresses, beside those of the same name
+    reasons: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # why keys are left out, if not for want of a counterpart
+
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys, or raise a RampupError if they cannot
+        express it.
+        """
+        raise NotImplementedError
+
+    @cached_property
+    def planned(self) -> RampPlan | RampupError:
+        """Rampup's plan of the same run, or why there is none."""
+        try:
+            return build_plan(Config(**self.rampup_values()))
+        except RampupError as error:
+            return error
+
+    def plan(self) -> RampPlan | None:
+        """Return rampup's plan of the same run, or None if it cannot express it."""
+        return self.planned if isinstance(self.planned, RampPlan) else None
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why they cannot express it."""
+        if isinstance(self.planned, RampupError):
+            return Conversion(refusal=str(self.planned))
+        values = self.rampup_values()
+        left_out = {
+            key: why for key, why in self.reasons.items() if key in self.settings.given
+        }
+        for key in sorted(
+            (self.settings.given - {*values, *self.expressed, *left_out})
+            | self.settings.others.keys()
+        ):
+            left_out[key] = (
+                "not converted; rampup has a key of this name"
+                if key in KEYS
+                else "no counterpart"
+            )
+        return Conversion(values=values, left_out=left_out)
+
+
+J = TypeVar("J", bound=Job)
+# A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its
+# number, or a function that returns both.
+Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(Generic[J]):
+    """One rule of another system."""
+
+    name: str  # its id, such as `maxtext.ramp_grows`
+    keys: tuple[
+        str, ...
+    ]  # the keys to change; nearest values are those of the first that has any
+    holds: Callable[[J], bool]
+    message: Callable[
+        [J], str
+    ]  # the rule, the arithmetic and the numbers of a job that breaks it
+    when: Callable[[J], bool] = lambda _: True  # whether it applies to a job at all
+    found_by: FoundBy = "validator"
+    # Values of the first key to try, nearest first. Without it, or if none is legal,
+    # whole numbers are tried; if it returns None, no value is proposed.
+    candidates: Callable[[J], Iterable[Any] | None] | None = None
+    # The two numbers that it compares, such as dividend and divisor: candidates are
+    # made from them.
+    division: Callable[[J], tuple[int, int]] | None = None
+
+    def is_broken(self, job: J) -> bool:
+        """Return whether the rule applies to a job that does not satisfy it."""
+        return self.when(job) and not self.holds(job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Everything that a check needs of one system."""
+
+    job: Callable[[Settings], Job]  # from settings to the numbers that follow
+    rules: Sequence[Rule[Any]]
+    launch: Launch  # its name, its keys, and how it is started
+    meanings: Callable[
+        [Any], Iterable[tuple[str, str]]
+    ]  # of a job: keys, or other texts, and what they mean
+    notes: Callable[[Any], Iterable[str]]  # of a job: what is legal but surprising
+    reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
+
+    def read(self, source: Source, overrides: Sequence[str]) -> Settings:
+        """Return the values of a source with `key=value` settings."""
+        return self.reader(source, overrides, self.launch)
+
+
+def _compare(
+    words: str,
+    test: Callable[[int, int], bool],
+    name: str,
+    keys: Sequence[str],
+    left: Side[J],
+    right: Side[J],
+    *,
+    note: str | Callable[[J], str] = "",
+    **options: Any,
+) -> Rule[J]:
+    """Return the rule that a test of two numbers holds; `options` are those of `Rule`,
+    and `note` is the end of the message.
+    """
+
+    def term(side: Side[J], job: J) -> Term:
+        if isinstance(side, str):
+            return Term(f"{side}={job[side]:,}", int(job[side]))
+        if isinstance(side, int):
+            return Term(f"{side:,}", side)
+        return (
+            Term(side[0].format(side[1](job)), side[1](job))
+            if isinstance(side, tuple)
+            else side(job)
+        )
+
+    def numbers(job: J) -> tuple[int, int]:
+        return term(left, job).number, term(right, job).number
+
+    def message(job: J) -> str:
+        return (
+            f"{term(left, job).text} {words}"
+            f" {term(right, job).text}{note if isinstance(note, str) else note(job)}"
+        )
+
+    return Rule(
+        name=name,
+        keys=tuple(keys),
+        holds=lambda job: test(*numbers(job)),
+        message=message,
+        division=numbers,
+        **options,
+    )
+
+
+# Rules about two sides. A divisor below 1 is another rule's business.
+multiple = partial(_compare, "must be a multiple of", lambda a, b: b < 1 or a % b == 0)
+at_least = partial(_compare, "must be at least", operator.ge)
+equal = partial(_compare, "must equal", operator.eq)
+
+
+def positive(
+    system: str, keys: Iterable[str], why: str, **options: Any
+) -> list[Rule[Any]]:
+    """Return the rules that counts are unset or at least 1. `why` says what happens
+    otherwise; options as in `Rule`.
+    """
+
+    def rule(key: str) -> Rule[Any]:
+        return Rule(
+            name=f"{system}.positive.{key}",
+            keys=(key,),
+            holds=lambda job: job[key] is None or job[key] >= 1,
+            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}",
+            **options,
+        )
+
+    return [rule(key) for key in keys]
+
+
+usable = operator.attrgetter("usable")  # whether the numbers of a job can be computed
+
+
+def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+    """Return rules that apply only to a job that satisfies a condition."""
+
+    def guard(rule: Rule[J]) -> Rule[J]:
+        return dataclasses.replace(
+            rule, when=lambda job: condition(job) and rule.when(job)
+        )
+
+    return [guard(rule) for rule in rules]
+
+
+def found_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+    """Return rules that the system's own check does not know: only the run finds
+    them.
+    """
+    return [dataclasses.replace(rule, found_by="run") for rule in rules]
+
+
+def broken_rules(rules: Iterable[Rule[J]], job: J) -> list[Rule[J]]:
+    """Return the rules that a job breaks, in the order of the table."""
+    return [rule for rule in rules if rule.is_broken(job)]
+
+
+def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
+    """Return every rule that a job breaks, each with legal values of its first key that
+    has any.
+
+    Legal values are found by trial: a value is offered only if the file with it
+    satisfies the rule and breaks no other.
+    """
+    broken = broken_rules(dialect.rules, job)
+    names = {rule.name for rule in broken}
+    divisions = (
+        [
+            rule.division(job)
+            for rule in dialect.rules
+            if rule.division is not None and rule.when(job)
+        ]
+        if broken
+        else []
+    )
+
+    def attempts(rule: Rule[Any]) -> Iterator[tuple[str, Iterable[Any]]]:
+        own = () if rule.candidates is None else rule.candidates(job)
+        yield rule.keys[0], own or ()
+        for key in rule.keys if own is not None else ():
+            if dialect.launch.entries[key].key.kind == "int":
+                own_division = () if rule.division is None else (rule.division(job),)
+                yield key, _whole_numbers(job.effective(key), own_division, divisions)
+
+    def violation(rule: Rule[Any]) -> Violation:
+        found = (
+            (key, _nearest_values(dialect, job, rule, key, tried, names - {rule.name}))
+            for key, tried in attempts(rule)
+        )
+        first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
+        ordered = (first, *(key for key in rule.keys if key != first))
+        message = rule.message(job)
+        words = {True: "true", False: "false", None: "null"}
+        if nearest:
+            shown = (
+                words[value] if value is None or isinstance(value, bool) else str(value)
+                for value in nearest
+            )
+            message += f"; nearest {first}: {', '.join(shown)}"
+        return Violation(
+            rule=rule.name,
+            keys=ordered,
+            message=message,
+            nearest=nearest,
+            found_by=rule.found_by,
+        )
+
+    return tuple(map(violation, broken))
+
+
+def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
+    """Yield each given count that has a unit, doubled, with the derived numbers that
+    change, or the rules that break.
+    """
+
+    def show(value: float) -> str:
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+    before = {
+        name: value
+        for name, value in job.derived().items()
+        if isinstance(value, int | float)
+    }
+    for key, entry in dialect.launch.entries.items():
+        value = job[key]
+        if (
+            key not in job.settings.given
+            or not entry.unit
+            or not isinstance(value, int)
+            or not 1 <= value < MAX_COUNT // 2
+        ):
+            continue
+        try:
+            changed = dialect.job(job.settings.with_value(key, 2 * value))
+            broken = {
+                rule.name
+                for rule in dialect.rules
+                if rule.is_broken(changed) and not rule.is_broken(job)
+            }
+            after = changed.derived() if changed.usable else {}
+        except RampupError:
+            continue
+        texts = [
+            f"{name} {show(old)} -> {show(after[name])}"
+            for name, old in before.items()
+            if after.get(name, old) != old and isinstance(after[name], int | float)
+        ]
+        if broken:
+            texts = [f"breaks {', '.join(sorted(broken))}"]
+        if texts:
+            yield f"{key} = {value:,} -> {2 * value:,}", "; ".join(texts)
+
+
+def _nearest_values(
+    dialect: Dialect,
+    job: Job,
+    rule: Rule[Any],
+    key: str,
+    candidates: Iterable[Any],
+    tolerated: Collection[str],
+) -> tuple[Any, ...]:
+    """Return up to one legal value of a key below the given one and one above;
+    `tolerated` rules may stay broken.
+    """
+    before = job[key]
+    is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
+    # The nearest values below and above that fix the whole file, and those that leave
+    # only other broken rules broken.
+    fixing: dict[bool, Any] = {}
+    helping: dict[bool, Any] = {}
+    for value in candidates:
+        is_below = is_number and value is not None and value < before
+        if (
+            value == before
+            or is_below in fixing
+            or (isinstance(value, int) and value > MAX_COUNT)
+        ):
+            continue
+        try:
+            changed = dialect.job(job.settings.with_value(key, value))
+            if rule.is_broken(changed):
+                continue
+            still_broken = {
+                other.name for other in broken_rules(dialect.rules, changed)
+            }
+        except RampupError:
+            continue
+        if not still_broken:
+            fixing[is_below] = value
+            if False in fixing and (True in fixing or not is_number):
+                break
+        elif still_broken.issubset(tolerated):
+            helping.setdefault(is_below, value)
+    found = fixing or helping
+    nearest = [found[is_below] for is_below in (True, False) if is_below in found]
+    return tuple(
+        to_yaml_number(value) if isinstance(value, Fraction) else value
+        for value in nearest
+    )
+
+
+_divisors = functools.cache(divisors)
+
+
+def _whole_numbers(
+    value: int | None,
+    divisions: Sequence[tuple[int, int]],
+    others: Sequence[tuple[int, int]],
+) -> list[int]:
+    """Return positive whole numbers that divisibility rules are likely to accept,
+    nearest to `value` first.
+
+    `divisions` are dividend and divisor of the broken rule, if it has them: `value` may
+    be a factor or a summand of the dividend, or a factor of the divisor. Of the
+    `others`, fewer multiples are returned.
+    """
+    size = max(value or 1, 1)
+    found = {
+        *range(max(size - _WINDOW, 1), size + _WINDOW + 1),
+        *(2**power for power in range(13)),
+    }
+    found |= {*(size * n for n in range(2, 9)), *(size // n for n in range(2, 17))}
+    steps = {1: 1}
+    for pairs, number in ((divisions, _NUM_MULTIPLES), (others, _NUM_MULTIPLES // 4)):
+        for left, right in pairs:
+            if not 1 <= left <= MAX_COUNT or not 1 <= right <= MAX_COUNT:
+                continue
+            found |= {left, right, *_divisors(left)}
+            found.update(_multiples(size, right, number, shift=(size - left) % right))
+            factor = left // size if left % size == 0 else 1
+            for step in (right, right // math.gcd(right, factor)):
+                steps[step] = max(steps.get(step, 0), number)
+    common = math.lcm(*steps)
+    for step, number in {**steps, common: _NUM_MULTIPLES}.items():
+        found.update(_multiples(size, step, number))
+    # A value far away that fixes the whole file is worse advice than a near one that
+    # fixes this rule.
+    largest = min(
+        max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO, MAX_COUNT
+    )
+    given = 1 if value is None else value
+    return sorted(
+        (n for n in found if 1 <= n <= largest), key=lambda n: (abs(n - given), n)
+    )
+
+
+def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
+    """Return `number` multiples of `step` (plus `shift`) on each side of `value`."""
+    below = (value - shift) // step * step + shift
+    return range(below - (number - 1) * step, below + number * step + 1, step)
+
+
+def around(
+    value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0
+) -> list[Fraction]:
+    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest
+    first.
+    """
+    exact, width = Fraction(value) - origin, Fraction(step)
+    if width <= 0:
+        return []
+    low = exact // width
+    return sorted(
+        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
+        key=lambda n: abs(n - Fraction(value)),
+    )

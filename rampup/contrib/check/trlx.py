@@ -1,0 +1,443 @@
+"""trlX: keys, numbers and rules, those of its check and those that only the run finds,
+with Accelerate.
+
+Sizes count samples of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rampup.config.yaml import Located
+from rampup.contrib.check.reading import (
+    Launch,
+    Reading,
+    Settings,
+    Source,
+    Version,
+    entry,
+    flatten,
+    option,
+    program_of,
+    read_hydra,
+)
+from rampup.contrib.check.rollout import RolloutJob, TrainedModel
+from rampup.contrib.check.rules import (
+    Dialect,
+    Rule,
+    apply_if,
+    at_least,
+    multiple,
+    positive,
+    usable,
+)
+from rampup.contrib.check.shell.script import Command
+from rampup.contrib.check.verdict import counted, times
+from rampup.contrib.rl.plan import RolloutPlan
+from rampup.errors import ConfigError
+
+TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
+ROLLOUTS = "method.num_rollouts"
+CHUNK = "method.chunk_size"
+INNER = "method.ppo_epochs"
+KEYS = {
+    TRAIN: entry(
+        None,
+        "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT",
+        unit="samples",
+    ),
+    MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples"),
+    "train.epochs": entry(100, "rounds of collecting and training"),
+    "train.total_steps": entry(10_000, "optimizer steps at most", unit="steps"),
+    "train.trainer": entry("AcceleratePPOTrainer", "the trainer class", kind="text"),
+    "method.name": entry("PPOConfig", "the method's configuration class", kind="text"),
+    ROLLOUTS: entry(128, "samples to collect before training", unit="samples"),
+    CHUNK: entry(128, "prompts of a generate call", unit="prompts"),
+    INNER: entry(4, "times that the collected samples are trained on"),
+    "num_processes": entry(1, "processes; given as num_processes=N"),
+    "num_prompts": entry(
+        None,
+        "prompts of the training set, or samples of an offline one",
+        unit="prompts",
+    ),
+    "deepspeed": entry(
+        False,
+        "whether DeepSpeed runs under Accelerate; given as deepspeed=true",
+        kind="bool",
+    ),
+}
+
+
+def read_words(command: Command) -> dict[str, Located]:
+    """Return the keys of the JSON argument of a trlX script, and Accelerate's
+    processes.
+    """
+    located: dict[str, Located] = {}
+    for word in command.words:
+        if word.startswith("{"):
+            with contextlib.suppress(ValueError, RecursionError):
+                located |= {
+                    name: command.locate(value, word)
+                    for name, value in flatten(json.loads(word))
+                }
+    processes = option(command, "--num_processes", "--num-processes")
+    if processes is not None:
+        value = int(processes) if processes.isdigit() else processes
+        located["num_processes"] = command.locate(value, processes)
+    return located
+
+
+LAUNCH = Launch(
+    system="trlX",
+    program=re.compile(r"accelerate launch|trlx|\b(?:ppo|ilql|sft)_\w+\.py"),
+    others=re.compile(r"\b(?:rft|nemo)_\w+\.py"),
+    example=(
+        'accelerate launch --num_processes 8 ppo_sentiments.py \'{"train.batch_size":'
+        " 32}'"
+    ),
+    entries=KEYS,
+    groups=("model", "optimizer", "scheduler", "tokenizer"),
+    read=read_words,
+)
+MAX_LISTED = 10_000
+# Defaults of the library's three ready-made configurations; PPO is what a file without
+# a method has.
+BATCH_SIZES: Mapping[str, int] = {"ilql": 128, "sft": 8, "ppo": 32}
+
+
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a source; a program has a configuration of its own, of which a command sets
+    a part.
+    """
+
+    def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
+        program = "" if reading.command is None else program_of(reading.command)
+        given = {
+            *reading.leaves,
+            *(setting.partition("=")[0] for setting in reading.overrides),
+        }
+        unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in given]
+        # The names of trlX's own programs begin with their method.
+        own = (
+            name
+            for name in ("ilql", "sft")
+            if program.rpartition("/")[2].startswith(name)
+        )
+        trainer = f"Accelerate{next(own, 'ppo').upper()}Trainer"
+        note = (
+            f"{program}.py may set {', '.join(unset)} itself; it is not read, and"
+            " trlX's ready-made sizes are taken."
+        )
+        return Version(
+            defaults={"train.trainer": trainer},
+            notes=[note] if program and unset else [],
+        )
+
+    return read_hydra(source, overrides, launch, choose)
+
+
+class TrlxJob(RolloutJob):
+    """A trlX file's numbers, by its own formulas
+    (trainer/accelerate_base_trainer.py).
+    """
+
+    version = "trlX of January 2024 (3340c2f), its last"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        text = (self["method.name"] + self["train.trainer"]).lower()
+        if (
+            "nemo" in text
+            or "rft" in text
+            or any("megatron_cfg" in name for name in settings.others)
+        ):
+            said = (
+                f"train.trainer={self['train.trainer']},"
+                f" method.name={self['method.name']}: the rules of trlX cover"
+            )
+            raise ConfigError(
+                f"{said} PPO, ILQL and SFT with Accelerate", key="train.trainer"
+            )
+        # PPO collects samples from the model before it trains; the others train on
+        # given ones.
+        self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
+        self.ppo = self.method == "ppo"
+        # Sizes of one process.
+        self.batch: int = (
+            BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
+        )
+        self.micro_given: int = self[MICRO] or 0
+        self.micro = self.micro_given or self.batch
+        self.replicas: int = self["num_processes"]
+        counts = (
+            TRAIN,
+            "num_processes",
+            "num_prompts",
+            *((ROLLOUTS, CHUNK, INNER) if self.ppo else ()),
+        )
+        self.usable = (
+            all(self[key] is None or self[key] >= 1 for key in counts)
+            and self.micro_given >= 0
+        )
+        if not self.usable:
+            return
+        # Passes of an optimizer step, and of the first, which is short if fewer samples
+        # than a batch are collected.
+        self.passes: int = self.batch // self.micro
+        self.first_passes = self.passes
+        self.global_batch = self.batch * self.replicas
+        if not self.ppo:
+            return
+        # What PPO collects before it trains: whole chunks until there are enough
+        # samples. A single process meets a short chunk at the end of each pass over the
+        # prompts. With several, Accelerate completes it from the beginning.
+        self.chunk: int = self[CHUNK]
+        self.prompts_per_pass: int | None = (
+            None if self.replicas > 1 else self["num_prompts"]
+        )
+        of_pass = (
+            self[ROLLOUTS] + self.chunk
+            if self.prompts_per_pass is None
+            else self.prompts_per_pass
+        )
+        rounds, rest = divmod(self[ROLLOUTS] - 1, of_pass)
+        last = -(-(rest + 1) // self.chunk)
+        self.num_chunks = rounds * -(-of_pass // self.chunk) + last
+        self.collected = rounds * of_pass + min(last * self.chunk, of_pass)
+        self.over: int = (
+            self.collected - self[ROLLOUTS]
+        )  # samples beyond those requested
+        self.prompts = self.collected * self.replicas
+        self.samples_per_prompt = 1
+        self.train(
+            "policy",
+            self.global_batch,
+            self.replicas,
+            micro=self.micro,
+            epochs=self[INNER],
+        )
+        self.mini_batches: int = -(-self.collected // self.batch)
+        self.last_batch = (
+            self.collected - (self.mini_batches - 1) * self.batch
+        )  # the last one may be short
+        self.planned_steps: int = min(
+            self["train.epochs"] * self.mini_batches * self[INNER],
+            self["train.total_steps"],
+        )
+        self.first_passes = -(-min(self.batch, self.collected) // self.micro)
+
+    def num_mini_batches(self, _: TrainedModel) -> int:
+        """Return the updates of a pass over a round's samples; the last one may be
+        short.
+        """
+        return self.mini_batches
+
+    def summary(self) -> str:
+        """Return the numbers of a round, or of an optimizer step, in one line."""
+        processes = counted(self.replicas, "process")
+        step = times(processes, counted(self.passes, "pass"), self.micro)
+        if not self.ppo:
+            return f"{counted(self.global_batch, 'sample')} per optimizer step; {step}"
+        collected = (
+            f"{times(processes, self.collected)} = {counted(self.samples, 'sample')}"
+        )
+        return (
+            f"{collected}; {counted(self.updates(self.policy), 'optimizer step')} of"
+            f" {self.global_batch:,}; {step}"
+        )
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {
+            "data_parallel_size": self.replicas,
+            "micro_batch_samples_per_process": self.micro,
+            "accumulation_steps": self.passes,
+            "mini_batch_samples": self.global_batch,
+        }
+        if not self.ppo:
+            return derived
+        derived |= {
+            "rollouts_per_process": self.collected,
+            "samples_per_step": self.samples,
+            "num_chunks": self.num_chunks,
+            "mini_batches": self.mini_batches,
+            "optimizer_steps": self.updates(self.policy),
+            "total_optimizer_steps": self.planned_steps,
+            # Without evaluation prompts of its own, trlX takes a global batch of the
+            # training prompts.
+            "eval_prompts": min(filter(None, [self.global_batch, self["num_prompts"]])),
+        }
+        if self.num_chunks <= MAX_LISTED:
+            # The prompts of each generate call, in order; a single process's last one
+            # of a pass over the prompts is short.
+            full, rest = divmod(self.prompts_per_pass or self.collected, self.chunk)
+            one_pass = [self.chunk] * min(full, self.num_chunks) + (
+                [rest] if rest else []
+            )
+            derived["chunks"] = list(
+                itertools.islice(itertools.cycle(one_pass), self.num_chunks)
+            )
+        if self.passes <= MAX_LISTED:
+            full, rest = divmod(self.last_batch, self.micro)
+            derived["last_mini_batch_microbatches"] = [self.micro] * full + (
+                [rest] if rest else []
+            )
+        return derived
+
+    def plan(self) -> RolloutPlan | None:
+        """Return the plan of one round of collecting and training."""
+        if not self.ppo or self.planned_steps < 1:
+            return None
+        return self.rollout_plan("samples", pad=self.last_batch < self.batch)
+
+
+def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
+    averaged = (
+        "each collects samples of its own and trains on them; gradients are averaged"
+        " over them"
+    )
+    yield counted(job.replicas, "process"), averaged
+    batch = (
+        TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)"
+    )
+    yield (
+        batch,
+        (
+            f"samples per process: {counted(job.global_batch, 'sample')} per optimizer"
+            " step"
+        ),
+    )
+    yield (
+        MICRO,
+        (
+            f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per"
+            " process and optimizer step"
+        ),
+    )
+    if not job.ppo:
+        return
+    more = f", {job.over:,} more than requested" if job.over else ""
+    collected = (
+        f"{counted(job.collected, 'sample')} are collected{more}, {job.samples:,} in"
+        " total"
+    )
+    yield ROLLOUTS, f"at least this many per process: {collected}"
+    yield (
+        CHUNK,
+        (
+            f"{counted(job.num_chunks, 'generate call')} of"
+            f" {counted(job.chunk, 'prompt')} per process"
+        ),
+    )
+    steps = f"{counted(job.updates(job.policy), 'optimizer step')} per round"
+    yield (
+        INNER,
+        f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, {steps}",
+    )
+    limit = (
+        "train.total_steps"
+        if job.planned_steps == job["train.total_steps"]
+        else "train.epochs"
+    )
+    both = ", ".join(map(job.settings.describe, ("train.epochs", "train.total_steps")))
+    yield both, f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run"
+    yield (
+        "",
+        (
+            f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there"
+            " are fewer or separate ones"
+        ),
+    )
+
+
+def _notes(job: TrlxJob) -> Iterator[str]:
+    yield (
+        f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has"
+        f" {counted(job.replicas, 'process')}."
+    )
+    if job.passes > 1:
+        summed = (
+            f"gradients are summed over the {job.passes:,} passes, not averaged:"
+            f" {job.passes:,} times those of one pass"
+        )
+        yield (
+            f"{summed}. Adam hides it; gradient clipping, epsilon and plain SGD do not."
+        )
+        ends = (
+            "each pass ends"
+            if job["deepspeed"]
+            else "(deepspeed=true) each pass would end"
+        )
+        steps = (
+            f"{job.passes:,} optimizer steps of"
+            f" {counted(job.micro * job.replicas, 'sample')}"
+        )
+        yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
+    if job[MICRO] == 0:
+        yield f"{MICRO}=0 is the same as null."
+    if not job.ppo:
+        yield (
+            f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size"
+            " and ppo_epochs have no effect."
+        )
+        return
+    if job.over:
+        yield (
+            f"{job.over:,} more samples are collected than requested: full chunks,"
+            " until there are enough."
+        )
+    if job.last_batch < job.batch:
+        size = f"{job.last_batch:,} of {job.batch:,} samples"
+        yield (
+            f"the last mini batch of each pass has {size} and the same weight as"
+            " others."
+        )
+    num_prompts = job["num_prompts"]
+    if num_prompts is None:
+        yield (
+            "the size of the prompt set is unknown (give num_prompts=N): every chunk is"
+            " assumed to be full."
+        )
+    elif job.replicas == 1 and num_prompts % job[CHUNK]:
+        ends = (
+            f"every pass over the {num_prompts:,} prompts ends with a chunk of"
+            f" {num_prompts % job[CHUNK]:,}"
+        )
+        other = (
+            "may collect a different number of samples than the first, from which trlX"
+            " computes the planned steps"
+        )
+        yield f"{ends}, so later rounds {other}."
+
+
+RULES: list[Rule[TrlxJob]] = [
+    *positive("trlx", [TRAIN], "the trainer divides by it"),
+    *positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo,
+        found_by="run"),
+    *positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train", found_by="run"),
+    Rule(name="trlx.micro_not_negative", keys=(MICRO,), holds=lambda job: job.micro_given >= 0,
+        message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
+        candidates=lambda job: [0], found_by="run"),
+    *apply_if(usable, [
+        multiple("trlx.micro_divides_batch", (MICRO, TRAIN), (f"{TRAIN}={{:,}}", lambda job: job.batch),
+            (f"{MICRO}={{:,}}", lambda job: job.micro)),
+        Rule(name="trlx.total_steps_reached", keys=("train.total_steps",), holds=lambda job: (
+                job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
+            message=lambda job: f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step "
+                "already exceeds it, and trlX stops in the middle of that step", found_by="run"),
+        at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
+    ]),
+]  # fmt: skip
+DIALECT = Dialect(
+    job=TrlxJob,
+    rules=RULES,
+    meanings=_meanings,
+    notes=_notes,
+    reader=read,
+    launch=LAUNCH,
+)

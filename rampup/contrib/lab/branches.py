@@ -1,0 +1,748 @@
+"""Train branches of a run from one of its checkpoints, to find its critical batch size:
+`rampup critical`.
+
+The branches are the phases of one plan, one after the other, and each phase reads the
+same samples: step, data and compilation are those of any ramp. The run's folder is only
+read. Evaluations and checkpoints of the branches are in a folder next to it, from which
+an interrupted measurement resumes. `rampup.contrib.lab.critical` judges the branches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rampup.config.load import load_config
+from rampup.config.resume import plan_to_resume
+from rampup.config.schema import Config
+from rampup.contrib.lab.critical import (
+    DEFAULT_MULTIPLES,
+    Bound,
+    BranchResult,
+    BranchWindow,
+    Evaluation,
+    critical_bound,
+    implied_noise_scale,
+    is_losing,
+    judge,
+    samples_for_gain,
+    smoothed_loss,
+    tolerance_of,
+)
+from rampup.contrib.lab.design_model import format_schedule
+from rampup.data.batches import BatchLoader, SampleOrder
+from rampup.data.files import fingerprints, open_sources
+from rampup.data.sources import files_of
+from rampup.engine.compile import enable_compilation_cache
+from rampup.engine.mesh import make_mesh
+from rampup.engine.optimizer import LearningRate
+from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.lm.train import (
+    RAMP_RECORD,
+    TrainSetup,
+    learning_rate,
+    optimizer,
+    ramp_before,
+    sample_order,
+    unconstrained,
+)
+from rampup.loop.checkpoint import (
+    CHECKSUMS_FILE,
+    CheckpointOptions,
+    Checkpoints,
+    checkpoint_steps,
+    damage,
+    find_checkpoint,
+    read_record,
+    read_state,
+)
+from rampup.loop.lock import own_run
+from rampup.loop.loop import stop_requests
+from rampup.loop.run_folder import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
+    METRICS_FILE,
+    StepLog,
+    absolute_path,
+    is_bucket,
+    read_lines,
+)
+from rampup.plan.learning_rate import learning_rate_scale
+from rampup.plan.noise_scale import NoiseEstimate, measured_noise
+from rampup.plan.numbers import finite_or_none, nearest_in, plain_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.refusal import batch_error
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+SAVES_PER_BRANCH = (
+    4  # checkpoints of a branch that is not interrupted, each with a line of progress
+)
+# the noise scale and the critical batch disagree if one is more than this many times
+# the other
+DISAGREEMENT = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalBatch:
+    """The critical batch size of a run at a checkpoint.
+
+    Attributes:
+        branches: the branches, smallest batch first.
+        decisive: whether the window could tell a batch that wastes half of its samples
+            from one that wastes none: the gain is above three of its standard errors,
+            and the tolerance is at most half of the gain and at least two standard
+            errors of every branch that was not stopped. If not, the next three are
+            None.
+        critical_batch_size: the largest batch, in samples, whose loss is within the
+            tolerance.
+        bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was
+            tried, else `exact`.
+        batch_size_schedule: the run's schedule until the checkpoint, and this batch
+            from there on, in the run's unit.
+        gain: nats by which the window lowered the loss of the smallest branch; None if
+            that is not finite.
+        deciding_tokens: tokens of a window that could decide, if this one could not and
+            it can be estimated.
+        half_window_size: what the first half of the window shows, in samples, if it
+            contradicts the whole.
+        tolerance: nats by which a branch may be worse than a smaller one.
+        tokens: tokens that every branch trained on.
+        noise_scale_samples: the gradient noise scale that the run last measured before
+            the checkpoint, or None.
+        num_compilations: executables built for the training step.
+        folder: the folder of the measurement.
+        smaller: the half and the quarter of the smallest multiple, if they are legal.
+    """
+
+    step: int
+    branches: tuple[BranchResult, ...]
+    decisive: bool
+    critical_batch_size: int | None
+    bound: Bound | None
+    batch_size_schedule: str | None
+    gain: float | None
+    deciding_tokens: int | None
+    half_window_size: int | None
+    learning_rates: tuple[float, ...]
+    tolerance: float
+    tokens: int
+    noise_scale_samples: NoiseEstimate | None
+    num_compilations: int
+    folder: Path
+    smaller: tuple[Fraction, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as `rampup critical --json` prints it."""
+        names = (
+            "global_batch_size",
+            "loss",
+            "standard_error",
+            "stopped",
+            "token_overhead",
+        )
+        branches = [
+            {
+                "multiple": plain_number(branch.multiple),
+                **{name: getattr(branch, name) for name in names},
+                "learning_rate": rate,
+            }
+            for branch, rate in zip(self.branches, self.learning_rates, strict=True)
+        ]
+        names = (
+            "decisive",
+            "critical_batch_size",
+            "bound",
+            "batch_size_schedule",
+            "tolerance",
+            "gain",
+        )
+        names += ("tokens", "deciding_tokens", "half_window_size")
+        return {"step": self.step, "branches": branches} | {
+            name: getattr(self, name) for name in names
+        }
+
+    @property
+    def disagreement(self) -> str | None:
+        """How the measured noise scale differs by more than a factor of 2 from that
+        which follows from the critical batch.
+        """
+        noise = self.noise_scale_samples
+        size = self.critical_batch_size
+        if (
+            noise is None
+            or size is None
+            or not self.gain
+            or not (value := noise.low if noise.value is None else noise.value)
+        ):
+            return None
+        implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
+        ratio = value / implied
+        # A lower bound does not contradict a larger number, nor an upper one a smaller
+        # number.
+        not_below = (
+            ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
+        )
+        if not_below and (ratio <= DISAGREEMENT or self.bound == "at_least"):
+            return None
+        factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
+        return (
+            f"the gradient noise scale, {noise} samples, is {factor} the {implied:,.3g}"
+            " that follow from the critical batch. Either can be wrong: the noise"
+            " scale describes plain SGD, and branches are short and have no anneal."
+            " Whole runs would settle it; until then, the smaller of the two wastes"
+            " fewer tokens"
+        )
+
+
+def find_critical_batch_size(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    multiples: Sequence[object] | None = None,
+    tokens: int | None = None,
+    tolerance: float | None = None,
+    work_folder: str | Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> CriticalBatch:
+    """Find the critical batch size of a run of `rampup train` by training branches from
+    one of its checkpoints.
+
+    Each branch has the run's batch times a multiple, and the run's learning rate at the
+    checkpoint, held constant, times the square root of the multiple with AdamW, or the
+    multiple with SGD. The run may be training: its folder is only read.
+
+    Args:
+        run: the folder of the run.
+        step: optimizer steps done in the checkpoint; None = the newest intact one.
+        multiples: factors of the run's batch at the checkpoint; numbers or text such as
+            "1/2". None = 1, 2, 4, 8, and those of 1/4 and 1/2 that give a legal batch.
+        tokens: tokens that each branch trains on, rounded up to whole steps of all
+            branches; None = so many that the loss curve of the run promises a gain of
+            0.02 nats, and at least 20 optimizer steps of the largest branch.
+        tolerance: nats by which the loss of a larger batch may be above that of a
+            smaller one; None = a sixth of the gain, which a batch loses that needs 20%
+            more tokens.
+        work_folder: folder for evaluations and checkpoints of branches; None =
+            RUN.critical next to the run's folder.
+
+    Raises:
+        RampupError: the run cannot be branched like this.
+        KeyboardInterrupt: it was interrupted; the same call resumes.
+    """
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(
+            f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(0.01,)
+        )
+    folder = absolute_path(run, follow=False)
+    config, record = _find_run(folder, step)
+    step = record["step"]
+    lines = [line for line in read_lines(folder / METRICS_FILE) if line["step"] < step]
+    curve = [
+        (line["consumed_samples"], line["loss"])
+        for line in lines
+        if isinstance(line.get("loss"), float)
+    ]
+    branches = _Branches(config, record, multiples, tokens, curve)
+    enable_compilation_cache(config.jax_cache_dir)
+    # In a bucket, which has no file of checksums: the times at which the checkpoint was
+    # written.
+    file = (
+        folder
+        / CHECKPOINT_FOLDER
+        / str(step)
+        / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
+    )
+    identity = branches.identity | {
+        "checkpoint": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "tolerance": tolerance,
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[
+        :8
+    ]
+    parent = absolute_path(
+        work_folder or folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}"), follow=False
+    )
+    if parent == folder or folder in parent.parents:
+        raise ConfigError(
+            f"{parent} is inside the run's folder, which stays as it is; name"
+            " another one",
+            key="work",
+        )
+    work = parent / f"step-{step}-{digest}"
+    window = branches.window
+    report(
+        f"step {step}: branches of {', '.join(map(str, window.sizes))} samples,"
+        f" {window.samples * config.max_target_length:,} tokens each, evaluated"
+        f" {window.num_evaluations} times; kept in {work}"
+    )
+    with own_run(work):
+        curves, checkpoint = _train_branches(branches, folder, work, tolerance, report)
+    position = branches.run_plan.position(step)
+    verdict = judge(window, curves, checkpoint, tolerance, position.consumed_samples)
+    size = window.sizes[verdict.critical]
+    answer: dict[str, Any] = dict.fromkeys(
+        ("critical_batch_size", "bound", "batch_size_schedule")
+    )
+    if verdict.decisive:
+        ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
+        phases = [
+            (phase.start_sample, phase.global_batch_size) for phase in ramp.phases
+        ]
+        unit = (
+            config.max_target_length
+            if config.batch_size_schedule_unit == "tokens"
+            else 1
+        )
+        answer = {
+            "critical_batch_size": size,
+            "bound": critical_bound(window.sizes, size),
+        }
+        answer |= {
+            "batch_size_schedule": format_schedule(phases, tokens_per_sample=unit)
+        }
+    deciding, earlier = verdict.deciding_samples, verdict.earlier
+    found = CriticalBatch(
+        step=step,
+        branches=verdict.branches,
+        decisive=verdict.decisive,
+        **answer,
+        gain=verdict.gain,
+        deciding_tokens=(
+            None if deciding is None else deciding * config.max_target_length
+        ),
+        half_window_size=None if earlier is None else window.sizes[earlier],
+        learning_rates=branches.learning_rates,
+        tolerance=verdict.tolerance,
+        tokens=window.samples * config.max_target_length,
+        noise_scale_samples=next(
+            (noise for _, noise in measured_noise(reversed(lines))), None
+        ),
+        num_compilations=branches.setup.step.num_compilations,
+        folder=work,
+        smaller=_legal_multiples(
+            branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)
+        ),
+    )
+    # For `rampup design`, which reads the results of all checkpoints of a run.
+    place = {
+        "consumed_samples": position.consumed_samples,
+        "global_batch_size": position.split.global_batch_size,
+    }
+    (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
+    return found
+
+
+def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]]:
+    """Return a run's configuration and the record of one of its checkpoints, or refuse
+    what cannot be branched.
+    """
+    steps = checkpoint_steps(folder / CHECKPOINT_FOLDER)
+    if not steps:
+        problem = f"{folder} has no checkpoint to branch from"
+        fix = (
+            "name the folder of a run of `rampup train` with enable_checkpointing=true"
+            " that has done checkpoint_period steps"
+        )
+        raise ConfigError(f"{problem}; {fix}", key="run")
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be"
+            " branched",
+            key="run",
+        )
+    if step is None:
+        saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
+        assert saved is not None
+        record = saved.record
+    elif step not in steps:
+        problem = (
+            f"step={step}: {folder} has checkpoints of the steps"
+            f" {', '.join(map(str, steps))}"
+        )
+        fix = "max_num_checkpoints_to_keep says how many a run keeps"
+        raise ConfigError(
+            f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps)
+        )
+    else:
+        checkpoint = folder / CHECKPOINT_FOLDER / str(step)
+        if problem := damage(checkpoint):
+            raise ResumeMismatchError(
+                f"the checkpoint {checkpoint} is damaged: {problem}", key="step"
+            )
+        record = read_record(checkpoint)
+    if RAMP_RECORD not in record:
+        raise ConfigError(
+            f"{folder} was trained by a loop of its own: only runs of `rampup train`"
+            " can be branched",
+            key="run",
+        )
+    return load_config(folder / CONFIG_FILE), record
+
+
+class _Branches:
+    """The plan, setup and loaders of all branches, one after the other; `run_plan` and
+    `run_shapes` are those of the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        record: Mapping[str, Any],
+        multiples: Sequence[object] | None,
+        tokens: int | None,
+        curve: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        step, ramp = record["step"], ramp_before(record)
+        assert ramp is not None  # `_find_run` has refused a checkpoint without
+        self.run_plan = run_plan = plan_to_resume(config, jax.device_count(), ramp)
+        position = run_plan.position(step)
+        batch = position.split.global_batch_size
+        samples = None if tokens is None else -(-tokens // config.max_target_length)
+        if tokens is not None and tokens < 1:
+            raise ConfigError(
+                f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,)
+            )
+        if multiples is None:
+            multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
+        promising = samples_for_gain(curve, position.consumed_samples)
+        self.window = window = BranchWindow.of(
+            batch, multiples, samples, promising=promising
+        )
+        splitter = unconstrained(run_plan.splitter)
+        for multiple, size in zip(window.multiples, window.sizes, strict=True):
+            if not splitter.allows(size):
+                raise batch_error(
+                    splitter,
+                    size,
+                    f"multiple {multiple} of the run's batch",
+                    key="multiples",
+                )
+        # Microbatches are as large as those of the run if they divide all batches.
+        legal = splitter.legal_microbatches(window.sizes)
+        fitting = max(
+            (size for size in legal if size <= position.split.microbatch_size),
+            default=legal[0],
+        )
+        plan = RampPlan(
+            # One branch after the other, as the phases of a ramp: one executable serves
+            # them all, like those of any ramp.
+            ramp=BatchRamp.piecewise(
+                (number * window.samples, size)
+                for number, size in enumerate(window.sizes)
+            ),
+            splitter=replace(splitter, microbatch_size=fitting),
+            num_devices=run_plan.num_devices,
+            axes=run_plan.axes,
+            total_steps=sum(window.samples // size for size in window.sizes),
+            # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv
+            # 2205.10287.
+            learning_rate_batch_scaling=(
+                "linear" if config.opt_type == "sgd" else "sqrt"
+            ),
+            reference_batch_size=run_plan.reference_size,
+        )
+        # The run's next learning rate, or its last if its schedule has ended; `plan`
+        # scales it.
+        schedule = learning_rate(config, run_plan)
+        if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
+            problem = (
+                f"the learning rate of the run is 0 at step {step}, so its branches"
+                " would learn nothing"
+            )
+            raise ConfigError(f"{problem}; choose another --step", key="step")
+        scale = learning_rate_scale(
+            batch, plan.reference_size, plan.learning_rate_batch_scaling
+        )
+        rate = LearningRate(plan=plan, peak=peak / scale, kind="constant")
+        self.learning_rates = tuple(
+            rate.at(phase.start_step) for phase in plan.ramp.phases
+        )
+
+        mesh = make_mesh(plan.axes)
+        # The branches have a plan of their own, and measure nothing else.
+        own_keys = {
+            "batch_size_schedule": f"0:{window.sizes[0]}",
+            "enable_rampup_batch_size": False,
+        }
+        fused = replace(
+            config,
+            gradient_accumulation="fused",
+            measure_gradient_noise=False,
+            **own_keys,
+        )
+        self.setup = replace(
+            TrainSetup.from_config(fused, plan, mesh),
+            tx=optimizer(fused, rate, run_plan),
+        )
+        self.run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
+
+        rows, _ = open_sources(config)
+        found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
+        for name, value in found.items():
+            if name in record and record[name] != value:
+                problem = (
+                    f"the training data are not those of the run: {name} differs from"
+                    " the checkpoint's"
+                )
+                fix = (
+                    "restore the files of"
+                    f" grain_train_files={config.grain_train_files}, or train again"
+                )
+                raise ResumeMismatchError(f"{problem}; {fix}", key="grain_train_files")
+        first = position.consumed_samples
+        last = first + window.samples + window.interval
+        try:
+            order = sample_order(config, len(rows), last)
+        except DataError as error:
+            raise DataError(
+                f"the branches read samples {first:,} to {last:,}, the last of them for"
+                f" evaluation, which are beyond the data of the run: {error}; give"
+                " fewer --tokens, an earlier --step, or train with a larger num_epoch",
+                key="tokens",
+            ) from None
+        group = window.sizes[0]
+        self.eval_step, eval_plan = self.setup.evaluation(
+            group, (window.samples + window.interval) // group
+        )
+        self.loader = BatchLoader(
+            source=rows,
+            plan=plan,
+            mesh=mesh,
+            order=_SampleWindow(order, first, window.samples),
+        )
+        self.eval_loader = replace(
+            self.loader, plan=eval_plan, order=_SampleWindow(order, first, None)
+        )
+        # What a measurement must share with the one that it resumes.
+        self.identity = {
+            "step": step,
+            "sizes": window.sizes,
+            "interval": window.interval,
+            "num_evaluations": window.num_evaluations,
+            "learning_rates": self.learning_rates,
+            "microbatch_size": plan.splits[0].microbatch_size,
+            "num_devices": plan.num_devices,
+        }
+
+    def start(self, state: Any, first_step: int) -> Any:
+        """Return the state on the devices from which a branch starts, in its first step
+        of the plan of all branches.
+        """
+        first = np.int32(first_step)
+        # The counters of schedules count the steps of all branches, so that a branch
+        # has its own learning rate. Those of the optimizer, such as Adam's for its bias
+        # correction, continue.
+        opt_state = jax.tree.map(
+            lambda leaf: (
+                leaf._replace(count=first)
+                if isinstance(leaf, optax.ScaleByScheduleState)
+                else leaf
+            ),
+            state.opt_state,
+            is_leaf=lambda leaf: isinstance(leaf, optax.ScaleByScheduleState),
+        )
+        shardings = jax.tree.map(
+            lambda shape: shape.sharding, self.setup.state_shapes()
+        )
+        # A copy: steps donate their state, and the next branch starts from the same
+        # one.
+        return jax.device_put(
+            replace(state, step=first, opt_state=opt_state), shardings, may_alias=False
+        )
+
+    def evaluate(self, state: Any, evaluation: int) -> Evaluation:
+        """Return the loss on the rows that all branches train on next, which no branch
+        has seen yet.
+        """
+        per_evaluation = self.window.interval // self.window.sizes[0]
+        batches = self.eval_loader.batches(
+            evaluation * per_evaluation, (evaluation + 1) * per_evaluation
+        )
+        sums = jax.device_get([self.eval_step(state, batch) for batch in batches])
+        losses = tuple(
+            float(loss) / float(weight) if weight else 0.0 for loss, weight in sums
+        )
+        return Evaluation(losses, tuple(float(weight) for _, weight in sums))
+
+
+class _SampleWindow(SampleOrder):
+    """The samples from a first one on, over and over in a window of them if it is
+    given.
+    """
+
+    def __init__(self, order: SampleOrder, first: int, length: int | None) -> None:
+        self._order, self._first, self._window = order, first, length
+
+    def rows(self, samples: Iterable[int]) -> np.ndarray:
+        return self._order.rows(
+            [
+                self._first + (s if self._window is None else s % self._window)
+                for s in samples
+            ]
+        )
+
+    def check(self, num_samples: int) -> None:
+        """Do nothing: the window was checked."""
+
+
+def _legal_multiples(
+    run_plan: RampPlan, step: int, multiples: Iterable[Fraction]
+) -> tuple[Fraction, ...]:
+    """Return the multiples of the run's batch at a step that are whole batches, and can
+    be split on these devices.
+    """
+    batch = run_plan.position(step).split.global_batch_size
+    splitter = unconstrained(run_plan.splitter)
+    sizes = {multiple: multiple * batch for multiple in multiples}
+    return tuple(
+        each
+        for each, size in sizes.items()
+        if size.denominator == 1 and splitter.allows(int(size))
+    )
+
+
+def _train_branches(
+    branches: _Branches,
+    folder: Path,
+    work: Path,
+    tolerance: float | None,
+    report: Callable[[str], None],
+) -> tuple[list[list[Evaluation]], Evaluation]:
+    """Train the missing parts of the branches, smallest batch first; return all
+    evaluations, and that of the checkpoint.
+    """
+    window, setup = branches.window, branches.setup
+    # The evaluations of earlier calls, which were interrupted. That of the checkpoint
+    # is on the rows of the last ones.
+    curves: list[list[Evaluation]] = [[] for _ in window.sizes]
+    checkpoint: Evaluation | None = None
+    for line in read_lines(work / EVALUATIONS_FILE):
+        losses = tuple(math.nan if loss is None else loss for loss in line["losses"])
+        found = Evaluation(losses, tuple(line["weights"]))
+        if line["branch"] is None:
+            checkpoint = found
+        else:
+            curves[line["branch"]].append(found)
+
+    def is_done(number: int) -> bool:
+        whole = [
+            curve
+            for curve in curves[:number]
+            if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)
+        ]
+        complete = len(curves[number]) == window.num_evaluations
+        allowed = (
+            tolerance_of(curves, checkpoint, window.num_evaluations)
+            if tolerance is None
+            else tolerance
+        )
+        return complete or is_losing(
+            curves[number], whole, window.num_evaluations, allowed
+        )
+
+    missing = [number for number in range(len(window.sizes)) if not is_done(number)]
+    if not missing:
+        assert checkpoint is not None  # evaluated before the first branch
+        return curves, checkpoint
+    # The state of the run's checkpoint in host memory, as the optimizer of the branches
+    # has it.
+    start = read_state(
+        folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes
+    )
+    start = jax.device_get(setup.reorder_layers(start)[1](start))
+    if isinstance(start.opt_state, optax.MultiStepsState):
+        start = replace(start, opt_state=start.opt_state.inner_opt_state)
+    with (
+        Checkpoints(
+            work / CHECKPOINT_FOLDER, CheckpointOptions(max_to_keep=1)
+        ) as checkpoints,
+        stop_requests(
+            lambda: report("stopping after this step; the same command resumes")
+        ) as stop_requested,
+    ):
+        if checkpoint is None:
+            state = branches.start(start, setup.plan.ramp.phases[0].start_step)
+            checkpoint = branches.evaluate(state, window.num_evaluations)
+            log = StepLog(work / EVALUATIONS_FILE, keep_below=0)
+            log.write(
+                {
+                    "step": 0,
+                    "branch": None,
+                    "losses": checkpoint.losses,
+                    "weights": checkpoint.weights,
+                }
+            )
+            log.close()
+        for number in missing:
+            size, curve = window.sizes[number], curves[number]
+            first = setup.plan.ramp.phases[number].start_step
+            per_evaluation = window.interval // size
+            last = first + per_evaluation * window.num_evaluations
+            state, done = branches.start(start, first), first
+            saved = find_checkpoint(work / CHECKPOINT_FOLDER)
+            if (
+                saved is not None
+                and first < saved.step < last
+                and len(curve) >= (saved.step - first) // per_evaluation
+            ):
+                state, done = checkpoints.restore(saved, state), saved.step
+            # Evaluations after the checkpoint are repeated, with the same result.
+            del curve[(done - first) // per_evaluation :]
+            log = StepLog(work / EVALUATIONS_FILE, keep_below=done + 1)
+            try:
+                for batch in branches.loader.batches(done, last):
+                    state, _ = setup.step(state, batch)
+                    done = batch.position.step + 1
+                    evaluations, rest = divmod(done - first, per_evaluation)
+                    saves = (
+                        rest == 0
+                        and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH)
+                        == 0
+                    )
+                    if rest == 0:
+                        curve.append(found := branches.evaluate(state, evaluations))
+                        losses = [finite_or_none(loss) for loss in found.losses]
+                        log.write(
+                            {
+                                "step": done,
+                                "branch": number,
+                                "losses": losses,
+                                "weights": found.weights,
+                            }
+                        )
+                        has_ended = is_done(number)
+                        if saves or has_ended:
+                            progress = (
+                                f"{len(curve)}/{window.num_evaluations} of the window"
+                            )
+                            report(
+                                f"batch {size:,}: {progress}, smoothed loss"
+                                f" {smoothed_loss(curve):.4f}"
+                            )
+                        if has_ended:
+                            break
+                    if stop_requested() or saves:
+                        log.sync()
+                        checkpoints.save(done, state, {"branch": number})
+                    if stop_requested():
+                        checkpoints.wait()
+                        raise KeyboardInterrupt
+                log.sync()
+            finally:
+                log.close()
+        checkpoints.wait()
+    setup.step.close()
+    return curves, checkpoint

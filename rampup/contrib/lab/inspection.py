@@ -1,0 +1,713 @@
+"""What any compiled step sends, sums and keeps, read from the compiler's own program,
+whatever way of sharding it has.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from rampup.contrib.lab.account import Account, Collective, MeshShape, account_of
+from rampup.contrib.lab.hlo import (
+    REDUCERS,
+    Array,
+    Instruction,
+    Program,
+    Value,
+    Visit,
+    times,
+)
+from rampup.engine.mesh import axis_names
+from rampup.engine.offload import ProgramMemory, program_memory
+from rampup.engine.step import TrainStep
+from rampup.errors import ConfigError, DataError, a_type
+
+MAX_TEXT_BYTES = 2**30
+_FLOATS = ("f", "bf", "c")
+_SMALL_BYTES = 64 * 1024  # buffers below this size are not worth a remark
+_LISTED = 4
+_CALLBACK = re.compile(
+    r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"'
+)
+_HOST_SPACE = 5
+_EMPTY = 'custom_call_target="AllocateBuffer"'
+# Operations whose result may be one of these operands plus a term, whole or in part.
+_ADDS_TO = {
+    "add": (0, 1),
+    "select": (1, 2),
+    "dynamic-slice": (0,),
+    "slice": (0,),
+    "dynamic-update-slice": (0, 1),
+}
+
+
+class Accumulator(NamedTuple):
+    """An array that a loop adds to in every iteration, starting at zero."""
+
+    loop: str
+    dtype: str
+    dims: tuple[int, ...]
+
+
+class Buffer(NamedTuple):
+    """An argument that stays in memory beside a result of its shape, although that
+    could take its place.
+    """
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """The facts about a program. All numbers are of one device and one run of the
+    program.
+    """
+
+    num_devices: int  #: devices of the program
+    loop_trips: tuple[
+        int, ...
+    ]  #: iterations of the loops whose bound is an argument, as given
+    account: Account  #: collectives, FLOPs and memory traffic
+    gradient_reductions: tuple[
+        Collective, ...
+    ]  #: the collectives that reduce gradients over the replicas
+    repeated_reductions: tuple[
+        Collective, ...
+    ]  #: those of them that run in every iteration of a loop that accumulates
+    repeated_bytes: int  #: bytes that they reduce in one iteration of that loop
+    accumulators: tuple[Accumulator, ...]  #: arrays that loops add to
+    optimizer_updates: (
+        int | None
+    )  #: how often a run replaces the training state, or None if it returns none
+    # : whether the state is that of `optax.MultiSteps`, so that a run is one microbatch
+    uses_multi_steps: bool
+    num_donated: int  #: arguments whose memory results take over
+    donated_bytes: int  #: their bytes
+    not_donated: tuple[
+        Buffer, ...
+    ]  #: arguments whose memory a result could take over, the largest first
+    f32_matmuls: Mapping[
+        str, int
+    ]  #: FLOPs of matrix products with float32 operands, by precision
+    host_transfers: tuple[
+        tuple[str, bool], ...
+    ]  #: exchanges with the host, and whether they are in a loop
+    memory: ProgramMemory | None = (
+        None  #: memory of a device, or None for a program's text
+    )
+    findings: tuple[str, ...] = ()  #: remarks, in sentences
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether no gradient is reduced more than once in an optimizer step."""
+        return not self.repeated_reductions and not (
+            self.uses_multi_steps and self.gradient_reductions
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts for JSON."""
+        by_type: dict[str, dict[str, int]] = {}
+        for a in self.accumulators:
+            arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
+            by_type[a.dtype] = {
+                "arrays": arrays + 1,
+                "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes,
+            }
+        return {
+            "num_devices": self.num_devices,
+            "loop_trips": list(self.loop_trips),
+            "collectives": self.account.collective_rows(self.loop_trips),
+            "gradient_reductions": sum(
+                c.count(self.loop_trips) for c in self.gradient_reductions
+            ),
+            "gradient_reductions_in_loops": sum(
+                c.count(self.loop_trips) for c in self.repeated_reductions
+            ),
+            "gradient_bytes_in_loops": sum(
+                c.count(self.loop_trips) * c.num_bytes for c in self.repeated_reductions
+            ),
+            "reduces_once": self.reduces_once,
+            "accumulators": by_type,
+            "optimizer_updates": self.optimizer_updates,
+            "uses_multi_steps": self.uses_multi_steps,
+            "donated": {"buffers": self.num_donated, "bytes": self.donated_bytes},
+            "not_donated": [buffer._asdict() for buffer in self.not_donated],
+            "flops": self.account.total_flops(self.loop_trips),
+            "f32_matmul_flops": dict(self.f32_matmuls),
+            "memory_bytes": self.account.total_memory_bytes(self.loop_trips),
+            "host_transfers": [
+                {"what": what, "in_loop": in_loop}
+                for what, in_loop in self.host_transfers
+            ],
+            "memory": (
+                self.memory and {**asdict(self.memory), "total": self.memory.total}
+            ),
+            "findings": list(self.findings),
+        }
+
+    def __str__(self) -> str:
+        facts, cells = self.to_dict(), []
+        accumulators = ", ".join(
+            f"{row['arrays']} of {dtype}"
+            for dtype, row in facts["accumulators"].items()
+        )
+        updates = (
+            "unknown" if self.optimizer_updates is None else self.optimizer_updates
+        )
+        flops = ", ".join(
+            f"{number:.4g} FLOP in {dtype}" for dtype, number in facts["flops"].items()
+        )
+        for row in facts["collectives"]:
+            axes = (
+                "unknown axes"
+                if row["axes"] is None
+                else f"over {' and '.join(row['axes']) or 'no axis'}"
+            )
+            where = ("in a loop" if row["in_loop"] else "outside loops") + (
+                ", in a branch" if row["in_branch"] else ""
+            )
+            counts = (
+                f"{row['group_size'] or 'unknown'} devices",
+                f"{row['count']:,} times",
+                f"{row['bytes']:,} bytes",
+            )
+            first = row["kind"], "between slices" if row["between_slices"] else axes
+            cells.append(
+                (*first, *counts, where, "overlapped" if row["overlapped"] else "")
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            *(f"- {finding}" for finding in self.findings),
+            "collectives of a run, for each device:" if cells else "no collectives",
+            *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells),
+            f"accumulators of loops: {accumulators or 'none'}",
+            f"updates of the training state in a run: {updates}",
+            f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
+            (
+                f"matrix products: {flops or 'none'}; memory traffic:"
+                f" {facts['memory_bytes']:,} bytes"
+            ),
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return (
+            "<ul>"
+            + "".join(f"<li>{html.escape(text)}</li>" for text in self.findings)
+            + "</ul>"
+        )
+
+
+def inspect(
+    step: Any,
+    *args: Any,
+    mesh: Mesh | MeshShape | None = None,
+    loop_trips: int | Sequence[int] | None = None,
+) -> Inspection:
+    """Compile a step, without running it, and return what it does.
+
+    Args:
+        step: a function, jitted or not; a `TrainStep`; a lowered or compiled program;
+            or the text of one, or the path of a file with it, as `compiled.as_text()`
+            or `XLA_FLAGS=--xla_dump_to=DIR` write it (`*after_optimizations.txt`).
+        args: its arguments, or their shapes and shardings. For a `TrainStep` the state
+            and a batch.
+        mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if
+            it can be seen.
+        loop_trips: iterations of the loops whose bound is an argument of the program,
+            from outside in, such as the number of microbatches of rampup's step; None =
+            1, and for a `TrainStep` those of the batch.
+
+    Raises:
+        DataError: the text is not a compiled program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = inspect(jax.jit(lambda w, x: w - 0.1 * jnp.sum(x), donate_argnums=0), jnp.zeros(8), jnp.ones(4))
+        >>> found.num_donated, found.account.collectives, found.reduces_once
+        (1, (), True)
+    """
+    if isinstance(step, TrainStep):
+        if len(args) != 2 or not hasattr(args[1], "chunks"):
+            raise ConfigError(
+                "a TrainStep takes a state and a batch: rampup.contrib.lab.inspect(step, state,"
+                " batch)"
+            )
+        loop_trips = loop_trips or step.loop_trips(args[1].position.split)
+    compiled = None
+    if isinstance(step, (str, Path)):
+        text = _read(step)
+    else:
+        compiled = _compile(step, args)
+        text = compiled.as_text()
+        placed = (
+            leaf.sharding for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding")
+        )
+        meshes = (
+            each.mesh
+            for each in placed
+            if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)
+        )
+        mesh = mesh or next(meshes, None)
+    trips = (
+        (1,)
+        if loop_trips is None
+        else (loop_trips,)
+        if isinstance(loop_trips, int)
+        else tuple(loop_trips)
+    )
+    if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
+        raise ConfigError(
+            f"loop_trips={loop_trips!r} must be whole numbers of at least 1",
+            key="loop_trips",
+            nearest=(1,),
+        )
+    shape = (
+        tuple((str(n), size) for n, size in mesh.shape.items())
+        if isinstance(mesh, Mesh)
+        else mesh
+    )
+    program = Program(text)
+    if not program.is_scheduled:
+        raise DataError(
+            "this program is not compiled yet and has no collectives; give the dump's"
+            " *after_optimizations.txt"
+        )
+    if shape and 1 < program.num_partitions != (
+        number := math.prod(size for _, size in shape)
+    ):
+        axes = ",".join(f"{name}={size}" for name, size in shape)
+        raise ConfigError(
+            f"mesh={axes} has {number} devices, but the program has"
+            f" {program.num_partitions}",
+            key="mesh",
+        )
+    entry = program.computations[program.entry]
+    states = jax.tree.leaves(
+        args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
+    )
+    uses_multi_steps = any(isinstance(x, optax.MultiStepsState) for x in states)
+    # The axes that shard a batch and no parameter: gradients are reduced over them. The
+    # training state is the first argument. ZeRO-1 shards the rest of the state over the
+    # replicas too.
+    of_params, of_batch = set[str](), set[str]()
+    for place, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
+            for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
+                (of_batch if place else of_params).update(axis_names(part))
+    account = account_of(program, shape)
+    visits = list(program.visits())
+    accumulators = tuple(_accumulators(program, visits))
+    # Name and array of every result.
+    names = (
+        list(entry.root.operands)
+        if entry.root.opcode == "tuple"
+        else [entry.root.name] * len(entry.root.arrays)
+    )
+    outputs = list(zip(names, entry.root.arrays, strict=False))
+    arguments = entry.parameters
+    donated = {
+        number: arguments[number]
+        for number in program.aliases.values()
+        if number in arguments
+    }
+    results = {array for _, array in outputs}
+    state = [
+        p
+        for number, p in arguments.items()
+        if number in donated or results.intersection(p.arrays)
+    ]
+    gradients = [a.dims for a in accumulators] + [
+        p.arrays[0].dims for p in state if p.arrays
+    ]
+    reductions = tuple(
+        c
+        for c in account.collectives
+        if _reduces_gradients(c, of_batch - of_params, gradients)
+    )
+    accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
+    repeated = tuple(c for c in reductions if accumulating & set(c.loops))
+    # Executions of a loop's body. Inside it, a loop over layers reduces the gradients
+    # of one layer at a time.
+    loops = {
+        v.instruction.name: v for v in visits if v.instruction.name in accumulating
+    }
+    bodies = {
+        name: visit.runs * (program.trips(name, visit.computation.name) or 1)
+        for name, visit in loops.items()
+    }
+    each = [
+        c.num_bytes
+        * c.runs
+        // (bodies[next(name for name in c.loops if name in bodies)] or 1)
+        for c in repeated
+    ]
+    # Arguments that a result of the same shape could replace in memory, the largest
+    # first.
+    free = Counter(
+        (array.dtype, array.dims)
+        for number, (_, array) in enumerate(outputs)
+        if number not in program.aliases
+    )
+    not_donated = []
+    for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
+        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
+        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
+            free[key] -= 1
+            not_donated.append(Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes))
+    found = Inspection(
+        num_devices=program.num_partitions,
+        loop_trips=trips,
+        account=account,
+        gradient_reductions=reductions,
+        repeated_reductions=repeated,
+        repeated_bytes=sum(each),
+        accumulators=accumulators,
+        optimizer_updates=_state_updates(program, outputs, arguments, trips),
+        uses_multi_steps=uses_multi_steps
+        or any(
+            (p.op_name or p.name).endswith(".mini_step") for p in arguments.values()
+        ),
+        num_donated=len(donated),
+        donated_bytes=sum(p.num_bytes for p in donated.values()),
+        not_donated=tuple(not_donated),
+        f32_matmuls={
+            dtype: n
+            for dtype, n in account.total_flops(trips).items()
+            if dtype.startswith("f32")
+        },
+        host_transfers=tuple(_host_transfers(visits)),
+        memory=None if compiled is None else program_memory(compiled),
+    )
+    return replace(found, findings=tuple(_findings(found)))
+
+
+def _compile(step: Any, args: Sequence[Any]) -> Any:
+    """Return the compiled program of a step."""
+    if isinstance(step, TrainStep):
+        state, batch = args
+        lowered = step.lower(state, batch.row, batch.position.split)
+    elif hasattr(step, "compile") or hasattr(step, "as_text"):
+        lowered = step
+    elif callable(step):
+        lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
+    else:
+        raise ConfigError(
+            f"{a_type(step)} is not a step; give a function, a compiled program or a"
+            " program's text"
+        )
+    return lowered.compile() if hasattr(lowered, "compile") else lowered
+
+
+def _read(source: str | Path) -> str:
+    if isinstance(source, str) and "\n" in source:
+        return source
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"there is no file {str(source)[:200]}")
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise DataError(
+            f"{source} has {path.stat().st_size:,} bytes; a program's text of at most"
+            f" {MAX_TEXT_BYTES:,} is read"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not text; write it with `compiled.as_text()`"
+        ) from error
+
+
+def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
+    """Yield the loop variables whose new value is the old one plus a term."""
+    for visit in visits:
+        loop = visit.instruction
+        if loop.opcode != "while" or (body := program.body(loop)) is None:
+            continue
+        for index, array in enumerate(loop.arrays):
+            is_sum = (
+                array.dtype.startswith(_FLOATS)
+                and _reaches(program, Value(body, body.root, index)) == 2
+            )
+            if is_sum and _is_zero(
+                program, Value(visit.computation, loop).operand(0, index)
+            ):
+                yield Accumulator(loop=loop.name, dtype=array.dtype, dims=array.dims)
+
+
+def _reaches(program: Program, start: Value) -> int:
+    """Return 2 if the new value of a loop variable, in the body's result, is the old
+    one plus a term, 1 if it is the old.
+    """
+    found, seen = 0, set[tuple[Any, ...]]()
+    todo = [(start, False)]
+    while todo:
+        value, added = todo.pop()
+        value = program.origin(value)
+        where, made, element, _ = value
+        key = (where.name, made.name, element, added)
+        if key in seen:
+            continue
+        seen.add(key)
+        if (
+            made.opcode == "parameter"
+            and where is start.where
+            and element == start.element
+        ):
+            found = max(found, 1 + added)
+        elif made.opcode == "while" and (body := program.body(made)) is not None:
+            if kept := _reaches(program, Value(body, body.root, element)):
+                todo.append((value.operand(0, element), added or kept == 2))
+        elif made.opcode == "conditional":
+            todo += [(result, added) for result in program.results(value)]
+        elif made.opcode in _ADDS_TO or made.opcode in REDUCERS:
+            operands = _ADDS_TO.get(made.opcode, (element or 0,))
+            todo += [
+                (value.operand(number), added or made.opcode == "add")
+                for number in operands
+            ]
+    return found
+
+
+def _is_zero(program: Program, value: Value | None) -> bool:
+    """Return whether an array is made of zeros, or is a variable of an outer loop that
+    starts as zeros.
+    """
+    while value is not None:
+        value = program.origin(value)
+        if _EMPTY in value.made.attributes:
+            return (
+                True  # how a TPU program writes zeros that the first iteration selects
+            )
+        if value.made.opcode == "constant":
+            return set(re.sub(r"[^\d.e]", "", value.made.inner)) <= set("0.") and bool(
+                value.made.inner
+            )
+        value = (
+            value.operand(0)
+            if value.made.opcode in ("broadcast", "pad", "slice")
+            else program.initial(value)
+        )
+    return False
+
+
+def _reduces_gradients(
+    c: Collective, replica_axes: set[str], gradients: Sequence[tuple[int, ...]]
+) -> bool:
+    """Return whether a collective reduces gradients over replicas: by its axes, if
+    known, or by the shapes of its arrays.
+    """
+    if c.kind not in ("all-reduce", "reduce-scatter") or c.has_numbers_only:
+        return False
+    if not any(dtype.startswith(_FLOATS) for dtype, _ in c.shapes):
+        return False
+    if c.axes is not None and replica_axes:
+        return bool(replica_axes & set(c.axes))
+
+    def signature(dims: tuple[int, ...]) -> tuple[int, ...]:
+        # The sorted sizes of the dimensions larger than 1, which a change of layout or
+        # a squeeze does not alter.
+        return tuple(sorted(n for n in dims if n > 1))
+
+    known = {signature(dims) for dims in gradients}
+    # A loop over layers has one layer of an array at a time.
+    known |= {sizes[:k] + sizes[k + 1 :] for sizes in known for k in range(len(sizes))}
+    return any(signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
+
+
+def _state_updates(
+    program: Program,
+    outputs: Sequence[tuple[str, Array]],
+    arguments: Mapping[int, Instruction],
+    trips: tuple[int, ...],
+) -> int | None:
+    """Return how often a run replaces its state: the largest count over arrays that are
+    results and arguments alike.
+    """
+    shapes = {(a.dtype, a.dims) for p in arguments.values() for a in p.arrays}
+    entry, counts = program.computations[program.entry], []
+    for number, (name, array) in enumerate(outputs):
+        is_state = (
+            number in program.aliases
+            if program.aliases
+            else (array.dtype, array.dims) in shapes
+        )
+        if not (is_state and array.dtype.startswith(_FLOATS) and array.dims):
+            continue
+        # Once, or in every iteration of a loop that does more than add to it.
+        value = program.origin(Value(entry, entry.instructions[name]))
+        runs = 1
+        open_loops = 0
+        while (
+            value.made.opcode == "while"
+            and (body := program.body(value.made)) is not None
+        ):
+            known = program.trips(value.made.name, value.where.name)
+            runs, open_loops = (
+                (runs, open_loops + 1) if known is None else (runs * known, open_loops)
+            )
+            value = program.origin(Value(body, body.root, value.element))
+        counts.append(
+            0 if value.made.opcode == "parameter" else times(runs, open_loops, trips)
+        )
+    return max(counts) if counts else None
+
+
+def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
+    for visit in visits:
+        i, in_loop = visit.instruction, bool(visit.loops)
+        is_to_host = (
+            "is_host_transfer=true" in i.attributes and "megascale" not in i.attributes
+        )  # that is between slices
+        if i.opcode in ("infeed", "outfeed") or (
+            i.opcode in ("send", "recv") and is_to_host
+        ):
+            yield i.opcode, in_loop
+        elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
+            yield match.group(1), in_loop
+        elif i.opcode in ("copy-start", "copy") and not visit.fused:
+            spaces = {
+                array.space
+                for each in (i, *visit.computation.operands(i))
+                for array in each.arrays
+            }
+            if _HOST_SPACE in spaces and spaces - {_HOST_SPACE}:
+                yield "copy between host and device memory", in_loop
+
+
+def _findings(found: Inspection) -> Iterator[str]:
+    once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
+
+    def num_bytes(collectives: Sequence[Collective]) -> int:
+        return sum(c.num_bytes * c.count(found.loop_trips) for c in collectives)
+
+    def continues(c: Collective) -> bool:
+        # Whether a reduce-scatter gets its part from another one over the same axes:
+        # that of another side of a torus.
+        others = (
+            o
+            for o in found.gradient_reductions
+            if c.kind == "reduce-scatter" and o.group != c.group
+        )
+        return any(
+            (o.kind, o.axes, o.num_bytes)
+            == (c.kind, c.axes, c.num_bytes * o.group_size)
+            for o in others
+        )
+
+    total = num_bytes([c for c in found.gradient_reductions if not continues(c)])
+    if found.uses_multi_steps:
+        reduces = (
+            f", and reduces {total:,} bytes of gradients in every microbatch"
+            if found.gradient_reductions
+            else ""
+        )
+        yield (
+            "the state is that of optax.MultiSteps: each call is one microbatch and"
+            f" runs the optimizer{reduces}"
+        )
+    elif found.repeated_reductions:
+        other = num_bytes(once)
+        where = _describe_axes(found.repeated_reductions)
+        arrays = (
+            f"{sum(len(c.shapes) for c in found.repeated_reductions)} gradients"
+            f" ({found.repeated_bytes:,} bytes)"
+        )
+        yield (
+            f"{arrays} are reduced{where} in every microbatch, inside the loop that"
+            " adds them up"
+        )
+        if (
+            any(not c.has_numbers_only for c in once)
+            and other > found.repeated_bytes / 100
+        ):
+            names = []
+            for c in found.repeated_reductions[:_LISTED]:
+                shapes = ", ".join(
+                    f"{dtype}[{','.join(map(str, dims))}]"
+                    for dtype, dims in c.shapes[:_LISTED]
+                )
+                names.append(f"{shapes} ({c.op_name})" if c.op_name else shapes)
+            lost = (
+                "so these may have lost their reduction tag or local accumulation:"
+                f" {', '.join(names)}"
+            )
+            yield (
+                f"other gradients ({other:,} bytes) are reduced once after the loop,"
+                f" {lost}"
+            )
+    elif found.gradient_reductions and any(
+        math.prod(a.dims) > 1 for a in found.accumulators
+    ):
+        yield (
+            f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after"
+            " the loop that adds them up"
+        )
+    elif found.gradient_reductions:
+        how = (
+            "in every iteration of the loop with the optimizer"
+            if (found.optimizer_updates or 0) > 1
+            else "once"
+        )
+        yield (
+            f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)}"
+            f" {how}; no loop accumulates"
+        )
+    if narrow := sorted(
+        {a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")}
+    ):
+        yield (
+            f"gradients are summed in {' and '.join(narrow)}, which loses small ones"
+            " after some hundred microbatches"
+        )
+    if found.optimizer_updates is not None and found.optimizer_updates > 1:
+        yield (
+            f"the training state is replaced {found.optimizer_updates} times in a run:"
+            " the optimizer runs inside a loop"
+        )
+    if found.not_donated:
+        names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
+        missing = sum(buffer.num_bytes for buffer in found.not_donated)
+        more = (
+            f" and {len(found.not_donated) - _LISTED} more"
+            if len(found.not_donated) > _LISTED
+            else ""
+        )
+        yield (
+            f"{missing:,} bytes of arguments are not donated although results could"
+            f" take their place: {names}{more}"
+        )
+    if f32 := sum(found.f32_matmuls.values()):
+        share = f32 / sum(found.account.total_flops(found.loop_trips).values())
+        yield (
+            f"{share:.0%} of the FLOPs of matrix products have float32 operands"
+            f" ({', '.join(found.f32_matmuls)})"
+        )
+    for inside, start in ((True, "inside a loop the program"), (False, "the program")):
+        if what := sorted(
+            {what for what, in_loop in found.host_transfers if in_loop == inside}
+        ):
+            yield f"{start} exchanges data with the host: {', '.join(what)}"
+    if len(found.account.flops) - 1 > (
+        0 if set(found.loop_trips) == {1} else len(found.loop_trips)
+    ):
+        yield (
+            "a loop's bound is an argument of the program: counts are those of one"
+            " iteration; give loop_trips"
+        )
+
+
+def _describe_axes(collectives: Sequence[Collective]) -> str:
+    axes = sorted({name for c in collectives for name in c.axes or ()})
+    return f" over {' and '.join(axes)}" if axes else ""

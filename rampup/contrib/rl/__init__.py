@@ -1,0 +1,42 @@
+"""Reinforcement learning: batch sizes from prompts to microbatches, generation, and
+training on the samples.
+
+The plan is pure arithmetic. jax is imported with the names that compute, when one of
+them is first used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rampup import load_name
+
+_HOMES = {
+    "rampup.contrib.rl.config": (
+        "RolloutConfig build_rollout_plan build_rollout_schedule load_rollout_config"
+    ),
+    "rampup.contrib.rl.experience": (
+        "generalized_advantages group_advantages loss_rows mini_batches padded_rows"
+    ),
+    "rampup.contrib.rl.generation": "Samples Sampling generate",
+    "rampup.contrib.rl.policy": (
+        "Critic Policy as_policy critic_of critic_params grpo_loss split_policy"
+        " value_loss"
+    ),
+    "rampup.contrib.rl.rollout": "RolloutOptions RolloutState RolloutStep rollout_step",
+    "rampup.contrib.rl.schedule": "RolloutSchedule",
+    "rampup.contrib.rl.plan": "Experience RolloutPlan Size Training Updates",
+    "rampup.contrib.rl.starting_sizes": "suggest",
+    "rampup.contrib.rl.tasks": "Arithmetic",
+    "rampup.contrib.rl.train": "load",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    return load_name(__name__, _HOME, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

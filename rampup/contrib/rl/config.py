@@ -1,0 +1,635 @@
+"""The configuration of a rollout: the keys of configs/rl.yml, its loading, and the
+`RolloutPlan` that it describes.
+
+Keys and meanings are those of MaxText RL. `python -m rampup.contrib.rl.config configs` writes
+configs/rl.yml and its JSON schema.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from rampup.config.build import mesh_axes
+from rampup.config.files import ConfigFile
+from rampup.config.key import Settings, key, keys_for_alias
+from rampup.config.load import load_settings, names_in
+from rampup.config.schema import KEYS as RAMP_KEYS
+from rampup.config.schema import ModelKeys, head_problems
+from rampup.contrib.rl.plan import (
+    AGGREGATIONS,
+    MAX_SAMPLES,
+    Experience,
+    RolloutPlan,
+    Size,
+    Training,
+)
+from rampup.contrib.rl.schedule import RolloutSchedule
+from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.numbers import AUTO, to_yaml_number
+from rampup.plan.ramp import parse_schedule
+from rampup.plan.ramp_keys import AUTO_SCHEDULE
+
+# Above this share of padding, a note advises smaller passes.
+MUCH_PADDING = 0.03
+_FLOATS = ("float32", "bfloat16", "float16")
+_INTS = ("int32", "uint32", "uint16", "int64")
+_count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
+_batch = partial(key, section="Batch")
+_training = partial(key, section="Training on the samples")
+_critic = partial(key, section="Critic", own=True)
+_eval = partial(key, section="Evaluation")
+_stored = partial(key, section="Stored experience", own=True)
+_order = partial(key, section="Order")
+_sampling = partial(key, section="Sampling")
+_task = partial(key, section="Task", own=True)
+
+
+def _shared(name: str, default: Any) -> Any:
+    """Return a key of configs/base.yml, with a default of its own."""
+    return field(default=default, metadata={"key": RAMP_KEYS[name]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig(Settings):
+    """A complete, checked configuration of a rollout. Every attribute is a key of the
+    YAML file, in the group `rl` or not.
+    """
+
+    # A key: its default, its properties, and its documentation, where a line break counts as a space.
+    # fmt: off
+    batch_size: int = _batch(32, "Prompts per step, for the whole job.", **_count, maxtext="1")
+    num_generations: int = _batch(8, group="rl", **_count, maxtext="2", doc="""
+        Responses per prompt. A step has batch_size * rl.num_generations samples.""")
+    num_iterations: int = _batch(1, "Passes over the samples of a step.", group="rl", **_count)
+    batch_size_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
+        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. "0:8 auto": 8 at
+        first, then doubled up to batch_size as the noise allows (measure_gradient_noise). null: constant.""")
+    num_generations_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
+        Growth of rl.num_generations, as STEP:RESPONSES pairs from step 0 on: "0:4 50:8". At most rl.num_generations. null:
+        constant.""")
+    loss_agg_mode: str = _batch("token-mean", choices=AGGREGATIONS, group="rl", own=True, doc="""
+        How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the
+        mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their
+        tokens. group-mean-token-mean: the mean over prompts of the mean over the tokens of all their responses.""")
+    grpo_beta: float = _batch(0.01, minimum=0, group="rl", maxtext="0.08", doc="""
+        Weight of the KL divergence from the policy before training. Above 0 it needs enable_reference_policy. 0: none.""")
+    grpo_epsilon: float = _batch(0.2, "How far from 1 the ratio of new to old probabilities counts.", above=0, group="rl")
+    gamma: float = _batch(1.0, minimum=0, maximum=1, group="rl", own=True, doc="""
+        Discount per token of the critic's returns (enable_critic).""")
+    gae_lambda: float = _batch(1.0, minimum=0, maximum=1, group="rl", own=True, doc="""
+        Decay per token of generalized advantage estimation (enable_critic).""")
+    value_epsilon: float = _batch(0.2, above=0, group="rl", own=True, doc="""
+        How far from its value at generation a value of the critic may move in a step (enable_critic).""")
+    num_batches: int = _batch(100, **_count, maxtext="4", doc="""
+        Batches of prompts in the run, before train_fraction and num_epoch apply.""")
+    train_fraction: Fraction = _batch(Fraction(1), "Fraction of the prompts of num_batches to train on.", above=0, maximum=1)
+    num_epoch: int = _batch(1, "Passes over the prompts.", **_count)
+    num_prompts: int | None = _batch(None, kind="int", nullable=True, **_count, own=True, identity=True, doc="""
+        Prompts in the data set. null: enough for num_batches.""")
+    rollout_micro_batch_size: int = _batch(-1, also=(-1,), **_count, doc="""
+        Prompts per call of the generator, for the whole job. -1: train_micro_batch_size, or mini_batch_size if that is -1
+        too.""")
+    zero_spread_groups: str = _batch("keep", choices=("keep", "drop", "refill"), own=True, identity=True, doc="""
+        What to do with prompts whose responses all have the same reward, which teach GRPO nothing. keep: train on them. drop:
+        leave them out, so that a step has fewer prompts. refill: sample other prompts in their place.""")
+    max_num_gen_batches: int = _batch(10, minimum=1, maximum=1000, own=True, identity=True, doc="""
+        Batches of prompts that a step samples at most with zero_spread_groups refill. What it has then is a partial step.""")
+    token_batch_size: int = _batch(-1, also=(-1,), **_count, own=True, identity=True, doc="""
+        Tokens per step, prompts and responses, for the whole job: a step has as many prompts as fit, at most batch_size. -1:
+        batch_size alone decides.""")
+    partial_step: str = _batch("train", choices=("train", "drop", "carry"), own=True, identity=True, doc="""
+        What to do with the prompts that do not fill the last mini batch of a step. train: an optimizer step of fewer prompts.
+        drop: leave them out. carry: train on them in the next step.""")
+    measure_gradient_noise: bool = _batch(False, own=True, doc="""
+        Measure the gradient noise between prompts and between the responses to a prompt, from which `rampup design` tells how
+        many of both are worth it. A pass needs several samples per replica.""")
+
+    mini_batch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
+        Prompts per optimizer step, for the whole job. -1: batch_size, which MaxText RL always uses.""")
+    train_micro_batch_size: int = _training(-1, also=(-1,), **_count, doc="""
+        Prompts per forward and backward pass, for the whole job. -1: mini_batch_size. Excludes microbatch_size and
+        token_budget.""")
+    microbatch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
+        Samples per replica and pass. Excludes train_micro_batch_size and token_budget. -1: not used.""")
+    token_budget: int = _training(-1, also=(-1,), **_count, own=True, doc="""
+        Tokens per replica and pass, filled with as many samples as fit. Excludes train_micro_batch_size and microbatch_size.
+        -1: not used.""")
+    token_budget_shapes: int = _training(4, minimum=1, maximum=64, own=True, doc="""
+        Numbers of tokens, evenly spaced up to token_budget, that a pass is padded to. All are in one compiled program.""")
+    pad_microbatches: bool = _training(False, own=True, doc="""
+        Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.""")
+
+    enable_critic: bool = _critic(False, "Also train a critic, through all of its passes before the policy.", identity=True)
+    critic_mini_batch_size: int = _critic(-1, also=(-1,), **_count, doc="""
+        Prompts per optimizer step of the critic, for the whole job. -1: mini_batch_size.""")
+    critic_num_iterations: int = _critic(-1, also=(-1,), **_count, doc="""
+        Passes of the critic over the samples of a step. -1: rl.num_iterations.""")
+    critic_train_micro_batch_size: int = _critic(-1, also=(-1,), **_count, doc="""
+        Prompts per pass of the critic, for the whole job. -1: the size of a pass of the policy.""")
+
+    critic_learning_rate: float = _critic(1e-3, "Peak learning rate of the critic.", minimum=0)
+
+    num_test_batches: int = _eval(5, minimum=0, maximum=MAX_SAMPLES, doc="""
+        Batches of one evaluation, including those before test_batch_start_index. 0: no evaluation.""")
+    eval_batch_size: int = _eval(-1, "Prompts per evaluation batch. -1: batch_size.", also=(-1,), **_count)
+    test_batch_start_index: int = _eval(0, minimum=0, maximum=MAX_SAMPLES, doc="""
+        Prompts to skip at the start of the evaluation data.""")
+    eval_num_generations: int = _eval(1, "Responses per prompt in an evaluation.", **_count, own=True)
+
+    max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count, identity=True)
+    max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count, identity=True)
+    enable_reference_policy: bool = _stored(True, "Store the log-probabilities of a reference policy, for a KL term.")
+    token_dtype: str = _stored("int32", "Type of the stored tokens.", choices=_INTS, identity=True)
+    experience_dtype: str = _stored("float32", choices=_FLOATS, identity=True, doc="""
+        Type of the stored log-probabilities, values, rewards and advantages.""")
+
+    shuffle_mini_batches: bool = _order(True, own=True, identity=True, doc="""
+        Shuffle the samples of a step in every pass. false: keep the order of generation.""")
+    keep_prompts_together: bool = _order(True, "Keep all responses to a prompt in one mini batch.", own=True, identity=True)
+    data_shuffle_seed: int = _order(0, minimum=0, maximum=2**31 - 1, own=True, identity=True, doc="""
+        Seed of the order of samples, if shuffle_mini_batches is set.""")
+
+    decode_sampling_temperature: float = _sampling(1.0, minimum=0, maximum=100, maxtext="0.9", identity=True, doc="""
+        Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.""")
+    decode_sampling_top_k: int = _sampling(0, minimum=0, maximum=MAX_SAMPLES, maxtext="50", identity=True, doc="""
+        Sample from this many most probable tokens. 0: from all.""")
+    decode_sampling_nucleus_p: float = _sampling(1.0, above=0, maximum=1, identity=True, doc="""
+        Sample from the most probable tokens whose probabilities add up to this.""")
+
+    dataset_name: str = _task("arithmetic", choices=("arithmetic",), identity=True, doc="""
+        The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right
+        answer.""")
+    max_operand: int = _task(49, minimum=1, maximum=10**6, identity=True, doc="""
+        Largest number in a prompt of dataset_name arithmetic.""")
+    warm_start_steps: int = _task(1200, minimum=0, maximum=MAX_SAMPLES, identity=True, doc="""
+        Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0:
+        none.""")
+    warm_start_accuracy: float = _task(0.5, minimum=0, maximum=1, identity=True, doc="""
+        Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than
+        the answers did.""")
+    warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count, identity=True)
+    warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0, identity=True)
+
+    auto_max_waste: float = _shared("auto_max_waste", 0.2)
+    distributed: str = _shared("distributed", "auto")
+    run_name: str = _shared("run_name", "")
+    base_output_directory: str = _shared("base_output_directory", "runs")
+    enable_tensorboard: bool = _shared("enable_tensorboard", False)
+    wandb_project: str | None = _shared("wandb_project", None)
+    log_period: int = _shared("log_period", 20)
+    enable_checkpointing: bool = _shared("enable_checkpointing", True)
+    checkpoint_period: int = _shared("checkpoint_period", 50)
+    async_checkpointing: bool = _shared("async_checkpointing", True)
+    on_checkpoint_error: Literal["stop", "continue"] = _shared("on_checkpoint_error", "stop")
+    max_num_checkpoints_to_keep: int | None = _shared("max_num_checkpoints_to_keep", 3)
+    jax_cache_dir: str | None = _shared("jax_cache_dir", "~/.cache/rampup")
+    eval_interval: int = _shared("eval_interval", 50)
+
+    learning_rate: float = _shared("learning_rate", 1e-3)
+    lr_schedule_type: str = _shared("lr_schedule_type", "constant")
+    warmup_steps_fraction: float = _shared("warmup_steps_fraction", 0.0)
+    learning_rate_final_fraction: float = _shared("learning_rate_final_fraction", 0.1)
+    opt_type: str = _shared("opt_type", "adamw")
+    skip_nonfinite: int = _shared("skip_nonfinite", 3)
+    adam_b1: float = _shared("adam_b1", 0.9)
+    adam_b2: float = _shared("adam_b2", 0.99)
+    adam_eps: float = _shared("adam_eps", 1e-8)
+    adam_weight_decay: float = _shared("adam_weight_decay", 0.0)
+    gradient_clipping_threshold: float = _shared("gradient_clipping_threshold", 1.0)
+
+    base_emb_dim: int = _shared("base_emb_dim", 64)
+    base_num_decoder_layers: int = _shared("base_num_decoder_layers", 2)
+    base_mlp_dim: int = _shared("base_mlp_dim", 256)
+    base_num_query_heads: int = _shared("base_num_query_heads", 4)
+    base_num_kv_heads: int = _shared("base_num_kv_heads", -1)
+    dtype: str = _shared("dtype", "float32")
+    init_weights_seed: int = _shared("init_weights_seed", 0)
+
+    num_devices: int = _shared("num_devices", -1)
+    ici_data_parallelism: int = _shared("ici_data_parallelism", -1)
+    ici_fsdp_parallelism: int = _shared("ici_fsdp_parallelism", 1)
+    ici_tensor_parallelism: int = _shared("ici_tensor_parallelism", 1)
+    ici_context_parallelism: int = _shared("ici_context_parallelism", 1)
+    ici_expert_parallelism: int = _shared("ici_expert_parallelism", 1)
+    ici_pipeline_parallelism: int = _shared("ici_pipeline_parallelism", 1)
+    # fmt: on
+
+    @property
+    def prompts_used(self) -> int:
+        """Prompts available to one pass of the run, counted as in MaxText RL."""
+        requested = int(self.num_batches * self.batch_size * self.train_fraction)
+        return (
+            requested if self.num_prompts is None else min(requested, self.num_prompts)
+        )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the measured noise decides about the prompts of a step."""
+        return (self.batch_size_schedule or "").split()[-1:] == [AUTO_SCHEDULE]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run. Prompts that do not fill a batch are dropped."""
+        return self.prompts_used * self.num_epoch // self.batch_size
+
+    @property
+    def eval_batch(self) -> int:
+        """Prompts of one evaluation batch."""
+        return self.batch_size if self.eval_batch_size == AUTO else self.eval_batch_size
+
+    @property
+    def eval_prompts(self) -> int:
+        """Prompts of one evaluation: the full batches from test_batch_start_index
+        on.
+        """
+        size = self.eval_batch
+        return max(
+            (self.num_test_batches * size - self.test_batch_start_index) // size * size,
+            0,
+        )
+
+    num_kv_heads = ModelKeys.num_kv_heads
+
+    def _contradictions(self) -> list[RampupError]:
+        sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
+        given = [
+            f"{name}={getattr(self, name)}"
+            for name in sizes
+            if getattr(self, name) != AUTO
+        ]
+        problems: list[RampupError] = []
+        if len(given) > 1:
+            text = (
+                f"{' and '.join(given)} all set the size of a pass; set all but one of"
+                " them to -1"
+            )
+            problems.append(
+                ConfigError(text, key=given[1].partition("=")[0], nearest=(AUTO,))
+            )
+        largest = self.num_generations * (
+            self.max_prompt_length + self.max_response_length
+        )
+        if AUTO != self.token_batch_size < largest:
+            text = (
+                f"token_batch_size={self.token_batch_size} must have room for one"
+                " prompt: rl.num_generations * "
+            )
+            text += f"(max_prompt_length + max_response_length) = {largest:,} tokens"
+            problems.append(
+                ConfigError(text, key="token_batch_size", nearest=(largest,))
+            )
+        if self.is_auto:
+            # A step is one optimizer step of each model and epoch, whatever its
+            # prompts, and its size is that of the noise.
+            needed = {
+                "measure_gradient_noise": True,
+                "rl.num_generations_schedule": None,
+            }
+            needed |= dict.fromkeys(
+                ("mini_batch_size", "critic_mini_batch_size", "token_batch_size"), AUTO
+            )
+            for name, value in needed.items():
+                if (given := getattr(self, name.removeprefix("rl."))) != value:
+                    shown, found = (
+                        "null" if x is None else str(x).lower() for x in (value, given)
+                    )
+                    text = (
+                        f"rl.batch_size_schedule={self.batch_size_schedule!r} follows"
+                        f" the noise, and needs {name}={shown}; "
+                    )
+                    problems.append(
+                        ConfigError(f"{text}it is {found}", key=name, nearest=(value,))
+                    )
+        if self.num_steps < 1:
+            # The keys that leave fewer prompts than one batch: of the run, of the data
+            # set, or both.
+            minimum = -(-self.batch_size // self.num_epoch)
+            enough = dict[str, Any]()
+            if self.num_prompts is not None and self.num_prompts < minimum:
+                enough["num_prompts"] = minimum
+            if self.num_batches * self.batch_size * self.train_fraction < minimum:
+                batches = math.ceil(minimum / (self.batch_size * self.train_fraction))
+                fraction = to_yaml_number(
+                    Fraction(minimum, self.num_batches * self.batch_size)
+                )
+                enough |= (
+                    {"num_batches": batches}
+                    if batches <= MAX_SAMPLES
+                    else {"train_fraction": fraction}
+                )
+            for key, value in enough.items():
+                text = (
+                    f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts *"
+                    f" num_epoch={self.num_epoch}, which do not "
+                )
+                text += f"fill a batch_size={self.batch_size}; nearest: {value}"
+                problems.append(ConfigError(text, key=key, nearest=(value,)))
+        problems += head_problems(self)
+        if self.num_test_batches > 0 and self.eval_prompts == 0:
+            size = self.eval_batch
+            most = (self.num_test_batches - 1) * size
+            text = (
+                f"test_batch_start_index={self.test_batch_start_index} leaves no full"
+                f" batch of the {self.num_test_batches} * "
+            )
+            text += (
+                f"{size} prompts of an evaluation; nearest: {most}, or"
+                " num_test_batches=0 for no evaluation"
+            )
+            problems.append(
+                ConfigError(text, key="test_batch_start_index", nearest=(most,))
+            )
+        return problems
+
+
+ROLLOUT_KEYS = RolloutConfig.keys()
+
+
+def is_rollout_file(path: str | Path) -> bool:
+    """Return whether a file configures a rollout, like configs/rl.yml, judged by the
+    keys that only one kind of file has.
+    """
+    rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
+    # A name that other systems use, such as batch_size, tells nothing.
+    names = {name for name in names_in(path) if not keys_for_alias(name, RAMP_KEYS)}
+    return len(names & (rollout - set(RAMP_KEYS))) > len(
+        names & (set(RAMP_KEYS) - rollout)
+    )
+
+
+def load_rollout_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> RolloutConfig:
+    """Load the configuration of a rollout, as `rampup.load_config` does that of a
+    ramp.
+    """
+    return load_settings(RolloutConfig, path, overrides, environ=environ)
+
+
+def build_rollout_plan(
+    config: RolloutConfig, num_devices: int | None = None
+) -> RolloutPlan:
+    """Return the plan that a configuration describes. Without `num_devices`, its own,
+    which then must not be -1.
+
+    Raises:
+        RampupError: the sizes are invalid. One error has all problems and the nearest
+            legal values.
+    """
+    num_devices = config.num_devices if num_devices is None else num_devices
+    if num_devices < 1:
+        raise ConfigError(
+            f"num_devices={num_devices} must be at least 1",
+            key="num_devices",
+            nearest=(1,),
+        )
+
+    def prompts(*names: str) -> Size | None:
+        """Return the first of some sizes in prompts that is set."""
+        found = (
+            Size(count=count, unit="prompts", key=name)
+            for name in names
+            if (count := getattr(config, name)) != AUTO
+        )
+        return next(found, None)
+
+    mini_batch = prompts("mini_batch_size", "batch_size")
+    microbatch = prompts("train_micro_batch_size")
+    for name, unit in (("microbatch_size", "samples"), ("token_budget", "tokens")):
+        if (count := getattr(config, name)) != AUTO:
+            microbatch = Size(count=count, unit=unit, scope="replica", key=name)
+    try:
+        axes = mesh_axes(config, num_devices)
+        shape = {
+            "data_parallel_size": axes.data_parallel_size,
+            "num_stages": axes.pipeline,
+        }
+        policy = Training(
+            mini_batch=mini_batch,
+            microbatch=microbatch,
+            num_epochs=config.num_iterations,
+            **shape,
+        )
+        critic = replace(
+            policy,
+            mini_batch=prompts("critic_mini_batch_size") or mini_batch,
+            microbatch=prompts("critic_train_micro_batch_size") or microbatch,
+            num_epochs=(
+                config.num_iterations
+                if config.critic_num_iterations == AUTO
+                else config.critic_num_iterations
+            ),
+        )
+        return RolloutPlan(
+            rollout_batch=prompts("batch_size"),
+            samples_per_prompt=config.num_generations,
+            policy=policy,
+            critic=critic if config.enable_critic else None,
+            generation=prompts("rollout_micro_batch_size", "train_micro_batch_size")
+            or mini_batch,
+            num_steps=config.num_steps,
+            pad=config.pad_microbatches,
+            eval_prompts=config.eval_prompts,
+            eval_samples_per_prompt=config.eval_num_generations,
+            experience=Experience(
+                **{
+                    name: getattr(config, name)
+                    for name in (
+                        "max_prompt_length",
+                        "max_response_length",
+                        "token_dtype",
+                    )
+                },
+                reference=config.enable_reference_policy,
+                value_dtype=config.experience_dtype,
+            ),
+        )
+    except RampupError as error:
+        for problem in error.problems or (error,):
+            if problem.key and (place := config.where(problem.key)) != "default":
+                problem.args = (f"{problem} [{problem.key}: {place}]",)
+        raise_together(error.problems or (error,))
+
+
+def build_rollout_schedule(
+    config: RolloutConfig, num_devices: int | None = None
+) -> RolloutSchedule:
+    """Return the rollouts of a configuration's run, whose batch grows if it has a
+    schedule; see `build_rollout_plan`.
+    """
+    problems: list[RampupError] = []
+    growth: dict[
+        str, dict[int, int]
+    ] = {}  # of each size, by the first step that has it
+    for name in ("batch_size", "num_generations"):
+        text = getattr(config, f"{name}_schedule")
+        largest = getattr(config, name)
+        growth[name] = {0: largest}
+        if text is None:
+            continue
+        is_auto = name == "batch_size" and config.is_auto
+        rule = ""
+        try:
+            pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
+            steps, sizes = zip(*pairs, strict=True)
+            if is_auto and len(pairs) > 1:
+                rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
+            elif steps[0] != 0 or sorted(set(steps)) != [*steps]:
+                rule = " must start at step 0, and its steps must increase"
+            elif min(sizes) < 1 or max(sizes) > largest:
+                size = f"rl.{name}" if name == "num_generations" else name
+                rule = (
+                    f" must have sizes from 1 to {size}={largest}, the largest; set"
+                    f" that key to {max(sizes)} or more"
+                )
+            growth[name] = dict(pairs)
+        except RampupError as error:
+            rule = (
+                ": write the first size before auto, such as '0:8 auto'"
+                if is_auto
+                else f": {error}"
+            )
+        if rule:
+            problems.append(
+                ConfigError(
+                    f"rl.{name}_schedule={text!r}{rule}", key=f"rl.{name}_schedule"
+                )
+            )
+    raise_together(problems)
+    wanted = []
+    for first in sorted({step for pairs in growth.values() for step in pairs}):
+        sizes = {
+            name: pairs[max(step for step in pairs if step <= first)]
+            for name, pairs in growth.items()
+        }
+        wanted.append((first, f"from step {first:,}: " if first else "", sizes))
+    if config.is_auto:
+        size = growth["batch_size"][0]
+        while (size := min(2 * size, config.batch_size)) > wanted[-1][2]["batch_size"]:
+            wanted.append(
+                (config.num_steps, f"with {size:,} prompts: ", {"batch_size": size})
+            )
+    stages = []
+    for first, where, sizes in wanted:
+        try:
+            stages.append(
+                (first, build_rollout_plan(replace(config, **sizes), num_devices))
+            )
+        except RampupError as error:
+            for problem in error.problems or (error,):
+                problem.args = (f"{where}{problem}",)
+                problems.append(problem)
+    raise_together(problems)
+    schedule = RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
+    smallest = stages[0][1].samples_per_step
+    rows = schedule.pass_samples("policy")
+    if config.is_auto and smallest * stages[0][1].policy.data_parallel_size < 2 * rows:
+        text = (
+            f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise"
+            " between the passes of a step, but its "
+        )
+        text += (
+            f"first {smallest} samples are one pass of one replica; set a smaller"
+            " train_micro_batch_size"
+        )
+        raise ConfigError(text, key="train_micro_batch_size")
+    return schedule
+
+
+def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
+    """Return sentences about legal settings that drop data or differ from MaxText
+    RL.
+    """
+    notes = []
+    grows = (
+        config.batch_size_schedule is not None
+        or config.num_generations_schedule is not None
+    )
+    dropped = (
+        config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
+    )
+    if dropped and not grows:
+        notes.append(
+            f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,}"
+            " and are dropped"
+        )
+    varying = {
+        "zero_spread_groups": "keep",
+        "token_batch_size": AUTO,
+        "partial_step": "train",
+    }
+    if given := [
+        f"{name}={getattr(config, name)}"
+        for name, usual in varying.items()
+        if getattr(config, name) != usual
+    ]:
+        notes.append(
+            f"with {' and '.join(given)}, the sizes of a step are the largest it may"
+            " have"
+        )
+        updates = plan.policy_updates
+        padded = (
+            ((updates.microbatch_samples or 0) - plan.samples_per_prompt)
+            / 2
+            / updates.mini_batch_samples
+        )
+        if padded > MUCH_PADDING:
+            notes.append(
+                f"their last passes are partly padding, {padded:.0%} of a step on"
+                " average; smaller passes have less"
+            )
+    if config.is_auto:
+        notes.append(
+            "the noise between prompts decides when a step doubles its prompts, to"
+            f" {config.batch_size:,} at most"
+        )
+    lost = (
+        config.num_test_batches * config.eval_batch - config.test_batch_start_index
+    ) % config.eval_batch
+    if config.num_test_batches and lost:
+        notes.append(
+            f"{lost:,} prompts of an evaluation do not fill a batch of"
+            f" {config.eval_batch:,} and are left out"
+        )
+    maxtext_steps = int(
+        config.num_batches
+        * config.num_iterations
+        * config.train_fraction
+        * config.num_epoch
+    )
+    if maxtext_steps != plan.total_optimizer_steps and not grows:
+        steps = f"{plan.total_optimizer_steps:,} optimizer steps"
+        notes.append(
+            f"the run has {steps}; MaxText RL would schedule its learning rate for"
+            f" {maxtext_steps:,}"
+        )
+    return tuple(notes)
+
+
+# By default nothing is split, so that a file of a few keys has no mini batches unless
+# it sets them; rl.yml shows some.
+ROLLOUT_FILE = ConfigFile(
+    name="rl.yml",
+    schema_name="rl.schema.json",
+    title="A rollout's configuration of rampup",
+    head="""\
+# A step of reinforcement learning, for `rampup plan configs/rl.yml`: every key, its documentation and its value.
+# Names and meanings are those of MaxText RL, if it has the key. If its default differs, the comment ends with it.
+# A size in prompts counts prompts of the whole job; each prompt has rl.num_generations samples.
+""",
+    settings=RolloutConfig,
+    overrides={"mini_batch_size": 16, "train_micro_batch_size": 8},
+)
+
+if __name__ == "__main__":
+    ROLLOUT_FILE.write(sys.argv[1])

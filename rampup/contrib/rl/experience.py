@@ -1,0 +1,451 @@
+"""The samples of a rollout on the host: rewards, advantages, their order in mini
+batches, and the rows that the losses take.
+
+Shape suffixes: S samples, G samples of a prompt, R tokens of the longest response, T
+tokens of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rampup.contrib.rl.packing import PackedMicrobatches
+from rampup.contrib.rl.plan import AGGREGATIONS, RolloutPlan
+from rampup.contrib.rl.tasks import stable_permutation
+from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_error
+
+# Added to the standard deviation of a group, as in Tunix.
+STD_EPSILON = 1e-6
+
+Arrays = dict[str, np.ndarray]
+Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
+
+
+def check_rewards(
+    reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str
+) -> np.ndarray:
+    """Call a reward function, and return one finite float32 per sample. If it gives
+    something else, a DataError shows where.
+    """
+    where = f"the reward function, in {where},"
+    try:
+        found = reward(prompts, responses)
+    except Exception as error:
+        raise DataError(
+            f"{where} raised {type(error).__name__}: {error}", key="reward"
+        ) from error
+    try:
+        values = list(found)
+    except TypeError:
+        text = (
+            f"{where} returned {found!r:.80} and not a sequence of {len(prompts)}"
+            " numbers, one per sample"
+        )
+        raise DataError(text, key="reward") from None
+    if len(values) != len(prompts):
+        text = (
+            f"{where} returned {len(values)} rewards for {len(prompts)} samples; it"
+            " must return one number per sample"
+        )
+        raise DataError(text, key="reward", nearest=(len(prompts),))
+    rewards = np.full(len(values), np.nan, np.float32)
+    for number, value in enumerate(values):
+        with (
+            contextlib.suppress(TypeError, ValueError, OverflowError),
+            np.errstate(over="ignore"),
+        ):
+            rewards[number] = float(value)
+        if not np.isfinite(rewards[number]):
+            text = (
+                f"{where} returned {value!r:.80} for sample {number} (prompt"
+                f" {prompts[number]!r:.80}, response "
+            )
+            raise DataError(
+                f"{text}{responses[number]!r:.80}); a reward is a finite number",
+                key="reward",
+            )
+    return rewards
+
+
+def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
+    """Return the advantage of each sample over its group: (r - mean) / (standard
+    deviation + 1e-6), float32.
+
+    A group of equal rewards has advantages 0, and teaches nothing (Shao et al. 2024,
+    arXiv 2402.03300, with the standard deviation of a sample, ddof=1).
+
+    Raises:
+        ConfigError: a group has one sample, whose advantage would always be 0.
+
+    Example:
+        >>> group_advantages(np.array([1.0, 0.0, 1.0, 1.0]), 2).round(2).tolist()
+        [0.7099999785423279, -0.7099999785423279, 0.0, 0.0]
+    """
+    if samples_per_prompt < 2:
+        text = (
+            f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose"
+            " advantage over the group is always 0; "
+        )
+        text += "set rl.num_generations=2 or more, or enable_critic=true"
+        raise ConfigError(text, key="rl.num_generations", nearest=(2,))
+    groups = np.asarray(rewards_S, np.float64).reshape(-1, samples_per_prompt)
+    spread = groups.std(axis=1, ddof=1, keepdims=True)
+    return (
+        ((groups - groups.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON))
+        .ravel()
+        .astype(np.float32)
+    )
+
+
+def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
+    """Return whether the rewards of each group are all equal, so that all their
+    advantages are 0.
+    """
+    groups = np.asarray(rewards_S).reshape(-1, samples_per_prompt)
+    return (groups == groups[:, :1]).all(axis=1)  # type: ignore[no-any-return]
+
+
+def generalized_advantages(
+    rewards_SR: np.ndarray,
+    values_SR: np.ndarray,
+    response_length_S: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return advantages and returns by generalized advantage estimation (Schulman et
+    al. 2016, arXiv 1506.02438), float32.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t and A_t = delta_t + gamma * lam * A_{t+1},
+    where the value after the last token is 0. Returns are A + V. Advantages are then
+    normalized over all tokens of the rollout to mean 0 and standard deviation 1.
+
+    Example:
+        >>> rewards, values = np.array([[0.0, 1.0]]), np.array([[0.5, 0.5]])
+        >>> generalized_advantages(rewards, values, np.array([2]), gamma=1.0, lam=1.0)[1].tolist()
+        [[1.0, 1.0]]
+    """
+    rewards_SR, values_SR = (
+        np.asarray(rewards_SR, np.float64),
+        np.asarray(values_SR, np.float64),
+    )
+    S, R = rewards_SR.shape
+    counts_SR = np.arange(R) < np.asarray(response_length_S)[:, None]
+    # With a column for what follows the last token: 0.
+    advantages_SR = np.zeros((S, R + 1))
+    values_SR = np.pad(np.where(counts_SR, values_SR, 0), ((0, 0), (0, 1)))
+    for t in range(R - 1, -1, -1):
+        delta_S = rewards_SR[:, t] + gamma * values_SR[:, t + 1] - values_SR[:, t]
+        advantages_SR[:, t] = np.where(
+            counts_SR[:, t], delta_S + gamma * lam * advantages_SR[:, t + 1], 0
+        )
+    advantages_SR = advantages_SR[:, :R]
+    returns_SR = np.where(counts_SR, advantages_SR + values_SR[:, :R], 0)
+    mean = advantages_SR[counts_SR].mean() if counts_SR.any() else 0.0
+    spread = advantages_SR[counts_SR].std() if counts_SR.any() else 1.0
+    advantages_SR = np.where(counts_SR, (advantages_SR - mean) / (spread + 1e-8), 0)
+    return advantages_SR.astype(np.float32), returns_SR.astype(np.float32)
+
+
+class Tally(NamedTuple):
+    """The true numbers of the current rollout and of the run up to it, which depend on
+    rewards and lengths.
+    """
+
+    # prompts that the rollout trains on, whose samples are the first rows of the
+    # experience
+    groups: float = 0
+    carried: float = 0  # prompts that wait for the next rollout, in the rows after them
+    dropped: float = (
+        0  # prompts whose samples this rollout had, and neither trains on nor carries
+    )
+    prompts: float = 0  # prompts that the run has generated
+    samples: float = 0  # their samples
+    # Of this rollout's generation; NaN without one.
+    zero_spread: float = np.nan  # share of the prompts whose rewards are all equal
+    reward: float = np.nan  # mean reward
+    spread: float = np.nan  # mean standard deviation of the rewards of a prompt
+
+    def to_words(self) -> np.ndarray:
+        """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the
+        types of JAX are.
+        """
+        return np.array(self, np.float64).view(np.int32)
+
+    @classmethod
+    def from_words(cls, words: Any) -> Tally:
+        """Return the numbers of `to_words`."""
+        *counts, zero_spread, reward, spread = (
+            np.ascontiguousarray(words).view(np.float64).tolist()
+        )
+        return cls(*map(int, counts), zero_spread, reward, spread)
+
+
+def divide_groups(
+    tokens: Sequence[int],
+    *,
+    most: int,
+    token_batch_size: int | None,
+    mini_batch: int,
+    partial_step: str,
+) -> tuple[int, int]:
+    """Return how many groups of some tokens, from the first on, a step trains on, and
+    how many of those after them it carries.
+
+    A full step has `most` groups, or with `token_batch_size` as many as fit; it then is
+    one mini batch.
+    """
+    fits = (
+        len(tokens)
+        if token_batch_size is None
+        else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
+    )
+    trained = fit = min(fits, most)
+    if partial_step != "train" and token_batch_size is None:
+        trained -= fit % mini_batch
+    elif partial_step != "train" and fit < most and sum(tokens) < token_batch_size:
+        # A budget is full also if the groups fill it exactly, and none is left that
+        # does not fit.
+        trained = 0
+    return trained, len(tokens) - trained if partial_step == "carry" else 0
+
+
+class MiniBatch(NamedTuple):
+    """The samples of one optimizer step."""
+
+    update: int  # the optimizer step within the rollout
+    epoch: int  # the pass over the rollout's samples
+    rows: np.ndarray  # the indices of its samples among the rollout's samples, in order
+
+
+def mini_batches(
+    plan: RolloutPlan,
+    *,
+    step: int,
+    seed: int | None,
+    start: int = 0,
+    model: str = "policy",
+    keep_prompts_together: bool = True,
+    num_prompts: int | None = None,
+) -> Iterator[MiniBatch]:
+    """Return the mini batches of one model on one rollout, epoch by epoch.
+
+    Every sample is in exactly one mini batch of every epoch. Train the models in the
+    order of `plan.order`. A rollout of fewer prompts than planned fills the first mini
+    batches of an epoch; the next has the rest, and those after it are empty.
+
+    Args:
+        step: the rollout that generated the samples, counted from 0.
+        seed: of the order, which every rollout, epoch and model has its own of; None =
+            the order of generation.
+        start: the optimizer step within this rollout to start at.
+        keep_prompts_together: shuffle prompts with all their responses, which are
+            adjacent, instead of single samples.
+        num_prompts: the prompts of the rollout, if they are fewer than planned.
+
+    Raises:
+        ResumeMismatchError: the plan has no such step or start.
+        ConfigError: the plan has no such model, the seed is invalid, or mini batches
+            would separate a prompt's responses.
+
+    Example:
+        >>> from rampup.contrib.rl.plan import Size, Training
+        >>> policy = Training(mini_batch=Size(count=2, unit="prompts"))
+        >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=2, policy=policy)
+        >>> [batch.rows.tolist() for batch in mini_batches(plan, step=0, seed=None)]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
+    updates = plan.updates(model)
+    for name, value, last, rule in (
+        ("step", step, plan.num_steps - 1, "num_steps - 1 = {}"),
+        (
+            "start",
+            start,
+            updates.optimizer_steps,
+            f"optimizer_steps={{}} per rollout of the {model}",
+        ),
+    ):
+        if not 0 <= value <= last:
+            text = f"{name}={value} must be between 0 and {rule.format(last)}"
+            raise ResumeMismatchError(
+                text, key=name, nearest=(0 if value < 0 else last,)
+            )
+    group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
+    if updates.mini_batch_samples % group:
+        text = (
+            f"mini batches of {updates.mini_batch_samples} samples would separate the"
+            f" samples_per_prompt={group} responses of "
+        )
+        text += (
+            "a prompt; set keep_prompts_together=False or count mini batches in prompts"
+        )
+        raise ConfigError(text, key="keep_prompts_together", nearest=(False,))
+    if seed is not None and (
+        isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63
+    ):
+        text = (
+            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
+        )
+        raise ConfigError(text, key="seed", nearest=(0,))
+
+    samples = (
+        plan.samples_per_step
+        if num_prompts is None
+        else num_prompts * plan.samples_per_prompt
+    )
+
+    def mini_batch(update: int) -> MiniBatch:
+        epoch, number = divmod(update, updates.num_mini_batches)
+        order = np.arange(samples)
+        if seed is not None:
+            # From the identity of the epoch alone, so that a resumed run needs no state
+            # of a generator.
+            groups = stable_permutation(
+                (seed, step, epoch, *model.encode()), samples // group
+            )
+            order = (groups[:, None] * group + np.arange(group)).ravel()
+        places = updates.mini_batch_range(number)
+        return MiniBatch(update, epoch, order[places.start : places.stop])
+
+    return map(mini_batch, range(start, updates.optimizer_steps))
+
+
+# The stored arrays over the response, which a loss reads by the same names.
+PER_TOKEN = (
+    "log_probabilities",
+    "reference_log_probabilities",
+    "advantages",
+    "values",
+    "returns",
+)
+
+
+def loss_rows(
+    experience: Mapping[str, Any],
+    rows: Sequence[int] | np.ndarray | None = None,
+    *,
+    loss_agg_mode: str = "token-mean",
+) -> Arrays:
+    """Return samples as the rows of a loss: one sample per row, all of one length.
+
+    Args:
+        experience: arrays over samples: `tokens` (S, T), `prompt_length` and
+            `response_length` (S,), and over the tokens of the response (S, R) those
+            that the loss reads: `log_probabilities` (of the policy that sampled),
+            `advantages`, `reference_log_probabilities`, `values`, `returns`. The
+            aggregation by groups needs the number of the prompt of each sample, `group`
+            (S,), and all samples of each prompt.
+        rows: the samples, all by default.
+        loss_agg_mode: how the losses of tokens add up, one of
+            `rampup.contrib.rl.plan.AGGREGATIONS`.
+
+    Example:
+        >>> rows = loss_rows({"tokens": np.array([[7, 8, 9, 0]]), "prompt_length": [1], "response_length": [2]})
+        >>> rows["targets"].tolist(), rows["coefficients"].tolist()
+        ([[8, 9, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+    """
+    if loss_agg_mode not in AGGREGATIONS:
+        raise choice_error("rl.loss_agg_mode", loss_agg_mode, AGGREGATIONS)
+    tokens_ST = np.asarray(experience["tokens"]).astype(np.int32)
+    chosen = np.arange(len(tokens_ST)) if rows is None else np.asarray(rows)
+    tokens_BT = tokens_ST[chosen]
+    prompt_B, response_B = (
+        np.asarray(experience[name])[chosen]
+        for name in ("prompt_length", "response_length")
+    )
+    # Entry t predicts token t + 1, so the first token of the response belongs to the
+    # last entry of the prompt.
+    number_BT = np.arange(tokens_BT.shape[1]) - (prompt_B[:, None] - 1)
+    counts_BT = (number_BT >= 0) & (number_BT < response_B[:, None])
+    found = {"tokens": tokens_BT, "targets": np.roll(tokens_BT, -1, axis=1)}
+    found["targets"][:, -1] = 0
+    # The loss of each token is multiplied by its coefficient, and their sum is divided
+    # by that of the weights. Transfers to the devices make float32 of both, unless the
+    # run is in float64.
+    found["coefficients"] = found["weights"] = counts_BT.astype(np.float64)
+    if loss_agg_mode != "token-mean":
+        # The first token of a sequence carries the weight of the sequence.
+        found["weights"] = (counts_BT & (number_BT == 0)).astype(np.float64)
+    if loss_agg_mode == "seq-mean-token-mean":
+        found["coefficients"] = (
+            found["coefficients"] / np.maximum(response_B, 1)[:, None]
+        )
+    if loss_agg_mode == "group-mean-token-mean":
+        _, group_B = np.unique(
+            np.asarray(experience["group"])[chosen], return_inverse=True
+        )
+        found["coefficients"] = (
+            found["coefficients"]
+            / np.maximum(np.bincount(group_B, response_B)[group_B], 1)[:, None]
+        )
+        found["weights"] = (
+            found["weights"]
+            / np.maximum(np.bincount(group_B, response_B > 0)[group_B], 1)[:, None]
+        )
+    for name in PER_TOKEN:
+        if name in experience:
+            stored_BR = np.asarray(experience[name])[chosen]
+            wide_BT = np.take_along_axis(
+                stored_BR, np.clip(number_BT, 0, stored_BR.shape[1] - 1), axis=1
+            )
+            found[name] = np.where(counts_BT, wide_BT, 0).astype(
+                np.promote_types(stored_BR.dtype, np.float32)
+            )
+    return found
+
+
+def padded_rows(rows: Arrays, width: int) -> Arrays:
+    """Return rows of one sample as passes of one width, arrays (n, width, ...).
+
+    Padding repeats the first row with weight 0, so that no computation on it is
+    undefined.
+    """
+    samples = len(rows["tokens"])
+    n = -(-samples // width)
+    is_real = np.arange(n * width) < samples
+    found = {
+        name: x[np.where(is_real, np.arange(n * width), 0)] for name, x in rows.items()
+    }
+    for name in ("coefficients", "weights"):
+        found[name][~is_real] = 0
+    return {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
+
+
+def packed_rows(
+    rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
+) -> Arrays:
+    """Return the rows of `loss_rows`, packed, as arrays (n, replicas, budget, ...) of a
+    mini batch's passes.
+
+    They also have `positions`, `segments` (1, 2, ...; padding is 0) and `shape` (n,
+    replicas), the number of the shape on the ladder that a pass is computed with.
+    """
+    n = packed.num_microbatches
+    replicas = len(packed.replicas)
+    types = {name: x.dtype for name, x in rows.items()} | {
+        "positions": np.int32,
+        "segments": np.int32,
+    }
+    found = {
+        name: np.zeros((n, replicas, packed.token_budget), dtype)
+        for name, dtype in types.items()
+    }
+    for number, replica in np.ndindex(n, replicas):
+        place = 0
+        for segment, member in enumerate(packed.replicas[replica][number], 1):
+            length = lengths[member]
+            here = number, replica, slice(place, place + length)
+            for name, x in rows.items():
+                found[name][here] = x[member, :length]
+            found["positions"][here] = np.arange(length)
+            found["segments"][here] = segment
+            place += length
+    shapes = np.array(
+        [packed.ladder.index(shape) for shape in packed.microbatch_shapes], np.int32
+    )
+    found["shape"] = np.repeat(shapes[:, None], replicas, axis=1)
+    return found

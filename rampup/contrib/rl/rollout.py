@@ -1,0 +1,1221 @@
+"""A step of reinforcement learning: generate, reward, and train each model on the
+samples, one program per role.
+
+The story of one optimizer step is `RolloutStep.update`: before the first one of a
+rollout, `_collect` makes its experience, arrays on the host with one row per sample;
+`_mini_batch` takes the rows of this update from it, `_passes` makes passes of one shape
+of them, padded or packed, and `_train` sums the loss over the passes and runs the
+optimizer once. The number of passes is data, so that one program serves every mini
+batch. An update for which no samples are left changes no parameter.
+
+The state, with the experience and its `Tally`, and the position say everything that
+these functions need, so that a checkpoint between two updates is complete;
+`RolloutStep` itself changes only by compiling and by the clock of the rollout.
+
+Several processes all have the whole experience, and put their own rows of each pass on
+their devices. They generate together, and process 0 alone calls the reward function, so
+that everything that a step decides is the same in all of them.
+
+Shape suffixes: S samples of a rollout, G of a prompt, B rows of a call, R tokens of the
+longest response, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh
+
+from rampup.contrib.rl.experience import (
+    Arrays,
+    Reward,
+    Tally,
+    check_rewards,
+    divide_groups,
+    generalized_advantages,
+    group_advantages,
+    has_zero_spread,
+    loss_rows,
+    mini_batches,
+    packed_rows,
+    padded_rows,
+)
+from rampup.contrib.rl.generation import Samples, Sampling, make_generate, pad_prompts
+from rampup.contrib.rl.noise import FACTS, LAYOUT, block_facts
+from rampup.contrib.rl.packing import make_ladder, pack
+from rampup.contrib.rl.plan import AGGREGATIONS, Experience, RolloutPlan, count_problems
+from rampup.contrib.rl.policy import (
+    Critic,
+    grpo_loss,
+    in_replica,
+    over_rows,
+    token_log_probabilities,
+    value_loss,
+)
+from rampup.contrib.rl.schedule import RolloutSchedule, UpdatePosition, split_of
+from rampup.engine.batch import put_batch
+from rampup.engine.compile import Compiler, compile_program
+from rampup.engine.mesh import (
+    BatchAxes,
+    auto_context,
+    batch_sharding,
+    process_rows,
+    replicated,
+)
+from rampup.engine.offload import bytes_per_device, device_limit, program_memory
+from rampup.engine.processes import (
+    FOLDER,
+    broadcast_from_process0,
+    is_primary,
+    kv_store,
+    wait_for_all,
+)
+from rampup.engine.state import TrainState, create_state, describe_fields
+from rampup.engine.step import TrainStep, train_step
+from rampup.errors import ConfigError, DataError, choice_error, raise_together
+from rampup.loop.distributed import watchdog
+
+# How long the other processes wait for the rewards of process 0. If it fails or is
+# gone, the watchdog ends them, after as many seconds without a heartbeat as in runs on
+# text.
+REWARD_SECONDS, HEARTBEAT_SECONDS = 24 * 3600, 60
+_reward_numbers = itertools.count()
+
+# From the numbers of the first prompt and of the one after the last, counted over the
+# run, to the tokens of the prompts.
+Prompts = Callable[[int, int], Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """How samples are generated and what is learned from them. What is not listed is
+    the key of configs/rl.yml of that name.
+
+    Attributes:
+        end_token: ends a response; None = every response has `max_response_length`
+            tokens.
+        epsilon, beta: see `rampup.contrib.rl.grpo_loss`. Without `beta`, no reference is
+            needed.
+        token_batch_size: tokens of a step; None = the plan alone decides.
+        measure_gradient_noise: in the first pass over the samples; see
+            `rampup.contrib.rl.noise`. The order of the rows in a mini batch then changes from
+            step to step.
+        gamma, lam, value_epsilon: of generalized advantage estimation, and of the
+            critic's loss.
+        shuffle_seed: of the order of samples in mini batches; None keeps the order of
+            generation.
+        rungs: shapes that passes are padded to with a token budget.
+        decode: from the tokens of a prompt or a response, without its end token, to
+            what the reward function gets.
+    """
+
+    max_prompt_length: int
+    max_response_length: int
+    end_token: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    epsilon: float = 0.2
+    beta: float = 0.0
+    zero_spread_groups: str = "keep"
+    max_num_gen_batches: int = 10
+    token_batch_size: int | None = None
+    partial_step: str = "train"
+    measure_gradient_noise: bool = False
+    loss_agg_mode: str = "token-mean"
+    gamma: float = 1.0
+    lam: float = 1.0
+    value_epsilon: float = 0.2
+    seed: int = 0
+    shuffle_seed: int | None = 0
+    keep_prompts_together: bool = True
+    rungs: int = 4
+    decode: Callable[[Sequence[int]], Any] = list
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the log-probabilities."""
+        return self.sampling.temperature or 1.0
+
+
+class RolloutState(struct.PyTreeNode):
+    """The values that training changes, and the samples of the current rollout.
+
+    Attributes:
+        step: optimizer steps done, of all models; `policy_step` and `critic_step` are
+            those of one.
+        params, opt_state: of the policy; `critic_params` and `critic_opt_state` of the
+            critic, None without one.
+        reference: parameters of the reference policy; None without one.
+        experience: NumPy arrays over the samples of the current rollout.
+        tally: the words of a `rampup.contrib.rl.experience.Tally`.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    policy_step: Any
+    critic_params: Any = None
+    critic_opt_state: Any = None
+    critic_step: Any = None
+    reference: Any = None
+    experience: Any = None
+    tally: Any = None
+
+    def __repr__(self) -> str:
+        return describe_fields(self)
+
+
+class RolloutStep:
+    """Generates rollouts and trains on them, as a plan describes. `rollout_step` makes
+    it, and says what its arguments are.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        schedule: RolloutSchedule,
+        mesh: Mesh,
+        *,
+        reward: Reward,
+        options: RolloutOptions,
+        critic: tuple[Critic, optax.GradientTransformation] | None,
+        skip_nonfinite: bool,
+    ) -> None:
+        _check(schedule, options, critic)
+        self.schedule = schedule
+        self.options = options
+        self._mesh = mesh
+        self._reward = reward
+        self._policy = over_rows(model, mesh)
+        self._critic = critic
+        budgets = {
+            updates.model: updates.token_budget
+            for updates in schedule.stages[0][1].order
+        }
+        self._ladders = {
+            name: make_ladder(b, min(options.rungs, b)) if b else ()
+            for name, b in budgets.items()
+        }
+        terms = {
+            "epsilon": options.epsilon,
+            "beta": options.beta,
+            "temperature": options.temperature,
+        }
+        losses = {
+            "policy": (
+                grpo_loss(
+                    in_replica(model, mesh), **terms, shapes=self._ladders["policy"]
+                ),
+                tx,
+            )
+        }
+        if critic is not None:
+            loss = value_loss(
+                critic[0].in_replica,
+                epsilon=options.value_epsilon,
+                shapes=self._ladders["critic"],
+            )
+            losses["critic"] = loss, critic[1]
+        # An update may have no prompt, and then has the weight 0.
+        sizes_vary = (
+            options.zero_spread_groups,
+            options.token_batch_size,
+            options.partial_step,
+        ) != ("keep", None, "train")
+        self._plans = {name: schedule.ramp_plan(name) for name in losses}
+        self._steps = dict[str, TrainStep]()
+        # No check of the losses: that they are sums over rows is tested.
+        shared: dict[str, Any] = {
+            "seed": options.seed,
+            "skip_nonfinite": skip_nonfinite or sizes_vary,
+            "check_loss": False,
+        }
+        for name, loss_and_tx in losses.items():
+            measures = options.measure_gradient_noise and name == "policy"
+            self._steps[name] = train_step(
+                *loss_and_tx,
+                self._plans[name],
+                mesh,
+                measure_gradient_noise=measures,
+                **shared,
+            )
+        # The generator's calls and the forward passes have rows for every device.
+        shards = BatchAxes.of(mesh).num_shards(mesh)
+        self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
+        self._compilers = {
+            role: Compiler(partial(wait_for_all, mesh))
+            for role in ("generate", "logprobs")
+        }
+        self._parts = (*self._compilers.values(), *self._steps.values())
+        # Every process needs all results of generation and forward passes.
+        self._fetched = (
+            replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
+        )
+        self._clock: _Clock | None = None
+        # Of the rollouts that this object has generated and trained on completely.
+        self.seconds_by_part = dict.fromkeys(("generation", "scoring", "update"), 0.0)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs built so far, of all roles."""
+        return sum(self.compilations.values())
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """Programs built so far by role. The critic's forward pass counts as
+        `logprobs`, its update as `update`.
+        """
+        forward = {
+            role: compiler.num_compilations
+            for role, compiler in self._compilers.items()
+        }
+        return forward | {
+            "update": sum(step.num_compilations for step in self._steps.values())
+        }
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time spent waiting for compilations."""
+        return sum(part.waited_seconds for part in self._parts)
+
+    @property
+    def _seconds(self) -> float:
+        """The time of a clock that stands still during compilations."""
+        return time.perf_counter() - self.waited_seconds
+
+    def close(self) -> None:
+        """Cancel compilations that have not started."""
+        for part in self._parts:
+            part.close()
+
+    def create_state(
+        self, params: Any, *, reference: Any = None, critic_params: Any = None
+    ) -> RolloutState:
+        """Return the state before the first rollout, with copies of the parameters; by
+        default the reference has them.
+        """
+        given = {"policy": params, "critic": critic_params}
+        found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
+        for name, step in self._steps.items():
+            found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
+        if self.options.beta:
+            found["reference"] = create_state(
+                params if reference is None else reference, optax.identity(), self._mesh
+            ).params
+        return RolloutState(**found, experience=self._empty_experience())
+
+    def check_memory(self, state: RolloutState) -> None:
+        """Refuse updates that do not fit into the devices' memory, by their compiled
+        programs, before anything is generated.
+
+        The size of the passes alone decides. Devices without a limit, such as CPUs, are
+        not checked.
+        """
+        limits = [
+            limit
+            for device in self._mesh.local_devices
+            if (limit := device_limit(device)) is not None
+        ]
+        models = [
+            state.params,
+            state.opt_state,
+            state.critic_params,
+            state.critic_opt_state,
+            state.reference,
+        ]
+        start = 0
+        for updates in self.schedule.stages[0][1].order if limits else ():
+            position = self.schedule.at(start)
+            name = updates.model
+            passes = self._passes(
+                *self._mini_batch(state.experience, Tally(groups=1), position), position
+            )
+            passes.pop("group", None)
+            row = {
+                key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype))
+                for key, x in passes.items()
+            }
+            inner = _train_state(state, name)
+            program = compile_program(
+                self._steps[name].lower(inner, row, self._plans[name].splits[0])
+            )
+            used = (
+                program_memory(program).total
+                + bytes_per_device(models)
+                - bytes_per_device([inner.params, inner.opt_state])
+            )
+            if used > min(limits):
+                training = getattr(position.plan, name)
+                key = (training.microbatch or training.mini_batch).key or "microbatch"
+                text = (
+                    f"an update of the {name} takes {used:,} bytes of a device, which"
+                    f" has {min(limits):,}"
+                )
+                raise ConfigError(f"{text}; set a smaller {key}", key=key)
+            start += updates.optimizer_steps
+
+    def __call__(
+        self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts
+    ) -> tuple[RolloutState, dict[str, Any]]:
+        """Run one whole rollout: generate samples for prompts, then train every model
+        on them.
+
+        Args:
+            state: from `create_state` or the last call, whose memory is reused.
+            prompts: the tokens of the prompts of this rollout, or a function as of
+                `update` for a step that may need more.
+
+        Returns:
+            The new state, and the metrics of the policy's last update with the facts of
+            the rollout.
+
+        Raises:
+            DataError: a prompt or a reward is invalid. The state is unchanged.
+        """
+        source = prompts if callable(prompts) else lambda start, stop: prompts
+        for number in itertools.count(int(state.step)):
+            position = self.schedule.at(number)
+            state, metrics = self.update(state, position, source)
+            if position.is_last:
+                break
+        host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
+        return (
+            state,
+            {name: float(value) for name, value in host.items()} | metrics["facts"],
+        )
+
+    def update(
+        self, state: RolloutState, position: UpdatePosition, prompts: Prompts
+    ) -> tuple[RolloutState, dict[str, Any]]:
+        """Run one optimizer step; before the first one of a rollout, generate its
+        samples.
+
+        Args:
+            state: the state before it, whose memory is reused.
+            position: from `self.schedule.at`.
+            prompts: from the numbers of the first prompt and of the one after the last,
+                counted over the run, to their tokens.
+
+        Returns:
+            The new state and the step's metrics, as `rampup.train_step` returns them,
+            with the numbers of the host in `facts`.
+        """
+        if position.is_first:
+            experience, tally = self._collect(state, position, prompts)
+            state = state.replace(experience=experience, tally=tally.to_words())
+        elif self._clock is not None and self._clock.rollout != position.rollout:
+            self._clock = (
+                None  # resumed between two updates: the times before it are gone
+            )
+        began = self._seconds
+        tally = Tally.from_words(state.tally)
+        rows, lengths = self._mini_batch(state.experience, tally, position)
+        passes = self._passes(rows, lengths, position)
+        state, metrics = self._train(state, passes, position)
+        if position.is_last:
+            # The next rollout needs the new parameters anyway.
+            jax.block_until_ready(state.params)
+        if self._clock is not None:
+            self._clock.parts["update"] += self._seconds - began
+            if position.is_last:
+                self.seconds_by_part = {
+                    name: self.seconds_by_part[name] + took
+                    for name, took in self._clock.parts.items()
+                }
+        return state, {
+            **metrics,
+            "facts": self._facts(state.experience, tally, position, lengths, passes),
+        }
+
+    def evaluate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples_per_prompt: int = 1,
+        seed: int = 0,
+        sampling: Any = None,
+    ) -> Any:
+        """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as
+        in a rollout or by `sampling`.
+        """
+        samples = self._generate(
+            params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling
+        )
+        return self._rewards(samples, where="an evaluation").reshape(
+            len(prompts), samples_per_prompt
+        )
+
+    # --- the experience of a rollout ---
+
+    def _collect(
+        self, state: RolloutState, position: UpdatePosition, prompts: Prompts
+    ) -> tuple[Arrays, Tally]:
+        """Generate the samples of a rollout, and return their stored arrays and
+        numbers.
+        """
+        options = self.options
+        plan = position.plan
+        G = plan.samples_per_prompt
+        most = plan.prompts_per_step
+        budget = options.token_batch_size
+        before = Tally.from_words(state.tally)
+        jax.block_until_ready(state.params)
+        began = self._seconds
+        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
+        # The groups that the rollout before has left come first.
+        left = slice(before.groups * G, (before.groups + before.carried) * G)
+        carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
+        tokens = (
+            carried["attention_mask"]
+            .sum(axis=1)
+            .reshape(before.carried, G)
+            .sum(axis=1)
+            .tolist()
+        )
+        is_refilling = options.zero_spread_groups == "refill"
+        generated = 0
+        found = []
+        while budget is None or sum(tokens) < budget:
+            missing = most - before.carried - generated
+            if is_refilling:
+                missing = min(
+                    most - len(tokens), options.max_num_gen_batches * most - generated
+                )
+            if budget is not None:
+                # One call of the generator at a time, because the lengths decide how
+                # many it takes.
+                missing = min(missing, max(self.rows_per_call // G, 1))
+            if missing <= 0:
+                break
+            first = before.prompts + generated
+            asked = prompts(first, first + missing)
+            if len(asked) != missing:
+                text = (
+                    f"rollout {position.rollout} has {missing} prompts, but"
+                    f" {len(asked)} were given"
+                )
+                raise DataError(text, key="batch_size", nearest=(missing,))
+            part = self._generate(state.params, asked, G, key, first_row=generated * G)
+            rewards = self._rewards(part, where=f"rollout {position.rollout}")
+            teaches = ~has_zero_spread(rewards, G) | (
+                options.zero_spread_groups == "keep"
+            )
+            found.append((part, rewards, teaches))
+            lengths = (
+                (part.prompt_length + part.response_length)
+                .reshape(missing, G)
+                .sum(axis=1)
+            )
+            tokens += lengths[teaches].tolist()
+            generated += missing
+        if is_refilling and not tokens:
+            text = (
+                f"rollout {position.rollout} found no prompt whose responses have"
+                f" different rewards among the {generated:,} "
+            )
+            text += (
+                f"of max_num_gen_batches={options.max_num_gen_batches} batches; give"
+                " prompts that the policy answers rightly "
+            )
+            raise DataError(
+                f"{text}now and then, or set zero_spread_groups=drop",
+                key="zero_spread_groups",
+                nearest=("drop",),
+            )
+        mini_batch = plan.policy_updates.mini_batch_samples // G
+        sizes = {
+            "most": most,
+            "mini_batch": mini_batch,
+            "partial_step": options.partial_step,
+        }
+        groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
+        experience = self._empty_experience()
+        new = {}
+        scoring = 0.0
+        rewards_S = (
+            np.concatenate([rewards for _, rewards, _ in found])
+            if found
+            else np.zeros(0, np.float32)
+        )
+        # Samples that are dropped are the last ones. They are not scored: normalized
+        # advantages must not depend on them.
+        kept = groups + waiting - before.carried
+        if kept > 0:
+            taught = np.flatnonzero(
+                np.repeat(np.concatenate([teaches for _, _, teaches in found]), G)
+            )[: kept * G]
+            samples = jax.tree.map(
+                lambda *parts: np.concatenate(parts)[taught],
+                *(part for part, _, _ in found),
+            )
+            scoring = -self._seconds
+            new = self._score(state, plan, samples, rewards_S[taught])
+            scoring += self._seconds
+        for name, x in experience.items():
+            rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
+            x[: len(rows)] = rows
+        parts = {
+            "generation": self._seconds - began - scoring,
+            "scoring": scoring,
+            "update": 0.0,
+        }
+        made = sum(int(part.response_length.sum()) for part, _, _ in found)
+        self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
+        dropped = before.carried + generated - groups - waiting
+        rewards_PG = rewards_S.astype(np.float64).reshape(-1, G)
+        means = (
+            (
+                has_zero_spread(rewards_S, G).mean(),
+                rewards_PG.mean(),
+                rewards_PG.std(axis=1).mean(),
+            )
+            if generated
+            else ()
+        )
+        seen = before.prompts + generated, before.samples + generated * G
+        return experience, Tally(groups, waiting, dropped, *seen, *map(float, means))
+
+    def _score(
+        self,
+        state: RolloutState,
+        plan: RolloutPlan,
+        samples: Samples,
+        rewards_S: np.ndarray,
+    ) -> Arrays:
+        """Return the stored arrays of new samples. Normalized advantages are relative
+        to these samples alone.
+        """
+        options = self.options
+        response_S = samples.response_length
+        places_R = np.arange(options.max_response_length)
+        counts_SR = places_R < response_S[:, None]
+        arrays = {
+            "tokens": samples.tokens,
+            "attention_mask": (
+                np.arange(samples.tokens.shape[1])
+                < (samples.prompt_length + response_S)[:, None]
+            ),
+            "response_mask": counts_SR,
+            # The reward of a sample belongs to the last token of its response.
+            "rewards": np.where(
+                places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)
+            ),
+            # Not those of the generator, which decodes with a cache: the ratio compares
+            # two numbers of one computation.
+            "log_probabilities": self._forward("policy", state.params, samples),
+        }
+        if options.beta:
+            arrays["reference_log_probabilities"] = self._forward(
+                "policy", state.reference, samples
+            )
+        if self._critic is None:
+            advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
+            arrays["advantages"] = np.where(
+                counts_SR, advantages_S[:, None], np.float32(0)
+            )
+        else:
+            arrays["values"] = self._forward("critic", state.critic_params, samples)
+            arrays["advantages"], arrays["returns"] = generalized_advantages(
+                arrays["rewards"],
+                arrays["values"],
+                response_S,
+                gamma=options.gamma,
+                lam=options.lam,
+            )
+        return arrays
+
+    def _empty_experience(self) -> Arrays:
+        """Return arrays of 0 for the largest rollout, so that every checkpoint has the
+        same structure.
+        """
+        planned = self.schedule.stages[0][1].experience
+        assert planned is not None
+        stored = replace(
+            planned, **_lengths(self.options), reference=bool(self.options.beta)
+        )
+        return {
+            name: np.zeros((self.schedule.max_samples, elements), jnp.dtype(dtype))
+            for name, (dtype, elements) in stored.fields(
+                critic=self._critic is not None
+            ).items()
+        }
+
+    def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
+        """Return the reward of each sample. The reward function gets prompts and
+        responses decoded, without the end token.
+        """
+        prompts, responses = [], []
+        for tokens, p, r in zip(
+            samples.tokens,
+            samples.prompt_length.tolist(),
+            samples.response_length.tolist(),
+            strict=True,
+        ):
+            response = tokens[p : p + r].tolist()
+            if response and response[-1] == self.options.end_token:
+                response.pop()
+            prompts.append(self.options.decode(tokens[:p].tolist()))
+            responses.append(self.options.decode(response))
+        if jax.process_count() == 1:
+            return check_rewards(self._reward, prompts, responses, where=where)
+        number = next(_reward_numbers)
+        problem = ""
+        found = ""
+        with watchdog(HEARTBEAT_SECONDS):
+            if is_primary():
+                try:
+                    found = (
+                        check_rewards(self._reward, prompts, responses, where=where)
+                        .tobytes()
+                        .hex()
+                    )
+                except DataError as error:
+                    problem = str(error)
+                # All have read it: they have generated together since.
+                kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
+            answer = broadcast_from_process0(
+                f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS
+            )
+        problem, found = json.loads(answer)
+        if problem:
+            raise DataError(problem, key="reward")
+        return np.frombuffer(bytes.fromhex(found), np.float32)
+
+    def _generate(
+        self,
+        params: Any,
+        prompts: Any,
+        G: int,
+        key: Any,
+        first_row: int = 0,
+        sampling: Any = None,
+    ) -> Samples:
+        """Return G responses to each prompt, on the host. The key and the row, counted
+        from `first_row`, decide them.
+        """
+        tokens_SP, length_S = (
+            np.repeat(x, G, axis=0)
+            for x in pad_prompts(prompts, self.options.max_prompt_length)
+        )
+        inputs = (
+            tokens_SP,
+            length_S,
+            first_row + np.arange(len(length_S), dtype=np.int32),
+        )
+        run = make_generate(
+            self._policy, self.options.max_response_length, self.options.end_token
+        )
+        values = (sampling or self.options.sampling).values
+        return self._in_calls("generate", "policy", run, params, inputs, key, *values)  # type: ignore[no-any-return]
+
+    def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
+        """Return log-probabilities of the policy or values of the critic, (S, R); 0
+        after a response.
+        """
+
+        def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
+            if model == "policy":
+                logits_BTV = self._policy.logits(params, tokens_BT)
+                targets_BT = jnp.roll(tokens_BT, -1, axis=1)
+                found_BT = token_log_probabilities(
+                    logits_BTV, targets_BT, self.options.temperature
+                )
+            else:
+                found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
+            # The entries that belong to the tokens of the response.
+            places_BR = (
+                prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
+            )
+            found_BR = jnp.take_along_axis(
+                found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1
+            )
+            return found_BR.astype(jnp.float32)
+
+        found_SR = self._in_calls(
+            "logprobs", model, run, params, (samples.tokens, samples.prompt_length)
+        )
+        counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
+        return np.where(counts_SR, found_SR, np.float32(0))
+
+    def _in_calls(
+        self,
+        role: str,
+        model: str,
+        run: Any,
+        params: Any,
+        samples: tuple[np.ndarray, ...],
+        *rest: Any,
+    ) -> Any:
+        """Run the program of a role over samples, in calls of one number of rows, and
+        return the results (S, ...) on the host.
+
+        All calls are started before the first result is fetched. A last call that is
+        short repeats its first row.
+        """
+        S = len(samples[0])
+        parts = []
+        sharding = batch_sharding(self._mesh)
+        for start in range(0, S, self.rows_per_call):
+            rows = np.arange(start, start + self.rows_per_call)
+            rows = np.where(rows < S, rows, start)
+            chosen = (x[rows] for x in samples)
+            args = (
+                params,
+                *(
+                    jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+                    for x in chosen
+                ),
+                *rest,
+            )
+
+            def lower(args: Any = args) -> Any:
+                with auto_context(self._mesh):
+                    return jax.jit(
+                        lambda *args: jax.lax.with_sharding_constraint(
+                            run(*args), self._fetched
+                        )
+                    ).lower(*args)
+
+            parts.append(
+                (
+                    self._compilers[role].get(model, lower)(*args),
+                    min(self.rows_per_call, S - start),
+                )
+            )
+        fetched = [
+            jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts
+        ]
+        return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)
+
+    # --- an update ---
+
+    def _mini_batch(
+        self, experience: Arrays, tally: Tally, position: UpdatePosition
+    ) -> tuple[Arrays, np.ndarray]:
+        """Return the samples of an update as rows of a loss, and the tokens of each;
+        one row of weight 0 if there are none.
+        """
+        options = self.options
+        place: dict[str, Any] = {
+            "step": position.rollout,
+            "start": position.update,
+            "model": position.model,
+        }
+        order = {
+            "seed": options.shuffle_seed,
+            "keep_prompts_together": options.keep_prompts_together,
+        }
+        rows = next(
+            mini_batches(position.plan, num_prompts=tally.groups, **place, **order)
+        ).rows
+        if options.measure_gradient_noise and _layout(position):
+            rows = rows.reshape(-1, position.plan.samples_per_prompt).T.ravel()
+        taken = rows if len(rows) else np.zeros(1, np.int64)
+        chosen = {name: np.asarray(x)[taken] for name, x in experience.items()}
+        lengths = chosen["attention_mask"].sum(axis=1)
+        response_length = chosen["response_mask"].sum(axis=1)
+        chosen |= {
+            "prompt_length": lengths - response_length,
+            "response_length": response_length,
+        }
+        chosen["group"] = taken // position.plan.samples_per_prompt
+        found = loss_rows(chosen, loss_agg_mode=options.loss_agg_mode)
+        if not len(rows):
+            found |= {
+                name: np.zeros_like(found[name]) for name in ("coefficients", "weights")
+            }
+        if options.measure_gradient_noise:
+            found["group"] = chosen["group"]
+        return found, lengths[: len(rows)]
+
+    def _passes(
+        self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition
+    ) -> Arrays:
+        """Return the passes of an update, arrays (n, rows of a pass, ...)."""
+        if not (ladder := self._ladders[position.model]):
+            return padded_rows(rows, self.schedule.pass_samples(position.model))
+        replicas = position.split.data_parallel_size
+        tokens = lengths.tolist() or [1]
+        return packed_rows(
+            rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens
+        )
+
+    def _train(
+        self, state: RolloutState, passes: Arrays, position: UpdatePosition
+    ) -> tuple[RolloutState, Any]:
+        """Run the optimizer once, on the sum over the passes."""
+        plan = self._plans[position.model]
+        n, width = passes["tokens"].shape[:2]
+        groups = passes.pop("group", None)
+        split = split_of(n, width, position.split.data_parallel_size)
+        weights = passes["weights"].sum(axis=2)
+        own = process_rows(self._mesh, width)
+        passes = (
+            {name: x[:, own] for name, x in passes.items()}
+            if len(own) < width
+            else passes
+        )
+        batch = put_batch(
+            passes,
+            replace(plan.position(position.model_step), split=split),
+            plan,
+            self._mesh,
+        )
+        inner, metrics = self._steps[position.model](
+            _train_state(state, position.model), batch
+        )
+        if (
+            "gradient_noise" in metrics
+            and position.update < position.plan.policy_updates.num_mini_batches
+        ):
+            replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
+            facts = block_facts(weights, groups, replicas).tolist()
+            metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
+        return (
+            state.replace(
+                step=np.array(position.step + 1, np.int32),
+                **_fields_of(position.model, inner),
+            ),
+            metrics,
+        )
+
+    def _facts(
+        self,
+        experience: Arrays,
+        tally: Tally,
+        position: UpdatePosition,
+        lengths: Any,
+        passes: Arrays,
+    ) -> dict[str, Any]:
+        """Return the numbers of the host in the metrics of an update: of its passes,
+        and of the samples of its rollout.
+        """
+        plan = position.plan
+        have = tally.groups * plan.samples_per_prompt
+        n, width, T = passes["tokens"].shape
+        ladder = self._ladders[position.model]
+        computed = (
+            sum(ladder[shape] for shape in passes["shape"].ravel())
+            if ladder
+            else n * width * T
+        )
+        counts_SR = np.asarray(experience["response_mask"])[:have]
+        found = {
+            "model": position.model,
+            "global_batch_size": len(lengths),
+            "num_prompts": len(lengths) // plan.samples_per_prompt,
+            "num_samples": len(lengths),
+            "dropped_groups": tally.dropped,
+            "consumed_prompts": tally.prompts,
+            "consumed_samples": tally.samples,
+            "policy_lag": position.update,
+            "padding_share": round(1 - int(lengths.sum()) / computed, 6),
+            "passes": n,
+            "rollout": position.rollout,
+            "reward": None if np.isnan(tally.reward) else round(tally.reward, 9),
+            "reward_spread": None if np.isnan(tally.spread) else round(tally.spread, 9),
+            "zero_spread_share": (
+                None if np.isnan(tally.zero_spread) else tally.zero_spread
+            ),
+            "response_length": float(counts_SR.sum(axis=1).mean()) if have else None,
+            "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
+        }
+        if plan.experience_bytes_per_sample is not None:
+            found["planned_experience_bytes"] = (
+                plan.experience_bytes_per_sample * self.schedule.max_samples
+            )
+        if self._clock is not None:
+            done = {
+                name: took
+                for name, took in self._clock.parts.items()
+                if name != "update" or position.is_last
+            }
+            found |= {f"{name}_seconds": round(took, 6) for name, took in done.items()}
+            found["generation_tokens_per_second"] = round(
+                self._clock.tokens / max(done["generation"], 1e-9), 3
+            )
+            if position.is_last:
+                tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
+                found["training_tokens_per_second"] = round(
+                    tokens / max(done["update"], 1e-9), 3
+                )
+        return found
+
+
+def rollout_step(
+    model: Any,
+    tx: optax.GradientTransformation,
+    plan: RolloutPlan | RolloutSchedule,
+    mesh: Mesh,
+    *,
+    reward: Reward,
+    options: RolloutOptions,
+    critic: tuple[Critic, optax.GradientTransformation] | None = None,
+    skip_nonfinite: bool = False,
+) -> RolloutStep:
+    """Return a step of reinforcement learning for a model and a reward function: one
+    program per role.
+
+    Args:
+        model: see `rampup.contrib.rl.as_policy`; of a Flax NNX module, the policy that
+            `split_policy` returns.
+        reward: `(prompts, responses) -> rewards`, one finite number per sample, in any
+            Python.
+        options: lengths, sampling and the loss.
+        critic: the critic and its optimizer, if the plan has one. The critic trains
+            before the policy.
+        skip_nonfinite: skip an update whose loss or gradient is not finite.
+
+    Raises:
+        ConfigError: plan and options contradict each other.
+
+    Example:
+        >>> from rampup.contrib.rl.plan import Size, Training
+        >>> from rampup.engine.mesh import make_mesh
+        >>> plan = RolloutPlan(rollout_batch=Size(count=8, unit="prompts"), samples_per_prompt=8, num_steps=20,
+        ...     policy=Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=4, unit="prompts")))
+        >>> def logits(params, tokens):  # a policy that ignores its prompt
+        ...     return jnp.broadcast_to(params, (*tokens.shape, 4))
+        >>> def reward(prompts, responses):  # likes the token 3
+        ...     return [response.count(3) for response in responses]
+        >>> step = rollout_step(logits, optax.sgd(1.0), plan, make_mesh(devices=jax.devices()[:1]), reward=reward,
+        ...     options=RolloutOptions(max_prompt_length=1, max_response_length=2))
+        >>> state = step.create_state(jnp.zeros(4))
+        >>> for _ in range(20):
+        ...     state, metrics = step(state, [[1]] * 8)
+        >>> int(jnp.argmax(state.params)), metrics["reward"] > 1.5, step.compilations
+        (3, True, {'generate': 1, 'logprobs': 1, 'update': 1})
+    """
+    schedule = (
+        plan
+        if isinstance(plan, RolloutSchedule)
+        else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
+    )
+    # Plans without lengths have those of the options: they decide how many passes there
+    # may be.
+    own = Experience(**_lengths(options), reference=bool(options.beta))
+    stages = (
+        (first, replace(stage, experience=stage.experience or own))
+        for first, stage in schedule.stages
+    )
+    schedule = replace(schedule, stages=tuple(stages))
+    return RolloutStep(
+        model,
+        tx,
+        schedule,
+        mesh,
+        reward=reward,
+        options=options,
+        critic=critic,
+        skip_nonfinite=skip_nonfinite,
+    )
+
+
+# The fields of a state that are the training state of a model.
+_FIELDS = {
+    "policy": ("policy_step", "params", "opt_state"),
+    "critic": ("critic_step", "critic_params", "critic_opt_state"),
+}
+
+
+def _train_state(state: RolloutState, model: str) -> TrainState:
+    return TrainState(*(getattr(state, name) for name in _FIELDS[model]))
+
+
+def _fields_of(model: str, inner: TrainState) -> dict[str, Any]:
+    return dict(
+        zip(_FIELDS[model], (inner.step, inner.params, inner.opt_state), strict=True)
+    )
+
+
+def _layout(position: UpdatePosition) -> int:
+    """Return how a step orders its rows if the noise is measured: 0 by prompts, 1 by
+    the numbers of the responses.
+    """
+    return (position.rollout + position.update) % 2
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clock:
+    """The seconds of one rollout in this process by part, without compilations."""
+
+    rollout: int
+    tokens: int  # that it has generated, also of responses that it does not train on
+    parts: dict[str, float]  # generation, scoring, update
+
+
+def _lengths(options: RolloutOptions) -> dict[str, Any]:
+    return {
+        name: getattr(options, name)
+        for name in ("max_prompt_length", "max_response_length")
+    }
+
+
+def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
+    """Refuse a plan that cannot be trained with these options."""
+    stages = [plan for _, plan in schedule.stages]
+    plan = stages[0]
+    sampling = options.sampling
+    largest = max(stage.samples_per_prompt for stage in stages)
+
+    def refuse(key: str, text: str, *nearest: Any) -> NoReturn:
+        raise ConfigError(text, key=key, nearest=nearest)
+
+    if (plan.critic is None) != (critic is None):
+        missing = (
+            "the plan has a critic, but none is given"
+            if critic is None
+            else "a critic is given, but the plan has none"
+        )
+        refuse("enable_critic", f"{missing}; give both or neither", critic is not None)
+    for stage in stages:
+        if critic is None:
+            group_advantages(
+                np.zeros(stage.samples_per_prompt), stage.samples_per_prompt
+            )
+        if (
+            sampling.temperature == 0 or sampling.top_k == 1
+        ) and stage.samples_per_prompt > 1:
+            key, fix = (
+                ("decode_sampling_top_k", 0)
+                if sampling.temperature
+                else ("decode_sampling_temperature", 1.0)
+            )
+            refuse(
+                key,
+                f"{key}={1 if sampling.temperature else sampling.temperature} samples"
+                f" greedily: the {stage.samples_per_prompt} responses to a prompt would"
+                " be equal, and their advantages 0; set"
+                " decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
+                fix,
+            )
+    for name, choices in (
+        ("zero_spread_groups", ("keep", "drop", "refill")),
+        ("partial_step", ("train", "drop", "carry")),
+    ):
+        if (chosen := getattr(options, name)) not in choices:
+            raise choice_error(name, chosen, choices)
+    raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
+    if options.zero_spread_groups != "keep" and any(
+        stage.samples_per_prompt == 1 for stage in stages
+    ):
+        text = (
+            f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose"
+            " responses all have the same reward, "
+        )
+        text += (
+            "which is every prompt with one response (rl.num_generations=1); set"
+            " zero_spread_groups=keep"
+        )
+        refuse("zero_spread_groups", text, "keep")
+    longest = options.max_prompt_length + options.max_response_length
+    if (
+        options.token_batch_size is not None
+        and options.token_batch_size < largest * longest
+    ):
+        text = (
+            f"token_batch_size={options.token_batch_size} must have room for one"
+            f" prompt: {largest} responses * "
+        )
+        text += (
+            f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens"
+        )
+        refuse("token_batch_size", text, largest * longest)
+    if options.token_batch_size is not None and any(
+        stage.policy_updates.num_mini_batches > 1 for stage in stages
+    ):
+        text = (
+            f"token_batch_size={options.token_batch_size} makes one mini batch of a"
+            " step; set mini_batch_size=-1"
+        )
+        refuse("mini_batch_size", text, -1)
+    if (
+        options.partial_step == "carry"
+        and len({stage.samples_per_prompt for stage in stages}) > 1
+    ):
+        text = (
+            "partial_step=carry keeps prompts for the next step, which"
+            " rl.num_generations_schedule gives another number of "
+        )
+        refuse(
+            "partial_step",
+            f"{text}responses; set partial_step=train or drop",
+            "train",
+            "drop",
+        )
+    whole = all(
+        stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0
+        for stage in stages
+    )
+    if options.partial_step != "train" and not whole:
+        text = (
+            f"partial_step={options.partial_step} needs mini batches of whole prompts;"
+            " count mini_batch_size in prompts"
+        )
+        refuse("partial_step", text, "train")
+    separates = not whole or (
+        options.shuffle_seed is not None and not options.keep_prompts_together
+    )
+    if options.loss_agg_mode == "group-mean-token-mean" and separates:
+        text = (
+            "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in"
+            " one mini batch; set "
+        )
+        text += "keep_prompts_together=true and count mini_batch_size in prompts"
+        refuse("rl.loss_agg_mode", text, *AGGREGATIONS[:3])
+    policy = plan.policy_updates
+    rows = schedule.pass_samples("policy") // policy.data_parallel_size
+    if options.measure_gradient_noise and (
+        separates or policy.token_budget is not None or rows < 2 or largest < 2
+    ):
+        text = (
+            "measure_gradient_noise=true compares passes of several responses to one"
+            " prompt with passes of several prompts; "
+        )
+        text += (
+            "set microbatch_size or train_micro_batch_size to 2 or more samples per"
+            f" replica (it is {rows}), "
+        )
+        text += (
+            "token_budget=-1, keep_prompts_together=true and rl.num_generations=2 or"
+            " more"
+        )
+        refuse("measure_gradient_noise", text, False)
+    if policy.num_stages > 1:
+        text = (
+            f"the plan has {policy.num_stages} pipeline stages, which RL training does"
+            " not support; set "
+        )
+        refuse("ici_pipeline_parallelism", f"{text}ici_pipeline_parallelism=1", 1)
+    planned = None if plan.experience is None else plan.experience.max_length
+    if planned is not None and planned < longest:
+        text = (
+            "the plan's experience has max_prompt_length + max_response_length ="
+            f" {planned} tokens, fewer than the"
+        )
+        refuse(
+            "experience",
+            f"{text} {longest} of the options; give both the same lengths",
+            longest,
+        )
+    if any(
+        updates.token_budget is not None and updates.token_budget < longest
+        for updates in plan.order
+    ):
+        text = (
+            f"token_budget={policy.token_budget} must be at least max_prompt_length +"
+            f" max_response_length = {longest}"
+        )
+        refuse("token_budget", text, longest)

@@ -1,0 +1,310 @@
+"""The optimizer steps of an RL run in their order, over rollouts whose batch may grow.
+
+One executable per role serves all stages: a pass has as many samples in each of them
+(the greatest common divisor of the planned ones), and the buffer has room for the
+largest number of passes of any stage. The number of passes of a step is data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from rampup.contrib.rl.plan import RolloutPlan
+from rampup.errors import ResumeMismatchError
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.split import BatchSplit, BatchSplitter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePosition(PlanPosition):
+    """An optimizer step of an RL run, numbered over the run and over all models
+    together.
+
+    `consumed_samples` are generated in the rollouts before its own, and `phase` is the
+    interval of rollouts of constant size. `split` is that of its mini batch with its
+    padding, or with a token budget one pass of one row per replica.
+    """
+
+    rollout: int  # counted from 0
+    model: str  # `policy` or `critic`
+    update: int  # its number among the model's optimizer steps on the rollout
+    model_step: int  # its number among the model's optimizer steps of the run
+    plan: RolloutPlan  # the sizes of the rollout
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its rollout is generated just before it."""
+        return self.update == 0 and self.model == self.plan.order[0].model
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its rollout ends with it."""
+        return (
+            self.model == "policy"
+            and self.update == self.plan.policy_updates.optimizer_steps - 1
+        )
+
+
+class _Totals(NamedTuple):
+    """What a number of rollouts add up to: optimizer steps of all models, samples, and
+    steps of each model.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    policy: int = 0
+    critic: int = 0
+
+    def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
+        """Return the totals with more rollouts of one plan."""
+        steps = {"critic": 0} | {
+            updates.model: updates.optimizer_steps for updates in plan.order
+        }
+        each = (
+            sum(steps.values()),
+            plan.samples_per_step,
+            steps["policy"],
+            steps["critic"],
+        )
+        return _Totals(
+            *(total + rollouts * one for total, one in zip(self, each, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSchedule:
+    """The rollouts of a run and their optimizer steps, as
+    `rampup.loop.components.LoopPlan` and its ramp.
+    """
+
+    # The first rollout of each stage, from 0 on, and its plan; later plans have other
+    # sizes of the batch. Stages from `num_rollouts` on are not reached: they reserve
+    # sizes to which `grown` may change.
+    stages: tuple[tuple[int, RolloutPlan], ...]
+    num_rollouts: int
+    # Before each stage, and at the end of the run. A stage that the run does not reach
+    # starts there.
+    _starts: tuple[_Totals, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stages = tuple(
+            (first, replace(plan, num_steps=self.num_rollouts))
+            for first, plan in self.stages
+        )
+        object.__setattr__(self, "stages", stages)
+        starts = [_Totals()]
+        ends = [*(first for first, _ in stages[1:]), self.num_rollouts]
+        for (first, plan), end in zip(stages, ends, strict=True):
+            starts.append(
+                starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan)
+            )
+        object.__setattr__(self, "_starts", tuple(starts))
+
+    def grown(self, rollout: int, prompts: int) -> RolloutSchedule:
+        """Return the schedule with rollouts of a reserved number of prompts from one
+        on. Everything before it stays.
+        """
+        plan = next(plan for _, plan in self.stages if plan.prompts_per_step == prompts)
+        before = (stage for stage in self.stages if stage[0] < rollout)
+        reserved = (stage for stage in self.stages if stage[0] >= self.num_rollouts)
+        return replace(self, stages=(*before, (rollout, plan), *reserved))
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run, of all models together."""
+        return self._starts[-1].steps
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that the run generates."""
+        return self._starts[-1].samples
+
+    def optimizer_steps(self, model: str) -> int:
+        """Return the optimizer steps of one model over the run."""
+        return getattr(self._starts[-1], model)  # type: ignore[no-any-return]
+
+    def at(self, step: int) -> UpdatePosition:
+        """Return the position of an optimizer step."""
+        if not 0 <= step < self.total_steps:
+            raise ResumeMismatchError(
+                f"step={step} must be from 0 to {self.total_steps - 1}", key="step"
+            )
+        index = bisect_right(self._starts[:-1], step, key=lambda start: start.steps) - 1
+        first, plan = self.stages[index]
+        start = self._starts[index]
+        rollouts, update = divmod(
+            step - start.steps, sum(updates.optimizer_steps for updates in plan.order)
+        )
+        updates = plan.order[0]
+        if update >= updates.optimizer_steps:  # the critic is done
+            update -= updates.optimizer_steps
+            updates = plan.policy_updates
+        before = start.after(rollouts, plan)
+        length = (
+            None
+            if index == len(self.stages) - 1
+            else self._starts[index + 1].steps - start.steps
+        )
+        size = updates.mini_batch_samples
+        phase = Phase(
+            index=index,
+            start_step=start.steps,
+            start_sample=start.samples,
+            num_steps=length,
+            global_batch_size=size,
+        )
+        rows = self.pass_samples(updates.model)
+        samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
+        split = split_of(
+            -(-samples // rows) if updates.token_budget is None else 1,
+            rows,
+            updates.data_parallel_size,
+        )
+        numbers: dict[str, Any] = {
+            "consumed_samples": before.samples,
+            "rollout": first + rollouts,
+            "update": update,
+        }
+        numbers |= {"step": step, "model_step": getattr(before, updates.model) + update}
+        return UpdatePosition(
+            plan=plan, model=updates.model, phase=phase, split=split, **numbers
+        )
+
+    def pass_samples(self, model: str) -> int:
+        """Samples of one pass over all replicas, the same in all stages; with a token
+        budget its rows, one per replica.
+        """
+        found = [plan.updates(model) for _, plan in self.stages]
+        if found[0].token_budget is not None:
+            return found[0].data_parallel_size
+        return math.gcd(*(updates.microbatch_samples or 0 for updates in found))
+
+    @property
+    def sequences_per_call(self) -> int:
+        """Sequences per call of the generator: the same in all stages."""
+        return math.gcd(*(plan.sequences_per_call for _, plan in self.stages))
+
+    @property
+    def max_samples(self) -> int:
+        """Samples of the largest rollout."""
+        return max(plan.samples_per_step for _, plan in self.stages)
+
+    def ramp_plan(self, model: str) -> RampPlan:
+        """Return the plan of one model's optimizer steps: that of its largest mini
+        batch; an update may use less of it.
+        """
+        updates = [plan.updates(model) for _, plan in self.stages]
+        rows = self.pass_samples(model)
+        replicas = updates[0].data_parallel_size
+        is_packed = updates[0].token_budget is not None
+        most = max(
+            (each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows)
+            for each in updates
+        )
+        largest = split_of(most, rows, replicas)
+        ramp = BatchRamp.constant(largest.global_batch_size)
+        splitter = BatchSplitter(
+            data_parallel_size=replicas, microbatch_size=largest.microbatch_size
+        )
+        steps = max(self.optimizer_steps(model), 1)
+        return RampPlan(
+            ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=steps
+        )
+
+    @property
+    def ramp(self) -> RolloutSchedule:
+        """The samples of the optimizer steps."""
+        return self
+
+    @property
+    def splits(self) -> tuple[BatchSplit, ...]:
+        """The split of the first mini batch of each stage."""
+        return tuple(
+            self.at(min(start.steps, self.total_steps - 1)).split
+            for start in self._starts[:-1]
+        )
+
+    def stage_rows(self) -> list[dict[str, int]]:
+        """Return the sizes of every stage that the run reaches, as `rampup plan --json`
+        prints them.
+        """
+        ends = [*(first for first, _ in self.stages[1:]), self.num_rollouts]
+        return [
+            {
+                "start_step": first,
+                "num_steps": min(end, self.num_rollouts) - first,
+                **{
+                    name: getattr(plan, name)
+                    for name in (
+                        "prompts_per_step",
+                        "samples_per_prompt",
+                        "samples_per_step",
+                    )
+                },
+                **{
+                    name: getattr(plan.policy_updates, name)
+                    for name in ("mini_batch_samples", "optimizer_steps")
+                },
+                "start_optimizer_step": start.policy,
+            }
+            for (first, plan), end, start in zip(
+                self.stages, ends, self._starts, strict=False
+            )
+            if first < self.num_rollouts
+        ]
+
+    @property
+    def ramp_steps(self) -> int:
+        """Optimizer steps before the last stage."""
+        return self._starts[-2].steps
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples of the rollouts that are generated before the end of step
+        `step - 1`.
+        """
+        if step <= 0:
+            return 0
+        position = self.at(min(step, self.total_steps) - 1)
+        return position.consumed_samples + position.plan.samples_per_step
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the sizes that decide which samples an optimizer step uses."""
+        return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()
+
+    def differences(self, rows: list[list[Any]]) -> str:  # noqa: ARG002 - an error names the fingerprints instead
+        """Return "": there is no table of two schedules."""
+        return ""
+
+    def to_rows(self) -> list[list[Any]]:
+        """Return the sizes of every stage that the run reaches, as JSON."""
+        return [
+            [
+                *(first, plan.samples_per_step, plan.samples_per_prompt),
+                *(
+                    [updates.model, updates.mini_batch_samples, updates.num_epochs]
+                    for updates in plan.order
+                ),
+            ]
+            for first, plan in self.stages
+            if first < self.num_rollouts
+        ]
+
+
+def split_of(passes: int, rows: int, replicas: int) -> BatchSplit:
+    """Return the split of a mini batch, padding included, into passes of `rows` rows
+    over all replicas.
+    """
+    return BatchSplit(
+        global_batch_size=passes * rows,
+        data_parallel_size=replicas,
+        accumulation_steps=passes,
+        num_pipeline_microbatches=1,
+        microbatch_size=rows // replicas,
+    )

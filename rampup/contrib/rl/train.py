@@ -1,0 +1,568 @@
+"""`rampup train` of a rollout's configuration: a small language model learns arithmetic
+from a verifiable reward.
+
+Data flow: `load_rollout_config` -> `build_rollout_schedule` -> warm start on right
+answers -> `RolloutStep` in a `Loop`. `load` returns the trained model of any run, also
+on text.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rampup.config.build import mesh_axes
+from rampup.contrib.rl.config import (
+    RolloutConfig,
+    build_rollout_schedule,
+    load_rollout_config,
+)
+from rampup.contrib.rl.experience import Tally, loss_rows
+from rampup.contrib.rl.generation import Sampling, pad_prompts
+from rampup.contrib.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
+from rampup.contrib.rl.policy import (
+    critic_of,
+    critic_params,
+    in_replica,
+    supervised_loss,
+)
+from rampup.contrib.rl.rollout import (
+    HEARTBEAT_SECONDS,
+    RolloutOptions,
+    RolloutState,
+    RolloutStep,
+)
+from rampup.contrib.rl.schedule import RolloutSchedule, UpdatePosition
+from rampup.contrib.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
+from rampup.engine.mesh import make_mesh, process_rows
+from rampup.engine.optimizer import LearningRate, make_optimizer, optimizer_from_config
+from rampup.engine.processes import is_primary, wait_for_all
+from rampup.engine.state import create_state
+from rampup.engine.step import train_step
+from rampup.errors import ConfigError, raise_together
+from rampup.lm.load import (
+    ROLLOUT_RECORD,
+    LoadedRun,
+    check_identity,
+    named_checkpoint,
+)
+from rampup.lm.load import load as load_trained
+from rampup.lm.train import metric_writers
+from rampup.lm.transformer import LanguageModel, matrices
+from rampup.loop.checkpoint import (
+    CheckpointOptions,
+    SavedCheckpoint,
+    read_record,
+    restore_tree,
+)
+from rampup.loop.components import Component, LoopStep
+from rampup.loop.distributed import check_consistent, join
+from rampup.loop.events import OnEvent, RunPlanned, ignore_event
+from rampup.loop.loop import EvalOptions, Loop, keep_config, run_in_folder
+from rampup.loop.metrics import MetricOptions
+from rampup.loop.run_folder import (
+    CONFIG_FILE,
+    EVAL_FILE,
+    METRICS_FILE,
+    first_and_last_line,
+)
+from rampup.plan.auto import AutoSchedule
+from rampup.plan.noise_scale import HALF_LIFE_BATCHES, HALF_LIFE_SHARE
+from rampup.plan.numbers import AUTO, nearest_multiples
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter
+
+# Options of a rollout that are keys as well.
+_SAME_NAMES = (
+    "zero_spread_groups",
+    "max_num_gen_batches",
+    "partial_step",
+    "measure_gradient_noise",
+    "loss_agg_mode",
+    "gamma",
+)
+_SAME_NAMES += ("value_epsilon", "keep_prompts_together")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """The result of a run."""
+
+    steps: int  # rollouts that are trained on completely
+    samples: int  # samples that they generated
+    # Share of right answers to held-out prompts before the first rollout and in the
+    # last evaluation; None without evaluation.
+    accuracy_before: float | None
+    accuracy_after: float | None
+    # Mean reward of the first and of the newest rollout; None before the first one.
+    reward_first: float | None
+    reward_last: float | None
+    num_compilations: dict[
+        str, int
+    ]  # programs built by this process for the rollouts, by role
+    checkpoint: str | None  # folder of the newest checkpoint
+    metrics: str  # the metrics file
+    interrupted: bool  # whether a signal ended the run early
+    resumed_from: int  # optimizer steps that earlier processes had done
+    seconds: float  # duration of this process's part of the run, with its start
+    optimizer_steps: int  # optimizer steps done, which the lines of the run count
+    # What the seconds add up from: the warm start and other work before the first step,
+    # waiting for compilations, the three parts of the rollouts that this process
+    # trained on completely, and the rest, such as evaluations and checkpoints.
+    seconds_by_part: dict[str, float]
+
+
+class _Update(NamedTuple):
+    """What the loop gets for every optimizer step. The samples are in the state."""
+
+    position: UpdatePosition
+
+
+def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSummary:
+    """Train as configured, in the run's folder, from its newest checkpoint if there is
+    one.
+
+    Several processes that are started alike train together, as the environment says;
+    see `rampup.loop.distributed.join`.
+    """
+    join(distributed=config.distributed)
+
+    def train_in(run: RolloutRun, folder: Path) -> RolloutSummary:
+        return run.train_in(folder, on_event if is_primary() else ignore_event)
+
+    return run_in_folder(
+        config,
+        functools.partial(RolloutRun, config),
+        train_in,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+    )
+
+
+class RolloutRun:
+    """A run, built once from its configuration. All that can be checked is checked, and
+    nothing is written before it trains.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, saved: SavedCheckpoint | None = None
+    ) -> None:
+        check_consistent(config.to_dict())
+        self.config = config
+        self.saved = saved
+        num_devices = jax.device_count()
+        self.schedule = schedule = build_rollout_schedule(
+            config, num_devices
+        )  # its optimizer steps
+        self.mesh = mesh = make_mesh(mesh_axes(config, num_devices))
+        # The prompts and their reward.
+        self.task = task = Arithmetic(
+            max_operand=config.max_operand,
+            num_held_out=config.test_batch_start_index + config.eval_prompts,
+            num_prompts=config.num_prompts,
+            seed=config.data_shuffle_seed,
+        )
+        _check(config, task, mesh)
+        self.model = model = LanguageModel.from_config(
+            config, vocab_size=VOCAB_SIZE
+        )  # of the policy
+        model.shardings(mesh)  # refuses axes that do not divide the model
+        options = RolloutOptions(
+            # Rows are no longer than the task needs.
+            max_prompt_length=min(config.max_prompt_length, task.max_prompt_length),
+            max_response_length=min(
+                config.max_response_length, task.max_response_length
+            ),
+            end_token=END_TOKEN,
+            sampling=Sampling(
+                temperature=config.decode_sampling_temperature,
+                top_k=config.decode_sampling_top_k,
+                top_p=config.decode_sampling_nucleus_p,
+            ),
+            epsilon=config.grpo_epsilon,
+            beta=config.grpo_beta,
+            token_batch_size=(
+                None if config.token_batch_size == AUTO else config.token_batch_size
+            ),
+            lam=config.gae_lambda,
+            seed=config.init_weights_seed,
+            shuffle_seed=(
+                config.data_shuffle_seed if config.shuffle_mini_batches else None
+            ),
+            rungs=config.token_budget_shapes,
+            decode=decode,
+            **{name: getattr(config, name) for name in _SAME_NAMES},
+        )
+        peaks = {"policy": config.learning_rate} | (
+            {"critic": config.critic_learning_rate} if config.enable_critic else {}
+        )
+        self.rates = {
+            n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak)
+            for n, peak in peaks.items()
+        }
+        txs = {
+            name: optimizer_from_config(config, rate, matrices=matrices)
+            for name, rate in self.rates.items()
+        }
+        critic = (critic_of(model, mesh), txs["critic"]) if "critic" in txs else None
+        others: dict[str, Any] = {
+            "options": options,
+            "critic": critic,
+            "skip_nonfinite": config.skip_nonfinite > 0,
+        }
+        self.step = _Step(
+            model, txs["policy"], schedule, mesh, reward=task.reward, **others
+        )
+        self.step.task = task
+
+    def initial_state(self, *, warm: bool = True) -> RolloutState:
+        """Return the state before the first rollout, with the warm start unless a
+        checkpoint takes its place.
+        """
+        init = jax.jit(self.model.init, out_shardings=self.model.shardings(self.mesh))
+        wait_for_all(self.mesh)
+        params = init(jax.random.key(self.config.init_weights_seed))
+
+        def state_of(params: Any) -> RolloutState:
+            critic = (
+                critic_params(self.model, params, self.mesh)
+                if self.config.enable_critic
+                else None
+            )
+            return self.step.create_state(params, critic_params=critic)
+
+        state = state_of(params)
+        self.step.check_memory(state)
+        return (
+            state_of(self._warm_start(params))
+            if warm and self.config.warm_start_steps
+            else state
+        )
+
+    def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
+        """Train in a folder that this process owns, to the end, to SIGTERM or to an
+        invalid reward.
+        """
+        began = time.perf_counter()
+        saved = self.saved
+        on_event(
+            RunPlanned(
+                plan=self.schedule,
+                folder=folder,
+                devices=jax.devices(),
+                num_parameters=self.model.num_parameters,
+            )
+        )
+        loop = self._loop(
+            folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS)
+        )
+        state, start = loop.restore(self.initial_state(warm=saved is None), saved)
+        # A checkpoint restores every array to the devices; those of the host belong
+        # there.
+        host = jax.device_get({"experience": state.experience, "tally": state.tally})
+        state = state.replace(step=np.array(state.step, np.int32), **host)
+        if start < self.schedule.total_steps:
+            keep_config(self.config, folder)
+        seconds = {"start": time.perf_counter() - began}
+        _, summary = loop.train(state, start)
+        seconds |= {
+            "compilation": self.step.waited_seconds,
+            **self.step.seconds_by_part,
+        }
+        seconds = {name: round(took, 3) for name, took in seconds.items()}
+        total = round(time.perf_counter() - began, 3)
+        first, last = first_and_last_line(folder / METRICS_FILE)
+        first_eval, last_eval = first_and_last_line(folder / EVAL_FILE)
+        is_done = summary.steps >= self.schedule.total_steps
+        return RolloutSummary(
+            steps=(
+                self.schedule.num_rollouts
+                if is_done
+                else self.schedule.at(summary.steps).rollout
+            ),
+            samples=last.get("consumed_samples", 0),
+            accuracy_before=first_eval.get("accuracy"),
+            accuracy_after=last_eval.get("accuracy"),
+            reward_first=first.get("reward"),
+            reward_last=last.get("reward"),
+            num_compilations=self.step.compilations,
+            **{
+                name: getattr(summary, name)
+                for name in ("checkpoint", "metrics", "interrupted", "resumed_from")
+            },
+            optimizer_steps=summary.steps,
+            seconds=total,
+            seconds_by_part=seconds
+            | {"other": round(total - sum(seconds.values()), 3)},
+        )
+
+    def evaluate(self, state: RolloutState) -> dict[str, float]:
+        """Return the share of right answers to the held-out prompts, sampled as in
+        training, and of the greedy answers.
+        """
+        first = self.config.test_batch_start_index
+        prompts = [
+            encode(prompt)
+            for prompt in self.task.held_out(first, first + self.config.eval_prompts)
+        ]
+        samples = self.config.eval_num_generations
+        rewards = self.step.evaluate(
+            state.params,
+            prompts,
+            samples_per_prompt=samples,
+            seed=self.config.init_weights_seed,
+        )
+        greedy = self.step.evaluate(
+            state.params, prompts, sampling=Sampling(temperature=0.0)
+        )
+        return {
+            "consumed_samples": Tally.from_words(state.tally).samples,
+            "accuracy": float(rewards.mean()),
+            "greedy_accuracy": float(greedy.mean()),
+            "eval_samples": rewards.size,
+        }
+
+    def _loop(
+        self, folder: Path, on_event: OnEvent, rows: list[list[int]] | None
+    ) -> Loop:
+        """Return the training loop. `rows` are the decisions of an automatic schedule
+        in the checkpoint.
+        """
+        config = self.config
+        options = self.step.options
+        schedule = self.schedule
+        at = schedule.at
+        evaluation = EvalOptions(
+            evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True
+        )
+        # As `rampup.plan.noise_scale.default_half_life`: a share of the run, but
+        # this many of its largest steps. With an automatic schedule, of its first
+        # steps: a run may have too few rollouts to wait for as many large ones.
+        first = schedule.stages[0][1]
+        batch = first.samples_per_step if config.is_auto else schedule.max_samples
+        half_life = max(
+            schedule.consumed_samples * HALF_LIFE_SHARE, batch * HALF_LIFE_BATCHES
+        )
+        noise = PromptNoiseAverages(half_life, config.num_generations)
+        components: tuple[Component, ...] = (
+            (noise,) if config.measure_gradient_noise else ()
+        )
+        if config.is_auto:
+            rows = rows or [[0, 0, first.prompts_per_step]]
+            sizes = tuple(plan.prompts_per_step for _, plan in schedule.stages)
+            limits = {
+                "half_life_samples": half_life / config.num_generations,
+                "max_waste": config.auto_max_waste,
+            }
+            auto = AutoSchedule(
+                sizes=sizes, mode="follow", rows=rows, unit="prompts", **limits
+            )
+            components += (
+                AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),
+            )
+            for rollout, _, prompts in rows[1:]:
+                schedule = schedule.grown(rollout, prompts)
+
+        def batches_of(schedule: RolloutSchedule) -> Callable[[int], Iterator[_Update]]:
+            return lambda start: (
+                _Update(schedule.at(step))
+                for step in range(start, schedule.total_steps)
+            )
+
+        return Loop(
+            plan=schedule,
+            step=self.step,
+            batches=batches_of(schedule),
+            batches_of=batches_of,
+            folder=folder,
+            metrics=MetricOptions(
+                learning_rate=lambda step: self.rates[at(step).model].at(
+                    at(step).model_step
+                ),
+                tokens_per_sample=options.max_prompt_length
+                + options.max_response_length,
+                writers=functools.partial(metric_writers(config), folder),  # type: ignore[arg-type]
+                skip_nonfinite=config.skip_nonfinite,
+                describe_rows=lambda step: [
+                    "rollout {0.rollout}, update {0.update} of the {0.model}".format(
+                        at(step)
+                    )
+                ],
+            ),
+            checkpoints=CheckpointOptions(
+                checkpoint_period=(
+                    config.checkpoint_period if config.enable_checkpointing else None
+                ),
+                max_to_keep=config.max_num_checkpoints_to_keep,
+                async_checkpointing=config.async_checkpointing,
+                on_checkpoint_error=config.on_checkpoint_error,
+                # The sizes of its rollouts are in the fingerprint of the schedule. With
+                # a budget of tokens, the lengths of one call of the generator decide
+                # whether there is another.
+                identity=config.identity()
+                | {"reference": config.grpo_beta > 0}
+                | (
+                    {}
+                    if options.token_batch_size is None
+                    else {"rollout_micro_batch_size": self.step.rows_per_call}
+                ),
+            ),
+            components=components,
+            evaluation=(
+                None
+                if config.eval_interval == AUTO or config.eval_prompts == 0
+                else evaluation
+            ),
+            on_event=on_event,
+        )
+
+    def _warm_start(self, params: Any) -> Any:
+        """Return parameters after supervised steps on answers, a share of them
+        right.
+        """
+        config = self.config
+        replicas = self.schedule.stages[0][1].policy.data_parallel_size
+        ramp = BatchRamp.constant(config.warm_start_batch_size)
+        splitter = BatchSplitter(data_parallel_size=replicas)
+        plan = RampPlan(
+            ramp=ramp,
+            splitter=splitter,
+            num_devices=replicas,
+            total_steps=config.warm_start_steps,
+        )
+        rate = LearningRate(
+            plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1
+        )
+        tx = make_optimizer(rate, weight_decay=0.0)
+        step = train_step(
+            supervised_loss(in_replica(self.model, self.mesh)),
+            tx,
+            plan,
+            self.mesh,
+            check_loss=False,
+        )
+        state = create_state(params, tx, self.mesh)
+        # Another order than that of the rollouts.
+        task = replace(self.task, seed=self.task.seed + 2**31)
+        length = self.step.options.max_prompt_length + task.max_response_length
+        for number in range(plan.total_steps):
+            first = number * config.warm_start_batch_size
+            prompts = task.prompts(first, first + config.warm_start_batch_size)
+            given = task.demonstrations(
+                prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number)
+            )
+            asked = list(map(encode, prompts))
+            answers = [[*encode(answer), END_TOKEN] for answer in given]
+            tokens, _ = pad_prompts(
+                [p + a for p, a in zip(asked, answers, strict=True)], length
+            )
+            lengths = {
+                "prompt_length": list(map(len, asked)),
+                "response_length": list(map(len, answers)),
+            }
+            state, _ = step(
+                state,
+                step.batch(
+                    loss_rows(
+                        {"tokens": tokens, **lengths},
+                        process_rows(self.mesh, len(tokens)),
+                    )
+                ),
+            )
+        return state.params
+
+
+class _Step(RolloutStep, LoopStep):
+    """The rollout step as the training loop calls it, on the prompts of a task. It has
+    one shape.
+    """
+
+    task: Arithmetic
+
+    def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:  # type: ignore[override]
+        """Run the optimizer step of a position."""
+        return self.update(
+            state,
+            batch.position,
+            lambda start, stop: list(map(encode, self.task.prompts(start, stop))),
+        )
+
+
+def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
+    """Refuse what can be planned but not trained."""
+    problems = []
+    if config.grpo_beta > 0 and not config.enable_reference_policy:
+        text = (
+            f"rl.grpo_beta={config.grpo_beta} needs a reference policy; set"
+            " enable_reference_policy=true, or rl.grpo_beta=0"
+        )
+        problems.append(ConfigError(text, key="rl.grpo_beta", nearest=(0,)))
+    if config.max_prompt_length < (longest := task.max_prompt_length):
+        text = (
+            f"max_prompt_length={config.max_prompt_length} must be at least {longest},"
+            " the length of a prompt with "
+        )
+        text += f"max_operand={config.max_operand}"
+        problems.append(ConfigError(text, key="max_prompt_length", nearest=(longest,)))
+    batch = config.warm_start_batch_size
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch % replicas:
+        text = (
+            f"warm_start_batch_size={batch} must be a multiple of the {replicas}"
+            " devices that share a batch"
+        )
+        problems.append(
+            ConfigError(
+                text,
+                key="warm_start_batch_size",
+                nearest=nearest_multiples(batch, replicas),
+            )
+        )
+    if config.grpo_epsilon >= 1:
+        text = (
+            f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a clipped"
+            " ratio is positive"
+        )
+        problems.append(ConfigError(text, key="rl.grpo_epsilon", nearest=(0.2,)))
+    raise_together(problems)
+
+
+def load(path: str | Path) -> LoadedRun:
+    """Return the policy, its parameters and the training state of a run, on the first
+    device.
+
+    Args:
+        path: the folder of a run, for its newest intact checkpoint; or a checkpoint,
+            such as `runs/rl/checkpoints/100`. Other runs load as with `rampup.load`.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+        ResumeMismatchError: the checkpoint is damaged, or the configuration in the
+            folder is of another model.
+    """
+    run, folder = named_checkpoint(path)
+    record = read_record(folder)
+    if not record.keys() >= ROLLOUT_RECORD or not (run / CONFIG_FILE).is_file():
+        return load_trained(path)
+    config = load_rollout_config(run / CONFIG_FILE)
+    check_identity(config, record, run, folder)
+    state = restore_tree(folder)
+    model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)
+    context = config.max_prompt_length + config.max_response_length
+    shared = {
+        "folder": folder,
+        "step": int(folder.name),
+        "state": state,
+        "params": state["params"],
+    }
+    return LoadedRun(
+        config=config, model=model, context=context, end_token=END_TOKEN, **shared
+    )

@@ -1,3 +1,0 @@
-"""Read from the text of a compiled program what it communicates, sums and keeps in
-memory.
-"""

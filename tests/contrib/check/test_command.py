@@ -1,0 +1,154 @@
+"""Tests of rampup.contrib.check.command: everything a verdict holds is shown, at any width."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from rampup.contrib.check.command import print_verdict
+from rampup.contrib.check.verdict import Meaning, Verdict, Violation
+
+LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+FULL = Verdict(
+    system="verl",
+    violations=(
+        Violation(
+            rule="verl.some_rule",
+            keys=(LONG, "data.size"),
+            message="7 must be a multiple of [red]2[/red]; nearest: 6, 8",
+        ),
+        Violation(
+            rule="verl.other", keys=("k",), message="the run stops", found_by="run"
+        ),
+    ),
+    notes=("a note with [brackets]", "very " * 40 + "long"),
+    meanings=(
+        Meaning(
+            says=f"{LONG} = 1,024 (default)",
+            means="samples per replica: 32 passes over 1,024 samples",
+        ),
+    ),
+    phases=(
+        {
+            "start_step": 0,
+            "start_sample": 0,
+            "num_steps": 1234,
+            "global_batch_size": 16,
+            "accumulation_steps": 2,
+        },
+        {
+            "start_step": 1234,
+            "start_sample": 19744,
+            "num_steps": None,
+            "global_batch_size": 32,
+            "accumulation_steps": 4,
+        },
+    ),
+)
+
+
+def shown(verdict, *, width=200, force_terminal=False, **options):
+    """Return what is printed."""
+    plain = {
+        "no_color": True,
+        "highlight": False,
+        "markup": False,
+        "soft_wrap": not force_terminal,
+    }
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=force_terminal, **plain
+    )
+    print_verdict(verdict, console, **options)
+    return console.file.getvalue()
+
+
+def squeezed(text):
+    """Return text without the spaces and line breaks that folding puts in."""
+    return re.sub(r"\s|\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_print_verdict_is_complete(width, terminal):
+    """Every character is there; a terminal folds, and piped output is one plain line a
+    row, to be read by other programs.
+    """
+    printed = shown(FULL, width=width, force_terminal=terminal, verbose=True)
+    lines, text = re.sub(r"\x1b\[[0-9;]*m", "", printed).splitlines(), squeezed(printed)
+    for part in (*FULL.notes, *(violation.message for violation in FULL.violations)):
+        assert squeezed(part) in text, part
+    for word in (
+        "verl.some_rule",
+        "rulesbroken",
+        "rejects",
+        "fails",
+        "1,234",
+        "19,744",
+        "rest",
+    ):
+        assert word in text, word
+    assert text.count("very") == 40
+    assert "…" not in text
+    if terminal:
+        assert max(map(len, lines)) <= width
+        assert squeezed(LONG[-12:]) in squeezed(
+            "".join(line[: width // 2] for line in lines)
+        )
+    else:
+        assert not set(printed) & set("\x1b─")
+        row = next(line for line in lines if line.startswith(f"{LONG} = 1,024"))
+        assert row.endswith("32 passes over 1,024 samples")
+        assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ("runs", "uses the sizes as written"),
+        ("pads", "pads its batches"),
+        ("drops", "drops samples"),
+    ],
+)
+def test_print_verdict_starts_with_the_result_and_ends_with_what_each_size_changes(
+    outcome, said
+):
+    """The result of the check and of the run, a summary, the rules; the effect of each
+    size needs --verbose.
+    """
+    changes = (Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),)
+    verdict = Verdict(
+        system="trlx",
+        outcome=outcome,
+        summary="1 prompt; 1 step",
+        version="of some month",
+        changes=changes,
+    )
+    short, long = shown(verdict), shown(verdict, verbose=True)
+    first, *rest = short.splitlines()
+    assert first.startswith("trlx: its own check accepts the file")
+    assert said in first
+    assert rest[:2] == ["1 prompt; 1 step", "rules: of some month"]
+    assert ["steps 4 -> 2" in text for text in (short, long)] == [False, True]
+    assert ["--verbose adds" in text for text in (short, long)] == [True, False]
+
+
+@pytest.mark.parametrize(("count", "folded"), [(12, 0), (13, 2), (117, 106)])
+def test_print_verdict_folds_long_tables_of_phases(count, folded):
+    """The first 8 and the last 3 phases are shown; --all shows all of them."""
+    rows = [
+        {
+            "start_step": 1000 + i,
+            "start_sample": 0,
+            "num_steps": 1,
+            "global_batch_size": 16 * i,
+        }
+        for i in range(count)
+    ]
+    verdict = Verdict(system="megatron", phases=tuple(rows))
+    short, long = shown(verdict), shown(verdict, all_phases=True)
+    assert sum(f"{1000 + i:,}" in long for i in range(count)) == count
+    assert sum(f"{1000 + i:,}" in short for i in range(count)) == count - folded
+    assert f"{1000 + count - 1:,}" in short
+    assert (f"{folded:,} phases are folded" in short) == bool(folded)
+    assert "folded" not in long

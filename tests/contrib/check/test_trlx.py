@@ -1,0 +1,146 @@
+"""Tests of rampup.contrib.check.trlx: its two rules, and what is collected."""
+
+import pytest
+from helpers.dialect_files import boundary_test, checker, expect, numbers_test
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rampup.contrib.check import check_command
+from rampup.errors import ConfigError
+
+TRAIN, MICRO, ROUNDS, STEPS = (
+    f"train.{name}"
+    for name in ("batch_size", "minibatch_size", "epochs", "total_steps")
+)
+ROLLOUTS, CHUNK, INNER = "method.num_rollouts", "method.chunk_size", "method.ppo_epochs"
+BASE = {TRAIN: 32, MICRO: 8, ROLLOUTS: 128, CHUNK: 64, INNER: 4}
+
+
+trlx = checker("trlx", BASE)
+BOUNDARIES = [
+    ("micro_divides_batch", {MICRO: 16}, {MICRO: 15}, "rejects"),
+    ("micro_divides_batch", {MICRO: 32}, {MICRO: 64}, "rejects"),
+    ("total_steps_reached", {STEPS: 1}, {STEPS: 0}, "accepts"),
+    (
+        "total_steps_reached",
+        {STEPS: 0, ROLLOUTS: 16, CHUNK: 16},
+        {STEPS: -1, ROLLOUTS: 16, CHUNK: 16},
+        "accepts",
+    ),
+    ("epochs_train", {ROUNDS: 1}, {ROUNDS: 0}, "accepts"),
+    ("micro_not_negative", {MICRO: 0}, {MICRO: -1}, "accepts"),
+    (f"positive.{TRAIN}", {}, {TRAIN: 0}, "rejects"),
+    *(
+        (f"positive.{key}", {}, {key: 0}, "accepts")
+        for key in (ROLLOUTS, CHUNK, INNER, "num_processes", "num_prompts")
+    ),
+]
+test_rules_break_just_beyond_their_boundary = boundary_test("trlx", BASE, BOUNDARIES)
+
+
+@given(
+    wanted=st.integers(1, 60),
+    chunk=st.integers(1, 20),
+    prompts=st.none() | st.integers(1, 30),
+    processes=st.integers(1, 3),
+)
+@settings(max_examples=80)
+def test_collection_takes_full_chunks(wanted, chunk, prompts, processes):
+    """Full chunks until there are enough; a single process meets a short chunk at the
+    end of each pass.
+    """
+    change = {ROLLOUTS: wanted, CHUNK: chunk, "num_processes": processes}
+    found = trlx(change, {} if prompts is None else {"num_prompts": prompts})
+    chunks, left = [], prompts
+    while sum(chunks) < wanted:
+        size = chunk if prompts is None or processes > 1 else min(chunk, left)
+        chunks.append(size)
+        if left is not None:
+            left = left - size or prompts
+    assert found.derived["chunks"] == chunks
+    assert found.derived["num_chunks"] == len(chunks)
+    assert found.derived["rollouts_per_process"] == sum(chunks)
+    batches = [
+        list(range(sum(chunks)))[at : at + 32] for at in range(0, sum(chunks), 32)
+    ]
+    assert found.derived["mini_batches"] == len(batches)
+    micro = [len(batches[-1][at : at + 8]) for at in range(0, len(batches[-1]), 8)]
+    assert found.derived["last_mini_batch_microbatches"] == micro
+
+
+NUMBERS = [
+    # A micro size multiplies the gradient, and under DeepSpeed the optimizer steps.
+    ({}, {"note": "summed over the 4 passes"}),
+    ({"deepspeed": True}, {"note": "under DeepSpeed each pass ends"}),
+    ({MICRO: None}, {"no_note": "summed"}),
+    # Each method has its own default batch, and only PPO collects samples.
+    (
+        {TRAIN: None, MICRO: None, "method.name": "ILQLConfig"},
+        {"mini_batch_samples": 128, "chunks": "absent"},
+    ),
+    (
+        {TRAIN: None, MICRO: None, "method.name": "SFTConfig"},
+        {"mini_batch_samples": 8, "chunks": "absent"},
+    ),
+    (
+        {TRAIN: None, MICRO: None, "method.name": "PPOConfig"},
+        {"mini_batch_samples": 32, "chunks": [64, 64]},
+    ),
+    # A billion calls are counted, not listed, and ten calls of a huge set are listed.
+    (
+        {ROLLOUTS: 10**9, CHUNK: 1, "num_prompts": 7},
+        {"num_chunks": 10**9, "chunks": "absent"},
+    ),
+    ({ROLLOUTS: 10, CHUNK: 1, "num_prompts": 10**18}, {"chunks": [1] * 10}),
+]
+test_numbers_and_notes = numbers_test(trlx, NUMBERS)
+
+
+def test_explanation_and_plan_have_the_numbers_of_the_verdict():
+    """Meanings and plan have the verdict's numbers."""
+    found = trlx({"num_processes": 2, ROLLOUTS: 100, CHUNK: 40})
+    text = " ".join(meaning.means for meaning in found.meanings)
+    for number in (
+        "64 samples per optimizer step",
+        "120 samples are collected, 20 more",
+        "3 generate calls",
+        "4 mini batches",
+    ):
+        assert number in text, number
+    updates = found.plan.policy_updates
+    assert (updates.num_mini_batches, updates.optimizer_steps) == (
+        4,
+        found.derived["optimizer_steps"],
+    )
+    assert trlx().plan.policy_updates.accumulation_steps == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"train.trainer": "NeMoPPOTrainer"}, {"method.name": "RFTConfig"}]
+)
+def test_other_trainers_are_refused(change):
+    """NeMo's trainers and RFT have sizes of their own, which are not covered."""
+    with pytest.raises(
+        ConfigError, match="the rules of trlX cover PPO, ILQL and SFT with Accelerate"
+    ):
+        trlx(change)
+    with pytest.raises(ConfigError, match="AcceleratePPOTrainer"):
+        trlx({"train.trainer_kwargs.megatron_cfg.trainer.devices": 8})
+
+
+def test_sizes_that_a_program_may_set_are_named():
+    """A command without sizes says that those of its program are not read; with them it
+    does not.
+    """
+    words = ["accelerate", "launch", "--num_processes", "7", "examples/hh/ppo_hh.py"]
+    expect(
+        check_command(words, "trlx"),
+        note=(
+            "hh/ppo_hh.py may set train.batch_size, method.num_rollouts,"
+            " method.chunk_size itself"
+        ),
+    )
+    sizes = ["train.batch_size=4", "method.num_rollouts=64", "method.chunk_size=16"]
+    expect(check_command(words, "trlx", sizes), no_note="may set", ok=True)
+    words[-1] = "examples/ilql_sentiments.py"
+    expect(check_command(words, "trlx"), mini_batch_samples=7 * 128)

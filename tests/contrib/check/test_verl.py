@@ -1,0 +1,682 @@
+"""Tests of rampup.contrib.check.verl: its check, what only the run finds, its trainers and
+versions, and keys that none has.
+"""
+
+import math
+
+import pytest
+from helpers.dialect_files import (
+    boundary_test,
+    cases,
+    checker,
+    expect,
+    nested,
+    numbers_test,
+    rules,
+    verdict,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rampup.contrib.check import check_command, check_file
+from rampup.contrib.check.verl import (
+    DYNAMICS,
+    FILTER,
+    GEN,
+    MICROS,
+    MINIS,
+    OLD_MICROS,
+    REFILL,
+    RESPONSES,
+    TRAIN,
+    WORKERS,
+)
+from rampup.errors import ConfigError
+
+A, R, REF = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.rollout.",
+    "actor_rollout_ref.ref.",
+)
+MINI, C_MINI = MINIS.values()
+MICRO, LOG, REF_LOG, C_MICRO = MICROS.values()
+OLD, OLD_LOG, OLD_REF_LOG, C_OLD = OLD_MICROS.values()
+DYNAMIC, LOG_DYNAMIC, *_ = DYNAMICS.values()
+GPUS = "trainer.n_gpus_per_node"
+STRATEGY, TP, CP = (
+    f"{A}strategy",
+    f"{A}megatron.tensor_model_parallel_size",
+    f"{A}megatron.context_parallel_size",
+)
+SP, OLD_SP = (
+    f"{A}fsdp_config.ulysses_sequence_parallel_size",
+    f"{A}ulysses_sequence_parallel_size",
+)
+SYNC, MODE = "trainer.v1.separate_async.parameter_sync_step", "trainer.v1.trainer_mode"
+V0 = {"trainer.use_v1": False}
+BASE = {
+    TRAIN: 64,
+    RESPONSES: 4,
+    MINI: 16,
+    MICRO: 4,
+    LOG: 4,
+    GPUS: 8,
+    "algorithm.adv_estimator": "grpo",
+}
+CRITIC = {"algorithm.adv_estimator": "gae", C_MICRO: 4}
+KL = {f"{A}use_kl_loss": True, REF_LOG: 4}
+BUDGET = {DYNAMIC: True, MICRO: None, LOG: None}
+MEGATRON = {STRATEGY: "megatron", TP: 2}
+C_MEGATRON = {**CRITIC, "critic.strategy": "megatron"}
+REF_ONLY = {**KL, **BUDGET, REF_LOG: None, SP: 4}
+PACKING = "actor_rollout_ref.model.use_remove_padding"
+DP, BY_MEGATRON, VEOMNI = (
+    {"model_engine": engine} for engine in ("dp", "megatron", "veomni")
+)
+COUNTS = (TRAIN, RESPONSES, MINI, MICRO, LOG, SP, f"{A}ppo_epochs", C_MINI, WORKERS)
+verl = checker("verl", BASE)
+BOUNDARIES = [
+    ("megatron_divides_devices", {**MEGATRON, CP: 4}, {**MEGATRON, CP: 3}, "rejects"),
+    ("samples_fill_minimal_batch", {TRAIN: 18}, {TRAIN: 17}, "rejects"),
+    (
+        "samples_fill_minimal_batch",
+        {**MEGATRON, TRAIN: 68},
+        {**MEGATRON, TRAIN: 66},
+        "rejects",
+    ),
+    ("actor_micro_given", {}, {MICRO: None}, "rejects"),
+    ("actor_micro_given_once", {}, {OLD: 8}, "rejects"),
+    ("mini_at_most_train", {MINI: 64}, {MINI: 65}, "rejects"),
+    ("actor_old_micro_divides_mini", {}, {MICRO: None, OLD: 12}, "rejects"),
+    ("actor_old_micro_reaches_every_device", {}, {MICRO: None, OLD: 4}, "rejects"),
+    (
+        "megatron_micro_per_gpu_needed",
+        MEGATRON,
+        {**MEGATRON, MICRO: None, OLD: 8},
+        "rejects",
+    ),
+    (
+        "sequence_parallel_needs_packing",
+        {OLD_SP: 2},
+        {OLD_SP: 2, PACKING: False},
+        "rejects",
+    ),
+    ("rollout_micro_given", {}, {LOG: None}, "rejects"),
+    ("rollout_micro_given_once", {}, {OLD_LOG: 8}, "rejects"),
+    ("ref_micro_given", KL, {**KL, REF_LOG: None}, "rejects"),
+    ("ref_micro_given_once", KL, {**KL, OLD_REF_LOG: 8}, "rejects"),
+    ("critic_micro_given", CRITIC, {**CRITIC, C_MICRO: None}, "rejects"),
+    ("critic_micro_given_once", CRITIC, {**CRITIC, C_OLD: 8}, "rejects"),
+    ("critic_micro_given_once", CRITIC, {**CRITIC, C_MICRO: None, C_OLD: 8}, "rejects"),
+    ("critic_old_micro_divides_mini", CRITIC, {**CRITIC, C_OLD: 3}, "rejects"),
+    ("critic_old_micro_reaches_every_device", CRITIC, {**CRITIC, C_OLD: 4}, "rejects"),
+    (
+        "critic_mini_at_most_train",
+        {**CRITIC, C_MINI: 64},
+        {**CRITIC, C_MINI: 65},
+        "rejects",
+    ),
+    ("actor_has_a_replica", {SP: 8}, {SP: 9}, "accepts"),
+    (
+        "ref_has_a_replica",
+        KL,
+        {**KL, f"{REF}fsdp_config.ulysses_sequence_parallel_size": 9},
+        "accepts",
+    ),
+    (
+        "critic_has_a_replica",
+        CRITIC,
+        {**CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 9},
+        "accepts",
+    ),
+    (
+        "megatron_starts_actor",
+        {**MEGATRON, **BUDGET},
+        {**MEGATRON, **BUDGET, CP: 3},
+        "accepts",
+    ),
+    (
+        "megatron_starts_critic",
+        C_MEGATRON,
+        {**C_MEGATRON, "critic.megatron.pipeline_model_parallel_size": 3},
+        "accepts",
+    ),
+    ("dynamic_everywhere", BUDGET, {**BUDGET, LOG_DYNAMIC: False}, "accepts"),
+    ("dynamic_everywhere", {LOG_DYNAMIC: False}, {LOG_DYNAMIC: True}, "accepts"),
+    ("actor_micro_per_gpu_needed", {}, {MICRO: None, OLD: 8}, "accepts"),
+    ("rollout_micro_per_gpu_needed", {}, {LOG: None, OLD_LOG: 8}, "accepts"),
+    ("ref_micro_per_gpu_needed", KL, {**KL, REF_LOG: None, OLD_REF_LOG: 8}, "accepts"),
+    (
+        "actor_mini_divides_over_replicas",
+        {MINI: 2, MICRO: 1},
+        {MINI: 3, MICRO: 1},
+        "accepts",
+    ),
+    (
+        "critic_mini_divides_over_replicas",
+        {**CRITIC, C_MINI: 2},
+        {**CRITIC, C_MINI: 3},
+        "accepts",
+    ),
+    ("actor_mini_divides_share", {**V0, TRAIN: 80}, {**V0, TRAIN: 72}, "accepts"),
+    (
+        "critic_mini_divides_share",
+        {**V0, **CRITIC, C_MINI: 32},
+        {**V0, **CRITIC, C_MINI: 24},
+        "accepts",
+    ),
+    ("micro_divides_mini", {MICRO: 8}, {MICRO: 16}, "accepts"),
+    ("micro_divides_mini", {MICRO: 2}, {MICRO: 3}, "accepts"),
+    ("rollout_micro_divides_share", {LOG: 32}, {LOG: 33}, "accepts"),
+    ("ref_micro_divides_share", {**KL, REF_LOG: 16}, {**KL, REF_LOG: 12}, "accepts"),
+    (
+        "samples_divide_over_actor_replicas",
+        {**V0, **BUDGET},
+        {**V0, **BUDGET, TRAIN: 65, WORKERS: 1},
+        "accepts",
+    ),
+    (
+        "samples_divide_over_ref_replicas",
+        {**REF_ONLY, TRAIN: 16, MINI: 2},
+        {**REF_ONLY, TRAIN: 1, MINI: 1},
+        "accepts",
+    ),
+    (
+        "samples_divide_over_workers",
+        {**V0, WORKERS: 256},
+        {**V0, WORKERS: 257},
+        "accepts",
+    ),
+    (
+        "parts_divide_train",
+        {"trainer.v1.sync.parameter_sync_step": 4},
+        {"trainer.v1.sync.parameter_sync_step": 3},
+        "accepts",
+    ),
+    (
+        "part_is_one_mini_batch",
+        {MODE: "separate_async", SYNC: 4, LOG: 8},
+        {MODE: "separate_async", SYNC: 2},
+        "accepts",
+    ),
+    ("loader_divides_train", {GEN: 32}, {GEN: 33}, "accepts"),
+    (
+        "engines_divide_devices",
+        {f"{R}tensor_model_parallel_size": 4},
+        {f"{R}tensor_model_parallel_size": 3},
+        "accepts",
+    ),
+    (
+        "fsdp_size_divides_devices",
+        {f"{A}fsdp_config.fsdp_size": 4},
+        {f"{A}fsdp_config.fsdp_size": 3},
+        "accepts",
+    ),
+    ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "accepts"),
+    # The base files give each model the configuration class of one backend
+    # (trainer/config/ppo_trainer.yaml). Composed by Hydra and given to veRL's own
+    # validate_config (utils/config.py) at 1dda039: strategy=megatron stops at `Key
+    # 'megatron' is not in struct`, sizes of another backend at the composition, and the
+    # rest at the engine (workers/engine_workers.py: the class of FSDP with another
+    # backend's strategy).
+    (
+        "actor_strategy_fits_engine",
+        {**DP, STRATEGY: "fsdp2"},
+        {**DP, STRATEGY: "megatron"},
+        "rejects",
+    ),
+    (
+        "actor_strategy_fits_engine",
+        {**DP, **BUDGET},
+        {**DP, **BUDGET, STRATEGY: "megatron"},
+        "accepts",
+    ),
+    ("actor_strategy_fits_engine", DP, {**DP, STRATEGY: "veomni"}, "accepts"),
+    ("actor_strategy_fits_engine", VEOMNI, {**VEOMNI, STRATEGY: "megatron"}, "rejects"),
+    (
+        "actor_strategy_fits_engine",
+        BY_MEGATRON,
+        {**BY_MEGATRON, STRATEGY: "veomni"},
+        "accepts",
+    ),
+    ("keys_fit_engine", DP, {**DP, TP: 2}, "rejects"),
+    ("keys_fit_engine", BY_MEGATRON, {**BY_MEGATRON, SP: 2}, "rejects"),
+    (
+        "critic_strategy_fits_engine",
+        {**DP, "critic.strategy": "megatron"},
+        {**DP, **C_MEGATRON},
+        "accepts",
+    ),
+    *(
+        (f"positive.{GPUS}", CRITIC, {**CRITIC, GPUS: value}, "rejects")
+        for value in (0, -1)
+    ),
+    *(
+        (f"positive.{key}", CRITIC, {**CRITIC, key: value}, "accepts")
+        for key in COUNTS
+        for value in (0, -1)
+    ),
+]
+test_rules_break_just_beyond_their_boundary = boundary_test("verl", BASE, BOUNDARIES)
+
+
+BUDGET_512, C_SP = (
+    {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512},
+    "critic.ulysses_sequence_parallel_size",
+)
+SHORT, PARTS = (
+    "less than the longest sequence",
+    {"mini_batches": 4, "padded_samples": 0},
+)
+FILTERED = {FILTER: True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
+BY_STRATEGY = {"model_engine": "megatron", STRATEGY: "fsdp", TP: 2}
+ASYNC = {
+    TRAIN: 0,
+    GEN: 1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "async_training.require_batches": 2,
+}
+EPOCHS, PARTIAL = "trainer.total_epochs", {"async_training.partial_rollout": True}
+OWN_DEVICES = {
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 6,
+    f"{R}tensor_model_parallel_size": 3,
+}
+NUMBERS = [
+    # The check counts devices although the run needs only the replicas: a false
+    # rejection.
+    ({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1},
+     {"data_parallel_size": 4, "message": "the run itself would need only the 4 replicas"}),
+    # A token budget disables the checks of a static batch, and the newer trainer pads.
+    ({**BUDGET, TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7},
+     {"validator": "accepts", "run": "pads", "padded_samples": 16 * 4 - 5 * 4, "accumulation_steps": "absent"}),
+    # A budget below the longest sequence can stop the run; all devices that share a
+    # sequence count.
+    (BUDGET_512, {"note": SHORT}),
+    ({**BUDGET_512, SP: 2}, {"no_note": SHORT}),
+    # separate_async trains on one mini batch at a time, with the same optimizer steps.
+    ({MODE: "separate_async", SYNC: 4, LOG: 8}, {**PARTS, "note": "in 4 parts of 64 samples"}),
+    # The critic's passes are filled by tokens, regardless of its micro size.
+    ({**CRITIC, C_MICRO: 3}, {"ok": True, "note": "never reach its engine"}),
+    ({OLD_SP: 2}, {"note": f"{OLD_SP} is deprecated; use {SP}"}),
+    ({SP: 3}, {"note": "8 devices are not a multiple of the 3 that share a sample: veRL counts 2 replicas, rounded"}),
+    ({SP: 5}, {"note": "veRL counts 1 replica, rounded down."}),
+    ({**MEGATRON, OLD_SP: 8}, {"note": "ulysses_sequence_parallel_size=8 has no effect with megatron"}),
+    ({GPUS: 1}, {"note": "does not divide 1 device"}),
+    ({**V0, GEN: 32}, {"note": "data.gen_batch_size=32 prompts"}),
+    ({GEN: 4, MODE: "colocate_async"}, {"note": "sets data.gen_batch_size to 1"}),
+    ({}, {"note": "once per training step"}),
+    ({"num_prompts": 65}, {"note": "the last 1 prompt of 65"}),
+    ({"algorithm.adv_estimator": None, C_MICRO: 4}, {"note": "gae by default"}),
+    ({**CRITIC, C_SP: 2}, {"note": "read by the check alone"}),
+    # With model_engine=megatron the engine is Megatron, whatever the strategy: only the
+    # check reads that (utils/config.py).
+    (BY_STRATEGY, {"ok": True, "data_parallel_size": 4, "note": "strategy=fsdp is read by the check alone"}),
+    ({**BY_STRATEGY, TP: 8, MICRO: 8, TRAIN: 17, MINI: 2, LOG: 1}, {"validator": "rejects"}),
+    (MEGATRON, {"data_parallel_size": 4}),
+    # With filter_groups the trainer sets gen_batch_size to 1
+    # (trainer/ppo/v1/trainer_base.py, _init_dataloader).
+    (FILTERED, {"ok": True, "samples_per_step": 8192, "note": f"{FILTER} sets data.gen_batch_size to 1"}),
+    ({**FILTERED, FILTER: False}, {"rules": ["loader_divides_train"]}),
+    ({**FILTERED, FILTER: False, REFILL: True}, {"ok": True}),
+    # DAPO's recipe generates in batches of gen_batch_size, but keeps train_batch_size
+    # prompts (dapo_ray_trainer.py).
+    ({**FILTERED, **V0}, {"ok": True, "samples_per_step": 8192, "mini_batches": 16, "note": "1,536 prompts at a time"}),
+    # Fully asynchronous training asserts data.train_batch_size=0
+    # (fully_async_rollouter.py), and trains on require_batches mini batches at a time.
+    ({**ASYNC, "num_prompts": 1000, EPOCHS: 1},
+     {"validator": "accepts", "run": "drops", "rules": [], "samples_per_step": 2 * 16 * 4, "optimizer_steps": 2,
+      "training_steps": 1000 // 32}),
+    ({**ASYNC, "num_prompts": 1000, EPOCHS: 4}, {"run": "runs"}),
+    ({**ASYNC, TRAIN: 64}, {"rules": ["async_train_batch_is_zero"], "message": "nearest data.train_batch_size: 0"}),
+    ({**ASYNC, GEN: 2}, {"rules": ["async_gen_batch_is_one"]}),
+    ({TRAIN: 0}, {"rules": [f"positive.{TRAIN}"]}),
+    ({**PARTIAL, TRAIN: 0}, {"samples_per_step": 16 * 4}),
+    (PARTIAL, {"samples_per_step": 64 * 4}),
+    # Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py),
+    # not the trainer's devices.
+    ({**ASYNC, **OWN_DEVICES}, {"ok": True}),
+    ({**ASYNC, **OWN_DEVICES, "rollout.n_gpus_per_node": 8}, {"rules": ["engines_divide_devices"]}),
+]  # fmt: skip
+test_numbers_and_notes = numbers_test(verl, NUMBERS)
+
+
+@given(sizes=st.tuples(*(st.integers(1, most) for most in (40, 40, 40, 6, 9))))
+@settings(max_examples=60)
+def test_newer_trainer_pads_to_full_mini_batches(sizes):
+    """Samples are padded to the least multiple that suits replicas, actor and
+    critic.
+    """
+    train, mini, critic, responses, replicas = sizes
+    change = {
+        TRAIN: train,
+        MINI: mini,
+        C_MINI: critic,
+        RESPONSES: responses,
+        GPUS: replicas,
+        **CRITIC,
+        **BUDGET,
+    }
+    found = verl(change)
+    total = train * responses + found.derived["padded_samples"]
+    multiple = math.lcm(replicas, mini * responses, critic * responses)
+    assert total % multiple == 0
+    assert total - multiple < train * responses <= total
+    assert found.derived["mini_batches"] == total // (mini * responses)
+    assert found.derived["critic_mini_batches"] == total // (critic * responses)
+    assert found.ok == (
+        mini * responses % replicas == 0 and critic * responses % replicas == 0
+    )
+
+
+def test_passes_over_a_step_are_counted():
+    """The meaning of log-probability passes has their number; the plan's critic has the
+    token budget of its engine.
+    """
+    (means,) = [
+        meaning.means for meaning in verl().meanings if meaning.says.startswith(LOG)
+    ]
+    assert means.endswith("passes: 8 passes over 32 samples")
+    assert verl(CRITIC).plan.critic.token_budget == 32_768
+
+
+ENGINE = {
+    "dp": {},
+    "megatron": {TP: 2, f"{A}megatron.pipeline_model_parallel_size": 2},
+    "veomni": {f"{A}veomni.ulysses_parallel_size": 4},
+    "torchtitan": {
+        f"{A}torchtitan.tensor_parallel_size": 4,
+        f"{A}torchtitan.data_parallel_shard_size": 2,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas"),
+    [("dp", 8), ("megatron", 2), ("veomni", 2), ("torchtitan", 2)],
+)
+def test_model_engine_chooses_the_backend(engine, replicas):
+    """`model_engine` selects the base files, and with them the backend
+    (trainer/config/ppo_trainer.yaml).
+    """
+    found = verl(ENGINE[engine], {"model_engine": engine})
+    assert found.ok, rules(found)
+    assert found.derived["data_parallel_size"] == replicas
+    assert found.derived["accumulation_steps"] == 64 // replicas // 4
+    fills = "torchtitan_fills_devices" in rules(
+        verl(ENGINE[engine], {"model_engine": engine, GPUS: 16})
+    )
+    assert fills == (engine == "torchtitan")
+    empty = "critic.torchtitan.data_parallel_shard_size"
+    assert (
+        f"positive.{empty}" in rules(verl(CRITIC, {"model_engine": engine, empty: 0}))
+    ) == (engine == "torchtitan")
+    critic = verl(ENGINE[engine], CRITIC, {"model_engine": engine, GPUS: 6})
+    assert critic.ok == (engine == "dp" and 64 % 6 == 0)
+
+
+def test_commands_start_from_the_base_file_of_fsdp():
+    """A command without --config-name has model_engine=dp; a complete file has the
+    engine of its strategy.
+    """
+    command = [
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        *(f"{key}={value}" for key, value in (BASE | MEGATRON).items()),
+    ]
+    assert rules(check_command(command, "verl")) == [
+        "actor_strategy_fits_engine",
+        "keys_fit_engine",
+    ]
+    group = "actor@actor_rollout_ref.actor=megatron_actor"
+    for engine in (
+        "model_engine=megatron",
+        "--config-name=ppo_megatron_trainer",
+        group,
+    ):
+        found = check_command([*command, engine], "verl")
+        assert (rules(found), found.derived["data_parallel_size"]) == ([], 4)
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "samples"),
+    [
+        ("recipe.dapo.main_dapo", [], 48 * 4),
+        ("recipe.dapo.main_dapo", [f"{FILTER}=True"], 16 * 4),
+        (
+            "verl.experimental.fully_async_policy.fully_async_main",
+            ["data.train_batch_size=0", f"{GEN}=1"],
+            8 * 4,
+        ),
+    ],
+)
+def test_program_decides_which_trainer_runs(program, settings, samples):
+    """Without --config-name a command starts from its program's own base file
+    (recipe/dapo/main_dapo.py: dapo_trainer).
+    """
+    sizes = [
+        f"{key}={value}"
+        for key, value in {
+            TRAIN: 16,
+            GEN: 48,
+            RESPONSES: 4,
+            MINI: 8,
+            MICRO: 1,
+            LOG: 1,
+        }.items()
+    ]
+    command = [
+        "python3",
+        "-m",
+        program,
+        *sizes,
+        "algorithm.adv_estimator=grpo",
+        *settings,
+    ]
+    found = check_command(command, "verl")
+    assert found.derived["samples_per_step"] == samples
+    assert found.ok, rules(found)
+    with_v1 = check_command(
+        [word.replace(program, "verl.trainer.main_ppo") for word in command], "verl"
+    )
+    assert with_v1.ok == ("filter_groups" in str(settings))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {**ASYNC, STRATEGY: "megatron"},
+        {"model_engine": "megatron", STRATEGY: "fsdp", TRAIN: 48},
+    ],
+)
+def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
+    """Trainers without a check, and the check with another strategy, leave it to
+    Megatron's own start.
+    """
+    found = verl(change, {TP: 3, GPUS: 4})
+    assert ("megatron_starts_actor" in rules(found), found.validator, found.run) == (
+        True,
+        "accepts",
+        "fails",
+    )
+    assert "megatron_starts_actor" not in rules(verl(change, {TP: 2, GPUS: 4}))
+    assert rules(verl(MEGATRON, {TP: 3, GPUS: 4})) == ["megatron_divides_devices"]
+
+
+def test_distillation_from_a_served_teacher_is_refused():
+    """The recipe gkd has a trainer and sizes of its own (verl-recipe
+    gkd/megatron/ray_trainer.py), which are not covered.
+    """
+    with pytest.raises(ConfigError, match="gkd has a trainer of its own"):
+        verl({"actor_rollout_ref.teacher.server_ip": "127.0.0.1"})
+    with pytest.raises(
+        ConfigError, match="starts main_gkd, which the rules of veRL do not cover"
+    ):
+        check_command(["python3", "-m", "main_gkd", "data.train_batch_size=64"], "verl")
+
+
+PPO = "python3 -m verl.trainer.main_ppo"
+PASS_SIZE = f"{R}log_prob_micro_batch_size_per_gpu=4"
+NEW = (
+    f"algorithm.adv_estimator=grpo data.train_batch_size=64 {R}n=4"
+    f" {A}ppo_mini_batch_size=16 {A}ppo_micro_batch_size_per_gpu=4 {PASS_SIZE}"
+)
+EARLY = (
+    f"algorithm.adv_estimator=grpo data.train_batch_size=8 {R}n=16"
+    f" {A}ppo_mini_batch_size=64 {A}ppo_micro_batch_size=16"
+    f" {R}log_prob_micro_batch_size=160"
+    " actor_rollout_ref.ref.log_prob_micro_batch_size=160 trainer.n_gpus_per_node=4"
+)
+
+
+@pytest.mark.parametrize(
+    "case", cases("verl_versions"), ids=lambda case: case["version"]
+)
+def test_verdict_equals_the_checks_and_workers_of_each_version(case):
+    """The answers are those of the validators and workers of 0.2 to 0.7, run on the
+    same sizes.
+    """
+    found = verdict("verl", nested(case["config"]), f"verl_version={case['version']}")
+    expect(found, **case["expect"])
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "wanted"),
+    [
+        # A mini batch of more than a step is one update of all samples until 0.2.
+        ("0.2", EARLY, {"ok": True, "optimizer_steps": 1, "mini_batch_samples": 128, "note": "more than there is"}),
+        # Nothing reads the sizes of the whole job since 0.8.
+        ("0.8", f"{EARLY} {A}ppo_mini_batch_size=8 {A}ppo_micro_batch_size=8", {"validator": "accepts", "run": "fails"}),
+        # Only the newer trainer pads; the older workers take what is left as a last,
+        # smaller mini batch.
+        ("0.9", f"{NEW} {A}ppo_mini_batch_size=48", {"run": "pads", "padded_samples": 128}),
+        ("0.4", f"{NEW} {A}ppo_mini_batch_size=48",
+         {"run": "runs", "optimizer_steps": 2, "note": "the last update of a step has 64 samples instead of 192"}),
+        # A pass of log-probabilities may be larger than what there is, until 0.7.
+        ("0.6.1", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"ok": True}),
+        ("head", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"rules": ["rollout_micro_divides_share"]}),
+    ],
+)  # fmt: skip
+def test_versions_differ_as_their_code_does(version, settings, wanted):
+    """Mini batches above a step, the whole job's sizes, padding, and passes that are
+    larger than what there is.
+    """
+    kept = {word.partition("=")[0]: word for word in f"{PPO} {settings}".split()}
+    expect(
+        check_command([*kept.values()], "verl", [f"verl_version={version}"]), **wanted
+    )
+
+
+def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
+    """In this order; the report names the version and why, and other possible versions
+    that decide otherwise.
+    """
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    script = tmp_path / "a" / "b" / "run.sh"
+
+    def check(text, *settings):
+        script.write_text(text)
+        return check_file(script, "verl", settings)
+
+    assert check(f"{PPO} {NEW}").version == "veRL of August 2026 (1dda039)"
+    found = check(f"{PPO} {EARLY}")  # its sizes of the whole job are read until 0.7
+    assert found.version == "veRL 0.7"
+    expect(
+        found,
+        note=[
+            "later versions do not read",
+            "0.2: 128 samples, 1 update of 128",
+            "verl_version=... chooses one",
+        ],
+    )
+    fitting = "the rules are those of veRL 0.2: +trainer.balance_batch does not fit"
+    expect(check(f"{PPO} {NEW} +trainer.balance_batch=True"), note=fitting)
+    (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4rc1\n")
+    expect(check(f"{PPO} {NEW}"), note="the rules are those of veRL 0.4: ")
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "version" / "version").write_text("0.0.2\n")
+    found = check(f"{PPO} {EARLY}")
+    assert (found.version, found.ok) == ("veRL 0.2", True)
+    expect(found, note="verl/version/version says 0.0.2")
+    assert check(f"{PPO} {EARLY}", "verl_version=0.3.0.post1").version == "veRL 0.3"
+    with pytest.raises(ConfigError, match=r"verl_version=1\.5 must be one of 0\.1, "):
+        check(f"{PPO} {EARLY}", "verl_version=1.5")
+
+
+def test_program_starts_from_the_base_file_beside_it(tmp_path):
+    """A vendored base file gives the defaults and the keys that Hydra finds, also those
+    of its groups.
+    """
+    folder = tmp_path / "verl" / "trainer" / "config"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "ppo_trainer.yaml").write_text(
+        "defaults:\n  - actor@actor_rollout_ref.actor: dp_actor\n  - _self_\ndata:"
+        " {train_batch_size: 64, own_key: 1}\nalgorithm: {adv_estimator: grpo}\ncritic:"
+        " {enable: false}\nactor_rollout_ref: {rollout: {n: 4,"
+        " log_prob_micro_batch_size_per_gpu: 4}}\n"
+    )
+    (folder / "actor" / "dp_actor.yaml").write_text(
+        "defaults: [actor, _self_]\nppo_micro_batch_size_per_gpu: 4\n"
+    )
+    (folder / "actor" / "actor.yaml").write_text(
+        "ppo_mini_batch_size: 32\nppo_micro_batch_size_per_gpu: 8\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(f"{PPO} data.own_key=2\n")
+    expect(
+        check_file(script, "verl"),
+        ok=True,
+        samples_per_step=256,
+        mini_batches=2,
+        accumulation_steps=4,
+    )
+
+
+def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
+    """One that looks like a size, and another trainer, are questions; Hydra refuses any
+    other key without `+`.
+    """
+    command = f"{PPO} {NEW} data.n_samples=8".split()
+    said = (
+        r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add"
+        r" data\.n_samples=null"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check_command(command)
+    assert (
+        check_command(
+            command, "verl", ["data.n_samples=null", "data.train_batch_size=512"]
+        ).derived["optimizer_steps"]
+        == 32
+    )
+    for key in (f"{R}n_agent", f"{R}n_trajectories", "env.rollout.n", "+agent_grpo.n"):
+        with pytest.raises(ConfigError, match="unknown, a fork: "):
+            check_command([*command[:-1], f"{key}=8"], "verl")
+    script = tmp_path / "run.sh"
+    script.write_text(f"{PPO} {NEW} \\\n  data.my_own=2 +data.mine=3\n")
+    said = "data.my_own (line 1) must be written with `+`"
+    expect(
+        check_file(script, "verl"),
+        rules=["known_keys"],
+        validator="rejects",
+        message=said,
+    )
+    script.write_text(f"{PPO} {NEW} data.my_own=2 trainer.its_own=1\n")
+    expect(
+        check_file(script, "verl", ["data.my_own=2"]),
+        ok=True,
+        note="a fork: trainer.its_own are taken as keys of its own",
+    )
+    fork = " ".join(["python3 -m verl.agent_trainer.main_ppo", NEW]).split()
+    said = (
+        r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which:"
+        r" verl_version=0\.9"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check_command(fork)
+    expect(
+        check_command(fork, "verl", ["verl_version=0.4"]),
+        ok=True,
+        note="a trainer of a fork",
+    )

@@ -1,0 +1,242 @@
+"""Tests of the account of programs written by hand: groups of devices, trips, traffic,
+overlap.
+"""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+import rampup
+from rampup.contrib.lab.account import Account, account_of
+from rampup.contrib.lab.hlo import Array, Program
+from rampup.plan.topology import Topology
+
+MESH = (("data", 2), ("fsdp", 2), ("tensor", 2))
+LINE = "  ROOT %a = f32[64,64]{{1,0}} {kind}(%x), {groups}, to_apply=%add\n"
+ENTRY = (
+    "ENTRY %main (x: f32[64,64]) -> f32[64,64] {{\n  %x = f32[64,64]{{1,0}}"
+    " parameter(0)\n" + LINE + "}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "size"),
+    [
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
+        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ("fsdp",), 2),
+        ("replica_groups=[4,2]<=[8]", ("tensor",), 2),
+        ("replica_groups=[2,4]<=[2,2,2]T(2,0,1)", ("data", "fsdp"), 4),
+        (
+            "replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','tensor'}",
+            ("data", "tensor"),
+            4,
+        ),
+        (
+            "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}",
+            ("fsdp", "tensor"),
+            4,
+        ),
+        (
+            (
+                "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0))"
+                " {'axis_1'}"
+            ),
+            ("data", "fsdp"),
+            4,
+        ),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", ("data", "fsdp", "tensor"), 8),
+    ],
+)
+def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
+    """Lists, reshaped ranges and axes, also those that the compiler made up, give the
+    axes of the mesh.
+    """
+    (found,) = account_of(
+        Program(ENTRY.format(kind="all-reduce", groups=groups)), MESH
+    ).collectives
+    assert (found.axes, found.group_size, found.num_bytes) == (axes, size, 64 * 64 * 4)
+
+
+@pytest.mark.parametrize(("direction", "trips"), [("LT", 5), ("LE", 6)])
+def test_trips_follow_from_the_condition(direction, trips):
+    """A loop without a stated trip count runs as often as its condition allows, from
+    where its counter starts.
+    """
+    text = f"""
+%cond (s: (s32[], f32[8])) -> pred[] {{
+  %s = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(7)
+  ROOT %lt = pred[] compare(%i, %n), direction={direction}
+}}
+
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %s = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8]{{0}} get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[8]{{0}} all-reduce(%x), replica_groups={{{{0,1}}}}, to_apply=%add
+  ROOT %t = (s32[], f32[8]{{0}}) tuple(%next, %y)
+}}
+
+ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
+  %x = f32[8]{{0}} parameter(0)
+  %start = s32[] constant(2)
+  %t = (s32[], f32[8]{{0}}) tuple(%start, %x)
+  ROOT %w = (s32[], f32[8]{{0}}) while(%t), condition=%cond, body=%body
+}}
+"""
+    (found,) = account_of(Program(text)).collectives
+    assert (found.runs, found.open_loops, found.loops) == (trips, 0, ("w",))
+    for name, number in (("n", 7), ("start", 2), ("one", 1)):
+        unknown = text.replace(
+            f"%{name} = s32[] constant({number})",
+            f'%{name} = s32[] custom-call(), custom_call_target="x"',
+        )
+        assert Program(unknown).trips("w", "main") is None
+    assert (
+        Program(text.replace("add(%i, %one)", "multiply(%i, %one)")).trips("w", "main")
+        is None
+    )
+
+
+def test_overlap_is_read_from_the_schedule():
+    """A collective overlaps if the schedule computes between its start and its end;
+    bytes are those of its result.
+    """
+    text = """HloModule m, is_scheduled=true
+ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
+  %x = f32[16]{0} parameter(0)
+  %y = f32[8,8]{1,0} parameter(1)
+  %s = (f32[16]{0}, f32[32]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %d = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %e = f32[32]{0} all-gather-done(%s)
+}
+"""
+    account = account_of(Program(text))
+    (found,) = account.collectives
+    assert (found.kind, found.num_bytes, found.is_async, found.overlapped) == (
+        "all-gather",
+        128,
+        True,
+        True,
+    )
+    dot = next(line for line in text.splitlines() if " dot(" in line)
+    (waiting,) = account_of(Program(text.replace(dot + "\n", ""))).collectives
+    assert not waiting.overlapped
+    assert account.total_flops((1,)) == {"f32": 2 * 8 * 8 * 8}
+    assert Account.from_json(json.loads(json.dumps(asdict(account)))) == account
+
+
+def test_collectives_of_a_sparse_core_start_with_their_operands():
+    """A TPU's SparseCore runs a reduce-scatter as a call of its own, which the operands
+    of an update start.
+    """
+    text = """HloModule m, is_scheduled=true
+%called (p: f32[16]) -> f32[8] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %r = f32[8]{0} reduce-scatter(%p), replica_groups={{0,2},{1,3}}, dimensions={0}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
+  %x = f32[16]{0} parameter(0)
+  %y = f32[8,8]{1,0} parameter(1)
+  %s = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %d = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %u = ((f32[16]{0}), f32[8]{0}) call-update(%s, %x)
+  ROOT %e = f32[8]{0} call-done(%u)
+}
+"""
+    account = account_of(Program(text), (("data", 4),))
+    (found,) = account.collectives
+    assert (found.kind, found.num_bytes, found.axes, found.group) == (
+        "reduce-scatter",
+        64,
+        ("data",),
+        (0, 2),
+    )
+    assert (found.is_async, found.overlapped) == (True, False)
+    update = next(line for line in text.splitlines() if " call-update(" in line)
+    early = text.replace(update + "\n", "").replace(
+        "  %d = f32", update + "\n  %d = f32"
+    )
+    assert account_of(Program(early)).collectives[0].overlapped
+    # The dot, and what the reduce-scatter reads and writes.
+    assert account.total_memory_bytes((1,)) == 3 * 8 * 8 * 4 + 64 + 32
+
+
+def test_exchanges_between_slices_are_collectives():
+    """A TPU program sends arrays to other slices through its host. That is no transfer
+    to the host, and not in the roofline.
+    """
+    text = """HloModule m, is_scheduled=true
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %t = token[] after-all()
+  %r = (f32[8,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %s = (f32[8,128]{1,0}, u32[], token[]) send(%x, %t), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %u = token[] send-done(%s), is_host_transfer=true
+  %v = (f32[8,128]{1,0}, token[]) recv-done(%r), is_host_transfer=true
+  ROOT %e = f32[8,128]{1,0} get-tuple-element(%v), index=0
+}
+"""
+    account = account_of(Program(text))
+    (found,) = account.collectives
+    assert (found.kind, found.num_bytes, found.runs, found.between_slices) == (
+        "all-reduce",
+        4096,
+        1,
+        True,
+    )
+    assert (found.is_async, found.overlapped) == (True, False)
+    assert account.roofline(Topology.parse("2*v5e:2x2"), (1,)).exposed_seconds == 0
+    assert account.collective_rows((1,))[0]["between_slices"]
+    assert rampup.contrib.lab.inspect(text).host_transfers == ()
+
+
+@pytest.mark.parametrize(("space", "sides"), [(1, 1), (0, 2)])
+def test_a_slice_that_is_fetched_moves_its_own_bytes(space, sides):
+    """An asynchronous slice counts with what it takes of an array, and only where that
+    is in device memory.
+    """
+    text = f"""HloModule m
+ENTRY %main (x: f32[8,128]) -> f32[2,128] {{
+  %x = f32[8,128]{{1,0}} parameter(0)
+  %s = (f32[8,128]{{1,0}}, f32[2,128]{{1,0:S({space})}}, s32[]) slice-start(%x), slice={{[0:2], [0:128]}}
+  ROOT %d = f32[2,128]{{1,0:S({space})}} slice-done(%s)
+}}
+"""
+    assert account_of(Program(text)).memory_bytes == (sides * 2 * 128 * 4,)
+
+
+def test_a_roofline_adds_what_comes_one_after_the_other():
+    """The longest of computing, memory and overlapped collectives, and the collectives
+    that wait.
+    """
+    chip = Topology.parse("v5e:1x1")
+    account = Account(
+        collectives=(),
+        flops=({}, {"bf16": 197 * 10**9, "f32 highest": 10**9}),
+        memory_bytes=(819 * 10**6, 0),
+    )
+    roofline = account.roofline(chip, (4,))
+    compute = 4 * (197e9 + 6e9) / 197e12
+    assert roofline.compute_seconds == pytest.approx(compute)
+    assert roofline.memory_seconds == pytest.approx(1e-3)
+    assert roofline.seconds == pytest.approx(compute + 1e-3)
+
+
+def test_arrays_have_the_bytes_of_their_type():
+    """Also types of less than a byte, and those whose name has more than one number."""
+    sizes = {
+        "bf16": 2,
+        "f32": 4,
+        "f8e4m3fn": 1,
+        "pred": 1,
+        "c64": 8,
+        "s4": 0.5,
+        "token": 0,
+    }
+    assert {dtype: Array(dtype, (4,)).num_bytes / 4 for dtype in sizes} == sizes

@@ -1,0 +1,515 @@
+"""Tests of rampup.contrib.lab.branches and `rampup critical`: real branches of a tiny run."""
+
+import hashlib
+import json
+import signal
+from dataclasses import replace
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+from helpers.tiny import TINY_MODEL
+from rich.console import Console
+
+import rampup
+from rampup.cli import main
+from rampup.contrib.lab.branches import (
+    CriticalBatch,
+    _Branches,
+    _find_run,
+    _legal_multiples,
+    find_critical_batch_size,
+)
+from rampup.contrib.lab.critical import BranchResult
+from rampup.contrib.lab.critical_command import _print_result
+from rampup.data.files import open_sources
+from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
+from rampup.lm.train import sample_order
+from rampup.loop.lock import own_run
+from rampup.loop.run_folder import read_lines
+from rampup.plan.noise_scale import NoiseEstimate
+
+# Batches of 8 and 16 on the eight simulated devices, at a constant learning rate; the
+# second checkpoint is in the last phase.
+SETTINGS = TINY_MODEL | {
+    "steps": 12,
+    "checkpoint_period": 4,
+    "batch_size_schedule": "0:8 16:16",
+    "dropout_rate": 0.0,
+}
+SETTINGS |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
+
+
+def train(folder, **settings):
+    """Train a run and return its folder."""
+    config = rampup.Config(
+        **(SETTINGS | settings), base_output_directory=str(folder), run_name="demo"
+    )
+    rampup.train(config)
+    return folder / "demo"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a trained run."""
+    return train(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The folder of a measurement that two tests use: whichever is first trains its
+    branches.
+    """
+    return tmp_path_factory.mktemp("work")
+
+
+def digest(folder):
+    """Return the names and the contents of all files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.mark.slow
+def test_critical_json(run, work, capsys):
+    """The command prints the documented keys, changes nothing in the run's folder, and
+    its schedule can be planned.
+    """
+    before = digest(run)
+    arguments = [
+        "critical",
+        str(run),
+        "--multiples",
+        "1,2,4",
+        "--tokens",
+        "4096",
+        "--work",
+        str(work),
+        "--json",
+    ]
+    assert main(arguments) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert digest(run) == before
+    names = [
+        "step",
+        "branches",
+        "decisive",
+        "critical_batch_size",
+        "bound",
+        "batch_size_schedule",
+    ]
+    assert list(found) == [
+        *names,
+        "tolerance",
+        "gain",
+        "tokens",
+        "deciding_tokens",
+        "half_window_size",
+    ]
+    keys = [
+        "multiple",
+        "global_batch_size",
+        "loss",
+        "standard_error",
+        "stopped",
+        "token_overhead",
+        "learning_rate",
+    ]
+    assert [list(branch) for branch in found["branches"]] == [keys] * 3
+    assert (
+        found["step"],
+        [branch["global_batch_size"] for branch in found["branches"]],
+    ) == (12, [16, 32, 64])
+    assert [branch["multiple"] for branch in found["branches"]] == [1, 2, 4]
+    assert found["branches"][0]["standard_error"] == 0
+    rates = [branch["learning_rate"] for branch in found["branches"]]
+    assert [rate / rates[0] for rate in rates] == pytest.approx([1, 2**0.5, 2])
+    assert all(branch["standard_error"] > 0 for branch in found["branches"][1:])
+    sizes = {
+        branch["global_batch_size"]
+        for branch in found["branches"]
+        if not branch["stopped"]
+    }
+    assert found["critical_batch_size"] in sizes
+    assert (
+        found["bound"]
+        == {16: "at_most", 32: "exact", 64: "at_least"}[found["critical_batch_size"]]
+    )
+    assert str(work) in output.err
+    # The run's own batches until the checkpoint, and the critical batch after it.
+    settings = [
+        f"batch_size_schedule={found['batch_size_schedule']}",
+        "enable_rampup_batch_size=false",
+    ]
+    assert (
+        main(["plan", str(run / "config.yml"), *settings, "--devices", "8", "--json"])
+        == 0
+    )
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    assert [phase["global_batch_size"] for phase in phases][:2] == [8, 16]
+    assert phases[-1]["global_batch_size"] == found["critical_batch_size"]
+    # A second call has nothing left to train, and prints the same.
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+def test_all_branches_read_the_same_samples(run):
+    """They are those that follow the checkpoint."""
+    config, record = _find_run(run, 8)
+    branches = _Branches(config, record, ("1/2", 1, 3), 4000)
+    assert branches.window.sizes == (8, 16, 48)
+    samples = branches.window.samples
+    rows, _ = open_sources(config)
+    consumed = branches.run_plan.ramp.samples_before(8)
+    expected = sample_order(config, len(rows), consumed + samples).rows(
+        range(consumed, consumed + samples)
+    )
+    plan = branches.setup.plan
+    assert plan.total_steps == plan.ramp.ramp_steps + samples // 48
+    for phase in plan.ramp.phases:
+        steps = range(
+            phase.start_step, phase.start_step + samples // phase.global_batch_size
+        )
+        read = [branches.loader.order.rows(plan.rows(step)) for step in steps]
+        assert np.concatenate(read).tolist() == expected.tolist()
+    # Nothing that a branch is evaluated on has it trained on before.
+    per_evaluation = branches.window.interval // branches.window.sizes[0]
+    first = branches.eval_loader.order.rows(
+        branches.eval_loader.plan.rows(per_evaluation)
+    )
+    assert first.tolist() == expected[branches.window.interval :][: len(first)].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
+    """A branch of multiple 1 has the losses of the run that continues, evaluated on the
+    same rows.
+    """
+    folder = run if engine == "fused" else train(tmp_path, gradient_accumulation=engine)
+    config, record = _find_run(folder, 4)
+    # 8 more steps of the run, in 4 intervals of 2.
+    found = find_critical_batch_size(
+        folder,
+        step=4,
+        multiples=(1, 2),
+        tokens=8 * 16 * 16,
+        work_folder=tmp_path / "work",
+    )
+    assert found.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
+    (line,) = [
+        line
+        for line in read_lines(found.folder / "evaluations.jsonl")
+        if line["branch"] == 0 and line["step"] == 8
+    ]
+    branches = _Branches(config, record, (1, 2), 8 * 16 * 16)
+    assert branches.window.num_evaluations == 4
+    params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
+    rows, _ = open_sources(config)
+    first = branches.run_plan.ramp.samples_before(12)
+    order = sample_order(config, len(rows), first + 64)
+    for place, loss in enumerate(line["losses"]):
+        batch = rows.read(
+            order.rows(range(first + 16 * place, first + 16 * (place + 1)))
+        )
+        total, weight, _ = branches.setup.model.loss(
+            params, jax.tree.map(np.asarray, batch), None
+        )
+        assert loss == pytest.approx(float(total) / float(weight), rel=1e-5)
+        assert line["weights"][place] == float(weight)
+
+
+@pytest.mark.slow
+def test_interrupted_measurement_resumes(run, work, tmp_path):
+    """After SIGTERM in the middle of a branch, the same call continues, and gives the
+    same numbers as without it.
+    """
+    options = {"multiples": (1, 2, 4), "tokens": 4096}
+    whole = find_critical_batch_size(run, work_folder=work, **options)
+    lines, more = [], []
+
+    def interrupt(line):
+        lines.append(line)
+        if line.startswith("batch 32: 2/"):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        find_critical_batch_size(
+            run, work_folder=tmp_path / "again", report=interrupt, **options
+        )
+    assert any("resumes" in line for line in lines)
+    with own_run(run):  # a run that is training can be branched
+        again = find_critical_batch_size(
+            run, work_folder=tmp_path / "again", report=more.append, **options
+        )
+    assert again.num_compilations == 1
+    assert not any(line.startswith(("batch 16:", "batch 32: 2/")) for line in more)
+    assert again.to_dict() == whole.to_dict()
+    assert [replace(branch, multiple=0) for branch in again.branches] == [
+        replace(b, multiple=0) for b in whole.branches
+    ]
+
+
+def test_bad_requests_are_refused_before_any_work(run, tmp_path):
+    """Each error names the rule and the remedy, and nothing is written."""
+    cases = [
+        ({"step": 5}, ConfigError, "checkpoints of the steps 4, 8, 12"),
+        ({"tokens": 100}, ConfigError, "at least 4"),
+        ({"tokens": 0}, ConfigError, "at least 1"),
+        ({"multiples": (1, "1/3")}, RampupError, "not a whole batch"),
+        ({"multiples": ("1/4", 1)}, RampupError, "data_parallel_size"),
+        ({"tolerance": 0.0}, ConfigError, "above 0"),
+        ({"work_folder": run / "work"}, ConfigError, "inside the run's folder"),
+    ]
+    for options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            find_critical_batch_size(
+                run, **({"work_folder": tmp_path / "work"} | options)
+            )
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no checkpoint to branch from"):
+        find_critical_batch_size(tmp_path / "empty")
+    assert not (tmp_path / "work").exists()
+    for wrong in (
+        "--multiples=1,x",
+        "--tokens=1.5",
+        "--step=0",
+        "--tolerance=nan",
+        "--multiples=",
+    ):
+        assert main(["critical", str(run), wrong]) == 2
+
+
+def test_smaller_batches_are_tried_if_they_are_legal(run):
+    """By default a run with a batch of 16 on 8 devices has a branch of 8 too, below
+    which no batch is legal.
+    """
+    branches = _Branches(*_find_run(run, 12), None, 65_536)
+    assert branches.window.sizes == (8, 16, 32, 64, 128)
+    assert _legal_multiples(
+        branches.run_plan, 12, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 3)]
+    ) == (Fraction(1, 2),)
+    assert (
+        _legal_multiples(branches.run_plan, 12, [Fraction(1, 8), Fraction(1, 4)]) == ()
+    )
+
+
+def result(folder, **changes):
+    """Return a measurement of two branches of 8 and 16 samples."""
+    multiples = {Fraction(n): 8 * n for n in (1, 2)}
+    own = {"loss": 1.0, "standard_error": 0.0, "stopped": False, "difference": None}
+    costs = {8: None, 16: (0.2, 0.1, 0.3)}
+    branches = tuple(
+        BranchResult(
+            multiple=n, global_batch_size=size, token_overhead=costs[size], **own
+        )
+        for n, size in multiples.items()
+    )
+    some = {
+        "step": 9,
+        "branches": branches,
+        "critical_batch_size": 16,
+        "batch_size_schedule": "0:8",
+        "tolerance": 0.01,
+    }
+    some |= {
+        "decisive": True,
+        "bound": "exact",
+        "gain": 0.1,
+        "deciding_tokens": None,
+        "half_window_size": None,
+    }
+    some |= {
+        "learning_rates": (0.1, 0.2),
+        "tokens": 1000,
+        "noise_scale_samples": None,
+        "num_compilations": 1,
+        "folder": folder,
+    }
+    return CriticalBatch(**some | changes)
+
+
+COSTS = (
+    "it needs 20% (10% to 30%) more tokens than the best smaller batch, a learning rate"
+    " of 0.2 at this checkpoint"
+)
+
+
+@pytest.mark.parametrize(
+    ("bound", "size", "smaller", "words"),
+    [
+        (
+            "exact",
+            8,
+            (),
+            ["step 9: 8 samples", "it needs a learning rate of 0.1 at this checkpoint"],
+        ),
+        (
+            "at_least",
+            16,
+            (),
+            [
+                "step 9: at least 16 samples",
+                COSTS,
+                "no larger batch was tried: --multiples 1,2,4,8",
+            ],
+        ),
+        (
+            "at_most",
+            8,
+            ("1/4", "1/2"),
+            [
+                "step 9: at most 8 samples",
+                "no smaller batch was tried: --multiples 1/4,1/2,1,2",
+            ],
+        ),
+        (
+            "at_most",
+            8,
+            (),
+            [
+                "at most 8 samples",
+                "no smaller batch was tried: half of it is not legal on these devices",
+            ],
+        ),
+        (
+            "at_most",
+            1,
+            (),
+            ["at most 1 samples", "no smaller batch was tried: there is none below 1"],
+        ),
+    ],
+)
+def test_critical_says_what_is_only_a_bound(
+    bound, size, smaller, words, tmp_path, capsys
+):
+    """A batch that wins at the edge of what was tried is a bound, with what to try
+    next.
+    """
+    found = result(
+        tmp_path,
+        bound=bound,
+        critical_batch_size=size,
+        smaller=tuple(map(Fraction, smaller)),
+    )
+    _print_result(found, "runs/demo", Console(width=400))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert [each for each in words if each not in printed] == []
+    assert ("was tried" in printed) == (bound != "exact")
+    command = (
+        "rampup train runs/demo on_plan_change=continue_by_samples"
+        " enable_rampup_batch_size=false batch_size_schedule="
+    )
+    assert command in printed
+
+
+@pytest.mark.parametrize(("gain", "tokens"), [(0.01, 50_000), (None, None)])
+def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, capsys):
+    """It says what the window gained and which window could decide, and gives no batch
+    to go on with.
+    """
+    nothing = {
+        "decisive": False,
+        "critical_batch_size": None,
+        "bound": None,
+        "batch_size_schedule": None,
+    }
+    found = result(tmp_path, **nothing, gain=gain, deciding_tokens=tokens)
+    _print_result(found, "runs/demo", Console(width=400))
+    printed = capsys.readouterr().out
+    assert "undecided at step 9" in printed
+    assert f"--tokens {tokens or 8000:,}" in printed
+    assert "critical" not in printed.replace(str(tmp_path), "")
+    assert "rampup train" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_branches_read_their_run_only(run, tmp_path, kind):
+    """Branches of an older checkpoint, of a run that trains meanwhile, in one program,
+    also through stages with ZeRO-1.
+    """
+    keys = {
+        "base_num_decoder_layers": 2,
+        "ici_pipeline_parallelism": 2,
+        "shard_optimizer_over_data": True,
+        "dropout_rate": 0.1,
+    }
+    folder = run if kind == "replicas" else train(tmp_path, **keys)
+    before = digest(folder)
+    with own_run(folder):
+        found = find_critical_batch_size(
+            folder,
+            step=8,
+            multiples=("1/2", 1, 3),
+            tokens=4000,
+            work_folder=tmp_path / "work",
+        )
+    assert digest(folder) == before
+    assert found.num_compilations == 1
+    assert [branch.global_batch_size for branch in found.branches] == [8, 16, 48]
+    assert all(np.isfinite(branch.loss) for branch in found.branches)
+
+
+@pytest.mark.slow
+def test_window_beyond_the_data_is_refused(tmp_path):
+    """With one pass over few rows, the error names the samples and the remedies."""
+    (tmp_path / "text.txt").write_text("abcdefgh" * 1000)
+    folder = train(tmp_path, grain_train_files=str(tmp_path / "text.txt"), num_epoch=1)
+    with pytest.raises(DataError, match=r"beyond the data of the run.*--tokens"):
+        find_critical_batch_size(folder, tokens=100_000)
+    (tmp_path / "text.txt").write_text("abcdefgi" * 1000)
+    with pytest.raises(ResumeMismatchError, match="not those of the run"):
+        find_critical_batch_size(folder, tokens=10_000)
+
+
+@pytest.mark.slow
+def test_sgd_scales_the_learning_rate_linearly(tmp_path):
+    """Adam's square root is tested above; after the schedule's end, the last learning
+    rate counts.
+    """
+    folder = train(
+        tmp_path, opt_type="sgd", lr_schedule_type="cosine", batch_size_schedule="0:8"
+    )
+    config, record = _find_run(folder, 12)
+    rates = _Branches(config, record, (1, 2, 4), None).learning_rates
+    assert rates == pytest.approx([rates[0], 2 * rates[0], 4 * rates[0]])
+    assert rates[0] == pytest.approx(
+        list(read_lines(folder / "metrics.jsonl"))[-1]["learning_rate"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "bound", "words"),
+    [
+        (
+            14_400.0,
+            None,
+            "exact",
+            "100 times the 144 that follow from the critical batch",
+        ),
+        (36.0, None, "at_least", "1/4 of the 144"),
+        (14_400.0, None, "at_least", None),
+        (36.0, None, "at_most", None),
+        (14_400.0, None, "at_most", "100 times the 144"),
+        (100.0, None, "exact", None),
+        (None, None, "exact", None),
+        (None, 2.0, "exact", None),
+        (None, 14_400.0, "exact", "100 times"),
+    ],
+)
+def test_noise_scale_and_critical_batch_are_compared(
+    value, low, bound, words, tmp_path
+):
+    """A factor above 2 is reported, at the same additional tokens; a bound contradicts
+    no noise scale beyond it.
+    """
+    noise = (
+        None if value is low is None else NoiseEstimate(value=value, low=low, high=None)
+    )
+    found = result(tmp_path, bound=bound, noise_scale_samples=noise).disagreement
+    assert found is None if words is None else words in found

@@ -1,0 +1,468 @@
+"""Tests of rampup.contrib.lab.inspect: what it says of steps that are known to be good
+or bad.
+"""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import rampup
+from rampup.cli import main
+from rampup.errors import ConfigError, DataError
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+
+P = PartitionSpec
+MICROBATCHES, ROWS, WIDTH = 3, 8, 24
+PARAMS = {
+    "in": jnp.full((WIDTH, 2 * WIDTH), 0.1),
+    "out": jnp.full((2 * WIDTH, WIDTH), 0.1),
+}
+NUM_BYTES = sum(leaf.nbytes for leaf in PARAMS.values())
+
+
+def loss(params, x):
+    """Return the sum of squares of a small network over rows."""
+    return jnp.sum((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Four devices on the data axis."""
+    return Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Auto,))
+
+
+def place(mesh, tree, *spec):
+    """Return arrays on the mesh, with the first dimensions sharded over the axes in
+    `spec`.
+    """
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+def scan_step(params, batch, *, dtype=jnp.float32):
+    """A step as GSPMD training loops write it: a scan over microbatches that adds
+    gradients up.
+    """
+
+    def add(total, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+    grads, _ = jax.lax.scan(add, zeros, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), params, grads)
+
+
+def manual_step(mesh, lost=()):
+    """A step that accumulates on each replica and reduces once, except the gradients in
+    `lost`.
+    """
+
+    def local(params, batch):
+        def add(total, x):
+            grads = jax.grad(loss)(params, x)
+            grads = {
+                name: jax.lax.psum(g, "data") if name in lost else g
+                for name, g in grads.items()
+            }
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch)
+        grads = {
+            name: g if name in lost else jax.lax.psum(g, "data")
+            for name, g in grads.items()
+        }
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P(None, "data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+
+
+def batch_of(mesh):
+    """Return the microbatches of a step on the mesh."""
+    return place(mesh, jnp.ones((MICROBATCHES, ROWS, WIDTH)), None, "data")
+
+
+def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
+    """All gradients are reduced inside the loop, as often as it runs, with their bytes
+    and axis.
+    """
+    found = rampup.contrib.lab.inspect(
+        jax.jit(scan_step), place(mesh, PARAMS), batch_of(mesh)
+    )
+    facts = found.to_dict()
+    assert not found.reduces_once
+    assert facts["gradient_bytes_in_loops"] == MICROBATCHES * NUM_BYTES
+    # The matrix products of the network: two forward, and three backward without the
+    # input's.
+    assert sum(facts["flops"].values()) == MICROBATCHES * 5 * (
+        2 * ROWS // 4 * WIDTH * 2 * WIDTH
+    )
+    assert {c.axes for c in found.repeated_reductions} == {("data",)}
+    assert facts["accumulators"] == {"f32": {"arrays": 2, "bytes": NUM_BYTES}}
+    assert (
+        f"({NUM_BYTES:,} bytes) are reduced over data in every microbatch"
+        in found.findings[0]
+    )
+    assert not any(
+        "lost" in finding or "summed in" in finding for finding in found.findings
+    )
+
+
+def abbreviate(text):
+    """Return a program as newer versions of XLA dump it: an element of a tuple is
+    `%tuple#0`, where it is used.
+    """
+    pattern = re.compile(
+        r"^ +%([\w.\-]+) = .*? get-tuple-element\(.*%([\w.\-#]+)\), index=(\d+).*\n",
+        re.MULTILINE,
+    )
+    while match := pattern.search(text):
+        name, source, index = match.groups()
+        text = re.sub(
+            rf"%{re.escape(name)}(?![\w.\-])",
+            f"%{source}#{index}",
+            text[: match.start()] + text[match.end() :],
+        )
+    return text
+
+
+def test_inspect_reads_a_dump_that_abbreviates_the_elements_of_tuples(mesh):
+    """A dump says the same as `compiled.as_text()`, in which an element of a tuple is
+    an instruction.
+    """
+    text = (
+        jax.jit(scan_step, donate_argnums=0)
+        .lower(place(mesh, PARAMS), batch_of(mesh))
+        .compile()
+        .as_text()
+    )
+    short = abbreviate(text)
+    assert "#0" in short
+    assert "get-tuple-element" not in short
+    assert (
+        rampup.contrib.lab.inspect(short).to_dict()
+        == rampup.contrib.lab.inspect(text).to_dict()
+    )
+    assert not rampup.contrib.lab.inspect(short).reduces_once
+
+
+def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh):
+    """Without shardings and donation, gradients have the shapes of arguments that are
+    also results.
+    """
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
+
+    text = (
+        jax.jit(step)
+        .lower(place(mesh, PARAMS), place(mesh, jnp.ones((ROWS, WIDTH)), "data"))
+        .compile()
+        .as_text()
+    )
+    assert (
+        f"gradients ({NUM_BYTES:,} bytes in a run) are reduced once"
+        in rampup.contrib.lab.inspect(text).findings[0]
+    )
+
+
+def test_inspect_names_a_narrow_type_of_the_accumulators(mesh):
+    """The types of the sums are those of the loop's state; narrow ones get a remark."""
+    found = rampup.contrib.lab.inspect(
+        partial(scan_step, dtype=jnp.bfloat16), place(mesh, PARAMS), batch_of(mesh)
+    )
+    assert {a.dtype for a in found.accumulators} == {"bf16"}
+    assert any("summed in bf16" in finding for finding in found.findings)
+
+
+@pytest.mark.parametrize("lost", [(), ("in",), ("out",)])
+def test_inspect_tells_gradients_that_are_reduced_once_from_a_lost_tag(mesh, lost):
+    """A step that accumulates on each replica has no reduction in the loop; an array
+    that has one is named with its shape.
+    """
+    found = rampup.contrib.lab.inspect(
+        jax.jit(manual_step(mesh, lost=lost)), place(mesh, PARAMS), batch_of(mesh)
+    )
+    assert found.reduces_once == (not lost)
+    assert sum(c.num_bytes for c in found.gradient_reductions) == NUM_BYTES
+    assert sum(c.num_bytes for c in found.repeated_reductions) == sum(
+        PARAMS[name].nbytes for name in lost
+    )
+    shapes = [f"f32[{','.join(map(str, PARAMS[name].shape))}]" for name in lost]
+    said = (
+        "lost their reduction tag" if lost else "reduced over data once, after the loop"
+    )
+    assert any(
+        said in text and all(shape in text for shape in shapes)
+        for text in found.findings
+    )
+
+
+@pytest.mark.parametrize("lost", [(), ("out",)])
+def test_inspect_finds_a_lost_tag_under_explicit_sharding(lost):
+    """With explicit sharding a parameter tagged `reduced` is reduced once after the
+    loop, one without the tag inside it.
+    """
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Explicit,))
+
+    def step(params, batch):
+        tagged = {
+            k: p if k in lost else jax.sharding.reshard(p, P(reduced={"data"}))
+            for k, p in params.items()
+        }
+
+        def add(total, x):
+            grads = jax.grad(loss)(tagged, x)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        zeros = {
+            k: jax.sharding.reshard(
+                jnp.zeros_like(p), P() if k in lost else P(unreduced={"data"})
+            )
+            for k, p in params.items()
+        }
+        grads, _ = jax.lax.scan(add, zeros, batch)
+        grads = {
+            k: g if k in lost else jax.sharding.reshard(g, P())
+            for k, g in grads.items()
+        }
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    with jax.set_mesh(mesh):
+        try:
+            found = rampup.contrib.lab.inspect(
+                jax.jit(step), place(mesh, PARAMS), batch_of(mesh)
+            )
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # a version without reduced axes
+            pytest.skip(f"this JAX cannot trace it: {str(error)[:80]}")
+    assert found.reduces_once == (not lost)
+    assert any("lost" in text for text in found.findings) == bool(lost)
+
+
+def test_inspect_says_that_multi_steps_reduces_in_every_microbatch(mesh):
+    """Each call of a step with optax.MultiSteps is one microbatch, with the optimizer
+    and all gradients.
+    """
+    tx = optax.MultiSteps(optax.adamw(1e-3), 4)
+    state = place(mesh, (PARAMS, tx.init(PARAMS)))
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state, x):
+        params, opt_state = state
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    x = place(mesh, jnp.ones((ROWS, WIDTH)), "data")
+    found = rampup.contrib.lab.inspect(step, state, x)
+    assert found.uses_multi_steps
+    assert not found.reduces_once
+    assert found.optimizer_updates == 1
+    assert (
+        f"reduces {NUM_BYTES:,} bytes of gradients in every microbatch"
+        in found.findings[0]
+    )
+    text = step.lower(state, x).compile().as_text()
+    assert rampup.contrib.lab.inspect(text, mesh=(("data", 4),)).uses_multi_steps
+
+
+def rampup_step(mesh, **options):
+    """Return rampup's own step, its state and a batch of three microbatches."""
+    ramp, splitter = (
+        BatchRamp.from_schedule(f"0:{ROWS} 64:{MICROBATCHES * ROWS}"),
+        BatchSplitter(data_parallel_size=4),
+    )
+    plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=4, total_steps=20)
+    tx = optax.adamw(1e-3)
+    state = rampup.create_state(PARAMS, tx, mesh, **options)
+    step = rampup.train_step(
+        lambda p, rows, keys: (loss(p, rows), float(ROWS), {}),
+        tx,
+        plan,
+        mesh,
+        **options,
+    )
+    batch = next(step.batches(np.ones((400, WIDTH), np.float32), 8))
+    return step, state, batch
+
+
+def test_inspect_reads_a_train_step(mesh):
+    """The state is donated, the optimizer runs once, and the gradients are reduced once
+    whatever the microbatches.
+    """
+    found = rampup.contrib.lab.inspect(*rampup_step(mesh))
+    assert found.loop_trips == (MICROBATCHES,)
+    assert found.reduces_once
+    assert found.optimizer_updates == 1
+    assert found.not_donated == ()
+    assert found.donated_bytes >= 3 * NUM_BYTES
+    assert (
+        sum(found.f32_matmuls.values())
+        == sum(found.account.total_flops(found.loop_trips).values())
+        > 0
+    )
+    assert found.to_dict()["memory"]["total"] > 0
+
+
+def test_inspect_finds_updates_in_a_loop_and_missing_donation(mesh):
+    """An optimizer inside the loop over microbatches runs in each; the parameters could
+    be donated.
+    """
+    big = {"w": jnp.ones((128, 256))}
+
+    def step(params, batch):
+        def update(params, x):
+            return jax.tree.map(lambda p: p - 0.1 * p * jnp.mean(x), params), None
+
+        return jax.lax.scan(update, params, batch)[0]
+
+    args = place(mesh, big), batch_of(mesh)
+    found = rampup.contrib.lab.inspect(step, *args)
+    assert found.optimizer_updates == MICROBATCHES
+    assert [buffer.num_bytes for buffer in found.not_donated] == [big["w"].nbytes]
+    assert any("not donated" in text for text in found.findings)
+    assert (
+        rampup.contrib.lab.inspect(jax.jit(step, donate_argnums=0), *args).not_donated
+        == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("loop_trips", "updates"), [((3, 5), 15), ((3,), 3), (None, 1)]
+)
+def test_inspect_counts_loops_without_trips_once(loop_trips, updates):
+    """Of nested loops whose bounds are arguments, those that `loop_trips` leaves out
+    count once, and a remark says so.
+    """
+
+    def step(w, n, m):
+        return jax.lax.fori_loop(
+            0,
+            n,
+            lambda i, w: jax.lax.fori_loop(0, m, lambda j, w: jnp.tanh(w @ w), w),
+            w,
+        )
+
+    found = rampup.contrib.lab.inspect(
+        jax.jit(step), jnp.ones((4, 4)), 3, 5, loop_trips=loop_trips
+    )
+    assert found.optimizer_updates == updates
+    assert found.account.total_flops(found.loop_trips) == {"f32": updates * 2 * 4**3}
+    assert any("give loop_trips" in text for text in found.findings) == (
+        loop_trips != (3, 5)
+    )
+
+
+def test_inspect_says_that_gradients_are_reduced_for_every_update_of_a_loop(mesh):
+    """A loop over whole optimizer steps reduces in each of them, which is not once in a
+    run.
+    """
+
+    def step(params, batch):
+        return jax.lax.scan(
+            lambda p, x: (
+                jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p, x)),
+                None,
+            ),
+            params,
+            batch,
+        )[0]
+
+    found = rampup.contrib.lab.inspect(step, place(mesh, PARAMS), batch_of(mesh))
+    assert (
+        found.optimizer_updates
+        == found.to_dict()["gradient_reductions"] / len(found.gradient_reductions)
+        == MICROBATCHES
+    )
+    assert "in every iteration of the loop with the optimizer" in found.findings[0]
+
+
+def test_inspect_finds_exchanges_with_the_host():
+    """A callback in a loop is an exchange with the host in a loop."""
+
+    def step(x):
+        def body(x, _):
+            jax.debug.callback(lambda y: None, x[0])
+            return x + 1, None
+
+        return jax.lax.scan(body, x, None, length=4)[0]
+
+    found = rampup.contrib.lab.inspect(step, jnp.ones(4))
+    assert [in_loop for _, in_loop in found.host_transfers] == [True]
+    assert any("inside a loop" in text and "host" in text for text in found.findings)
+
+
+def test_inspect_refuses_what_is_no_step(tmp_path, mesh):
+    """A clear error for a file that is missing or no program, an object that is no
+    step, and senseless trip counts.
+    """
+    (tmp_path / "a.txt").write_text("module @jit_f {\n}\n")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00\x81")
+    text = (
+        jax.jit(scan_step)
+        .lower(place(mesh, PARAMS), batch_of(mesh))
+        .compile()
+        .as_text()
+    )
+    head = text[: text.index("\n", text.index("ENTRY")) + 1]
+    for error, message, args, options in (
+        (DataError, "no line starts with ENTRY", [tmp_path / "a.txt"], {}),
+        (DataError, "cut short", [text[: text.rindex("ROOT")]], {}),
+        (DataError, "cut short", [head], {}),
+        (DataError, "cut short", [head + "}\n"], {}),
+        (DataError, "not compiled yet", [text.replace("is_scheduled=true, ", "")], {}),
+        (
+            ConfigError,
+            "mesh=data=3 has 3 devices, but the program has 4",
+            [text],
+            {"mesh": (("data", 3),)},
+        ),
+        (DataError, "not text", [str(tmp_path / "b.txt")], {}),
+        (DataError, "no file", ["nowhere.txt"], {}),
+        (ConfigError, "is not a step", [3], {}),
+        (ConfigError, "at least 1", [lambda x: x, jnp.ones(2)], {"loop_trips": 0}),
+        (ConfigError, "takes a state and a batch", [rampup_step(mesh)[0], 1], {}),
+    ):
+        with pytest.raises(error, match=message):
+            rampup.contrib.lab.inspect(*args, **options)
+
+
+def test_an_inspection_prints_what_the_command_prints(mesh, tmp_path, capsys):
+    """`print` gives the findings and the facts, each on a line of its own, and so does
+    `rampup inspect`.
+    """
+    (tmp_path / "a.txt").write_text(
+        jax.jit(scan_step)
+        .lower(place(mesh, PARAMS), batch_of(mesh))
+        .compile()
+        .as_text()
+    )
+    found = rampup.contrib.lab.inspect(tmp_path / "a.txt", mesh=mesh)
+    lines = str(found).splitlines()
+    assert lines[: len(found.findings)] == [
+        f"- {finding}" for finding in found.findings
+    ]
+    assert "collectives of a run, for each device:" in lines
+    assert (
+        sum(line.startswith("  all-reduce  over data  4 devices") for line in lines)
+        >= 1
+    )
+    assert f"updates of the training state in a run: {found.optimizer_updates}" in lines
+    assert max(map(len, lines)) < 400
+    assert main(["inspect", str(tmp_path / "a.txt"), "--mesh", "data=4"]) == 0
+    assert capsys.readouterr().out == f"{found}\n"

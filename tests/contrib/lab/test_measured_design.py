@@ -1,0 +1,370 @@
+"""Tests of rampup.contrib.lab.measured_design: what is read from the folder of a run."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+import rampup
+from rampup.cli import main
+from rampup.config.files import run_yaml
+from rampup.contrib.lab.design_model import (
+    DesignModel,
+    NoiseCurve,
+    StepTimes,
+    noise_curves,
+)
+from rampup.contrib.lab.measured_design import Measurements
+from rampup.errors import RampupError
+from rampup.plan.noise_scale import NoiseScale
+
+LENGTH = 128
+DIMS, BLOCKS, ROWS = 200, 4, 4
+BATCH = BLOCKS * ROWS
+CONFIG = rampup.Config(batch_size_schedule="0:16", steps=1000)
+
+
+def measured_steps(rng, truth, steps):
+    """Return S and G2 of steps with Gaussian gradients and a known noise scale in
+    samples; tr(Sigma) is DIMS.
+    """
+    truth = np.broadcast_to(truth, steps)
+    traces = rng.chisquare((BLOCKS - 1) * DIMS, steps) / (BLOCKS - 1)
+    along = np.sqrt(DIMS * BATCH / truth) + rng.standard_normal(steps)
+    norms = (along**2 + rng.chisquare(DIMS - 1, steps)) / BATCH
+    return [
+        (float(trace), float(norm - trace / BATCH))
+        for trace, norm in zip(traces, norms, strict=True)
+    ]
+
+
+def write_run(folder, steps, *, change=lambda number: {}):
+    """Write the metrics of a run whose S and G2 are given; a sample has a weight of 128
+    tokens, as in `rampup train`.
+    """
+    noise, lines = NoiseScale(half_life_samples=30 * BATCH), []
+    for number, (trace, squared_norm) in enumerate(steps):
+        noise.update(
+            samples=BATCH,
+            weight=BATCH * LENGTH,
+            trace=trace * LENGTH,
+            squared_norm=squared_norm,
+        )
+        line = {
+            "step": number,
+            "consumed_samples": (number + 1) * BATCH,
+            "phase": 0,
+            "global_batch_size": BATCH,
+            "loss": 2.0,
+        }
+        line |= {
+            "tokens_per_second": 1e4,
+            "gradient_noise_trace": trace * LENGTH,
+            "gradient_squared_norm": squared_norm,
+        }
+        # The averages of the last lines are enough to know the samples of a token.
+        line |= noise.metrics() if number > len(steps) - 3 else {}
+        lines.append(line | change(number))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
+    return folder
+
+
+def test_interval_of_a_design_contains_a_noise_scale_far_above_the_batch(tmp_path):
+    """Of 50 runs with 100 times the batch, at least 85% contain it at every place, and
+    the middle of them is near the truth.
+    """
+    truth, rng, covered, ends = 100 * BATCH, np.random.default_rng(0), [], []
+    for _ in range(50):
+        folder = write_run(tmp_path / "run", measured_steps(rng, truth, 400))
+        noise, low, high = noise_curves(
+            Measurements.read([folder], rampup.Config()).noise
+        )
+        covered.append(
+            [
+                low.at(place) <= truth <= high.at(place)
+                for place in np.geomspace(1, 50_000, 8)
+            ]
+        )
+        ends.append(noise.knots[-1][1])
+    assert min(np.mean(covered, axis=0)) >= 0.85
+    # The running estimates that have a value have a median of a third of the truth.
+    assert 0.65 * truth <= np.median(ends) <= 1.5 * truth
+
+
+# The noise scale over the samples: constant, growing as published and faster, far above
+# the batch, and late.
+TRUTHS = [
+    lambda samples: 60.0 + 0 * samples,
+    lambda samples: 20 * (1 + samples / 400) ** 0.5,
+    lambda samples: 40 * (1 + samples / 200) ** 0.3,
+    lambda samples: 10 * (1 + samples / 800),
+    lambda samples: 200 * (1 + samples / 1000) ** 0.5,
+    lambda samples: 80 * (1 + samples / 1600) ** 0.7,
+    lambda samples: 20 + 80 * (samples / 6400) ** 3,
+    lambda samples: 30 * (1 + samples / 100) ** 0.45,
+]
+
+
+@pytest.mark.parametrize("runs", [20, pytest.param(150, marks=pytest.mark.slow)])
+def test_intervals_at_the_start_and_the_end_cover_the_truth(runs, tmp_path):
+    """In 87% to 93% of runs the interval has the noise scale of the first step, and in
+    as many that of the last one.
+    """
+    steps, covered = 400, []
+    samples = BATCH * np.arange(steps)
+    for number, truth in enumerate(TRUTHS):
+        rng = np.random.default_rng(number + 100)
+        for _ in range(runs):
+            folder = write_run(
+                tmp_path / "run", measured_steps(rng, truth(samples), steps)
+            )
+            _, low, high = noise_curves(Measurements.read([folder], CONFIG).noise)
+            ends = [
+                [curve.knots[place][1] for curve in (low, high)] for place in (0, -1)
+            ]
+            covered.append(
+                [
+                    low <= truth(place) <= high
+                    for (low, high), place in zip(ends, samples[[0, -1]], strict=True)
+                ]
+            )
+    assert all(0.87 <= share <= 0.93 for share in np.mean(covered, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("truths", "runs"),
+    [(TRUTHS[1::4], 1), pytest.param(TRUTHS, 13, marks=pytest.mark.slow)],
+    ids=(2, 104),
+)
+def test_a_recommended_schedule_costs_what_is_printed(truths, runs, tmp_path):
+    """In 90% of runs of known truth, the fastest schedule needs between half and twice
+    the printed additional tokens.
+    """
+    steps, ratios = 400, []
+    tuned = tmp_path / "tune.json"
+    phases = [
+        {"global_batch_size": size, "step_seconds": 0.5 + size / 32}
+        for size in (16, 32, 64)
+    ]
+    tuned.write_text(json.dumps({"phases": phases}))
+    samples = BATCH * np.arange(2 * steps)
+    for number, truth in enumerate(truths):
+        rng, noise = np.random.default_rng(number), truth(samples)
+        progress = np.cumsum(BATCH / (1 + BATCH / noise))
+        knots = tuple(zip(progress.tolist(), noise.tolist(), strict=True))
+        model = DesignModel(
+            noise=NoiseCurve(knots=knots, growth=0.0), times=StepTimes.fit({1: 1.0})
+        )
+        for _ in range(runs):
+            folder = write_run(
+                tmp_path / "run", measured_steps(rng, noise[:steps], steps)
+            )
+            tokens = 2 * steps * BATCH * LENGTH
+            found = rampup.contrib.lab.design_ramp(
+                CONFIG,
+                [folder, tuned],
+                num_devices=1,
+                train_tokens=tokens,
+                max_batch=256,
+            )
+            best = next(
+                each for each in found["candidates"] if each["name"] == found["fastest"]
+            )
+            assert best["rate_rule"]
+            assert (
+                best["token_overhead_low"]
+                <= best["token_overhead"]
+                <= best["token_overhead_high"]
+            )
+            starts = [start // LENGTH for start in best["start_tokens"]]
+            true = model.run(
+                tuple(zip(starts, best["sizes"], strict=True)),
+                progress=float(progress[-1]),
+            )
+            ratios.append((true.samples / true.progress - 1) / best["token_overhead"])
+    assert np.mean([0.5 <= ratio <= 2 for ratio in ratios]) >= 0.9
+
+
+def test_design_keeps_what_is_at_least(tmp_path):
+    """After a noise scale of 20 samples, the gradient cannot be told from zero: the
+    design ends with a lower bound.
+    """
+    rng = np.random.default_rng(1)
+    steps = [*measured_steps(rng, 20.0, 100), *measured_steps(rng, 1e9, 900)]
+    folder = write_run(tmp_path / "run", steps)
+    found = rampup.contrib.lab.design_ramp(
+        CONFIG, folder, num_devices=1, train_tokens=10**7, max_batch=256
+    )
+    assert found["noise_scale_start"] == pytest.approx(20, rel=0.3)
+    assert found["noise_scale_start_high"] < 40
+    assert found["noise_scale_end_low"] > 1000
+    assert found["noise_scale_end"] >= found["noise_scale_end_low"]
+    assert found["noise_scale_end_high"] is None
+    assert any("at least" in note for note in found["notes"])
+    assert any(
+        "only a batch of 16 was timed" in each and "tune.json" in each
+        for each in found["assumptions"]
+    )
+
+
+def write_critical(run, name, **values):
+    """Write a result of `rampup critical` next to a run."""
+    found = {
+        "step": 100,
+        "consumed_samples": 6400,
+        "global_batch_size": 64,
+        "critical_batch_size": 64,
+        "tokens": 1000,
+    }
+    # A batch that needs twice the tokens is the noise scale.
+    found |= {"decisive": True, "tolerance": 0.05, "gain": 0.1}
+    found |= {
+        "branches": [{"global_batch_size": size} for size in (32, 64, 128)]
+    } | values
+    folder = run.with_name("run.critical") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(found))
+    return folder / "result.json"
+
+
+def test_largest_window_of_a_checkpoint_counts(tmp_path):
+    """Of two results at one checkpoint, that with more tokens counts, whichever file is
+    newer.
+    """
+    run = write_run(
+        tmp_path / "run",
+        [(1.0, 1.0)] * 20,
+        change=lambda number: {"gradient_noise_trace": None},
+    )
+    for number, (tokens, size) in enumerate(((10_000_000, 64), (100_000, 32))):
+        file = write_critical(
+            run, f"step-100-{number}", tokens=tokens, critical_batch_size=size
+        )
+        os.utime(file, (1e9 + number, 1e9 + number))
+    measured = Measurements.read([run], rampup.Config())
+    assert (measured.source, [point.noise for point in measured.noise]) == (
+        "critical",
+        [64.0],
+    )
+
+
+def test_critical_batches_count_by_the_tokens_that_they_need(tmp_path):
+    """A batch that needs 20% more tokens is a fifth of the noise scale; a measurement
+    that decided nothing is no point.
+    """
+    run = write_run(
+        tmp_path / "run",
+        [(1.0, 1.0)] * 20,
+        change=lambda number: {"gradient_noise_trace": None},
+    )
+    write_critical(run, "step-100-a", tolerance=0.02, gain=0.12)
+    write_critical(
+        run, "step-200-a", step=200, decisive=False, critical_batch_size=None
+    )
+    (point,) = Measurements.read([run], rampup.Config()).noise
+    assert point[2:] == pytest.approx((320, 320, 640))
+
+
+def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
+    """Before the only measured checkpoint, the noise scale of the run counts in
+    proportion, in intervals that contain both.
+    """
+    run = write_run(
+        tmp_path / "run", measured_steps(np.random.default_rng(0), BATCH, 400)
+    )
+    noise = Measurements.read([run], rampup.Config()).noise
+    write_critical(
+        run,
+        "step-400-a",
+        step=400,
+        consumed_samples=400 * BATCH,
+        critical_batch_size=64,
+    )
+    measured = Measurements.read([run], rampup.Config())
+    before = [point for point in noise if point.samples < 400 * BATCH]
+    assert len(before) > 1
+    ratio = 64 / noise[-1].noise
+    assert [point.noise for point in measured.noise] == pytest.approx(
+        [*(point.noise * ratio for point in before), 64]
+    )
+    assert all(
+        point.low <= own.noise <= point.high
+        for point, own in zip(measured.noise, noise, strict=True)
+    )
+    assert not any("nothing was measured before" in note for note in measured.notes)
+
+
+def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
+    """The smallest batch of the branches is an upper bound, the largest a lower one,
+    and the notes say so.
+    """
+    run = write_run(
+        tmp_path / "run",
+        [(1.0, 1.0)] * 20,
+        change=lambda number: {"gradient_noise_trace": None},
+    )
+    for step, size in ((100, 32), (200, 64), (300, 128)):
+        write_critical(
+            run,
+            f"step-{step}-a",
+            step=step,
+            consumed_samples=64 * step,
+            critical_batch_size=size,
+        )
+    points = Measurements.read([run], rampup.Config()).noise
+    assert [point[2:] for point in points] == [
+        (32.0, 0.0, 64.0),
+        (64.0, 64.0, 128.0),
+        (128.0, 128.0, math.inf),
+    ]
+    assert [point.is_bound for point in points] == [True, False, True]
+    found = rampup.contrib.lab.design_ramp(
+        CONFIG, run, num_devices=1, train_tokens=10**7, max_batch=256
+    )
+    assert all(
+        any(f"{relation} a number" in note for note in found["notes"])
+        for relation in ("at least", "at most")
+    )
+    write_critical(run, "step-300-a").write_text('{"step": 300}')
+    with pytest.raises(
+        RampupError, match=r"result\.json is not a result of `rampup critical`"
+    ):
+        Measurements.read([run], rampup.Config())
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("consumed_samples", value) for value in ("many", None, HUGE, 0, 1.5)),
+        *(("global_batch_size", value) for value in ("many", None, HUGE, 0, True)),
+        *(("noise_scale_samples", value) for value in (-1.0, "some", HUGE, math.nan)),
+        *(("gradient_squared_norm", value) for value in ([1.0], HUGE, 1e300)),
+        ("loss", {}),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_damaged_metrics_are_refused_in_words(key, value, tmp_path, capsys):
+    """The error names the run, the step, the key and the value, which is shortened."""
+    rng = np.random.default_rng(0)
+    run = write_run(
+        tmp_path / "run",
+        measured_steps(rng, 20.0, 40),
+        change=lambda number: {key: value} if number == 30 else {},
+    )
+    with pytest.raises(
+        RampupError, match=f"run, step 30 of its metrics.jsonl: .*{key}="
+    ) as caught:
+        rampup.contrib.lab.design_ramp(CONFIG, run, num_devices=1, train_tokens=10**7)
+    assert len(str(caught.value)) < 300
+    if value is HUGE and key == "global_batch_size":
+        (run / "config.yml").write_text(run_yaml(CONFIG, num_devices=1, run_name="run"))
+        assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 2
+        assert f"{key}=1000" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""Tests of rampup.contrib.lab.scaling_laws."""
+
+import math
+
+import pytest
+
+from rampup.contrib.lab.scaling_laws import suggest_batch
+from rampup.errors import RampupError
+
+
+def test_laws_give_the_values_of_their_formulas():
+    """Each law at 100B tokens and 2B parameters, by hand from its formula in tokens;
+    some need no parameters.
+    """
+    tokens, params = 1e11, 2e9
+    loss = ((6.4e13 / params) ** (0.076 / 0.103) + 1.8e13 / tokens) ** 0.103
+    expected = {
+        "Power Lines, optimal": 0.0306 * tokens**0.383 * 2048,
+        "Step Law": 0.58 * tokens**0.571,
+        "DeepSeek LLM": 0.292 * (6 * params * tokens) ** 0.3271,
+        "nanochat": 524288 * (tokens / 1.321210944e9) ** 0.383,
+        "Power Lines, critical": 0.0471 * tokens**0.462 * 2048,
+        "Zhang et al.": 22.91 * 100_000**0.47 * 512,
+        "Kaplan et al.": 2e8 / loss ** (1 / 0.21),
+    }
+    whole, found = suggest_batch("100B", "2B"), suggest_batch("100B")
+    sizes = {law["name"]: law["batch_tokens"] for law in whole["laws"]}
+    assert sizes == {
+        name: pytest.approx(value, abs=1) for name, value in expected.items()
+    }
+    steps = {
+        law["name"]: law["steps"] for law in whole["laws"] if law["kind"] == "optimal"
+    }
+    assert steps == {name: math.ceil(tokens / sizes[name]) for name in steps}
+    assert whole["critical_batch_tokens"] == [
+        pytest.approx(0.2 * expected["Kaplan et al."], abs=1),
+        pytest.approx(expected["Zhang et al."], abs=1),
+    ]
+    # Without parameters, the laws that need none give the same numbers, and a note
+    # names the others.
+    left_out = ["DeepSeek LLM", "Kaplan et al."]
+    expected_laws = [{**law} for law in whole["laws"] if law["name"] not in left_out]
+    assert [{**law} for law in found["laws"]] == [
+        {key: value for key, value in law.items() if "learning_rate" not in key}
+        for law in expected_laws
+    ]
+    assert ", ".join(left_out) in found["notes"][0]
+
+
+def test_critical_laws_agree_on_one_definition():
+    """At 20% more tokens, Power Lines and Zhang et al. agree within 17%, where their
+    own batches differ by a factor of four.
+    """
+    for tokens, params, own in (
+        ("20B", "1B", 4.5),
+        ("300B", "7B", 4.4),
+        ("15T", "70B", 4.3),
+    ):
+        laws = {law["name"]: law for law in suggest_batch(tokens, params)["laws"]}
+        lines, zhang = laws["Power Lines, critical"], laws["Zhang et al."]
+        assert lines["batch_tokens"] / zhang["batch_tokens"] == pytest.approx(
+            own, abs=0.1
+        )
+        assert lines["batch_tokens_at_overhead"]["20%"] / zhang[
+            "batch_tokens_at_overhead"
+        ]["20%"] == pytest.approx(1, abs=0.17)
+        # Twice the tokens in steps of the batch that doubles them.
+        steps, size = (
+            lines["steps_at_overhead"]["100%"],
+            lines["batch_tokens_at_overhead"]["100%"],
+        )
+        assert steps == pytest.approx(
+            2 * suggest_batch(tokens)["train_tokens"] / size, abs=1
+        )
+
+
+def test_rates_stand_beside_the_batches():
+    """Step Law and DeepSeek have a rate, by hand at 300B tokens and 7B parameters; a
+    tuned pair gives one for every batch.
+    """
+    found = suggest_batch("300B", "7B", tuned="3e-4@0.5M")
+    rates = {law["name"]: law["learning_rate"] for law in found["laws"]}
+    own = {
+        "Step Law": pytest.approx(5.7e-4, rel=0.01),
+        "DeepSeek LLM": pytest.approx(5.39e-4, rel=0.01),
+    }
+    step_law = next(law for law in found["laws"] if law["name"] == "Step Law")
+    for law in found["laws"]:
+        size = (
+            law["batch_tokens"]
+            if law["kind"] == "optimal"
+            else law["batch_tokens_at_overhead"]["20%"]
+        )
+        # A law without a rate has that of Step Law, by the square root of the batch.
+        borrowed = pytest.approx(
+            step_law["learning_rate"] * (size / step_law["batch_tokens"]) ** 0.5,
+            rel=1e-5,
+        )
+        assert rates[law["name"]] == own.get(law["name"], borrowed)
+    assert not any("learning_rate" in law for law in suggest_batch("300B")["laws"])
+    for law in found["laws"]:
+        size = (
+            law["batch_tokens"]
+            if law["kind"] == "optimal"
+            else law["batch_tokens_at_overhead"]["20%"]
+        )
+        assert law["learning_rate_from_tuned"] == pytest.approx(
+            3e-4 * (size / 500_000) ** 0.5
+        )
+    for pair in ("3e-4", "x@1M", "0@1M", "3e-4@0", "nan@1M"):
+        with pytest.raises(
+            RampupError, match="a learning rate and its batch in tokens"
+        ):
+            suggest_batch("300B", tuned=pair)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "key"),
+    [
+        *((tokens, "1B", "train-tokens") for tokens in ("0", "x", "-5")),
+        ("1B", "1.5", "params"),
+    ],
+)
+def test_bad_numbers_are_refused(tokens, params, key):
+    """The error names the option."""
+    with pytest.raises(RampupError) as caught:
+        suggest_batch(tokens, params)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(("tokens", "params"), [("1", "1"), (10**18, 10**18)])
+def test_extreme_runs_give_numbers(tokens, params):
+    """The laws extrapolate without failing."""
+    assert all(
+        law["batch_tokens"] >= 1 for law in suggest_batch(tokens, params)["laws"]
+    )

@@ -1,0 +1,931 @@
+"""Tests of rampup.contrib.rl.rollout and rampup.contrib.rl.policy."""
+
+import itertools
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import processes
+
+from rampup.contrib.rl.experience import Tally, generalized_advantages, mini_batches
+from rampup.contrib.rl.plan import AGGREGATIONS, Experience, RolloutPlan, Size, Training
+from rampup.contrib.rl.policy import Policy, critic_of, critic_params
+from rampup.contrib.rl.rollout import RolloutOptions, rollout_step
+from rampup.engine.mesh import make_mesh
+from rampup.errors import ConfigError, DataError
+from rampup.lm.transformer import LanguageModel
+from rampup.plan import MeshAxes
+
+MESHES = {
+    "one": MeshAxes(),
+    "data": MeshAxes(data=2),
+    "fsdp": MeshAxes(fsdp=2),
+    "tensor": MeshAxes(tensor=2),
+}
+MESHES |= {"four": MeshAxes(data=2, fsdp=2), "three": MeshAxes(data=3)}
+MODEL = LanguageModel(
+    num_layers=1, width=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=12
+)
+MODEL64 = replace(MODEL, dtype="float64", param_dtype="float64")
+init = jax.jit(MODEL.init)
+logits_by_hand = jax.jit(MODEL64.logits)
+P, R, EPSILON, BETA, RATE = 3, 4, 0.2, 0.1, 0.01
+
+
+@pytest.fixture
+def float64():
+    """Compute in float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def params64():
+    """Return the parameters of a new model in float64."""
+    return jax.tree.map(lambda x: x.astype(jnp.float64), init(jax.random.key(0)))
+
+
+def critic64(params):
+    """Return the parameters of a critic whose values are not 0."""
+    layers = {name: params[name] for name in ("embedding", "layers", "final_norm")}
+    return layers | {
+        "value": jnp.asarray(np.random.default_rng(1).normal(size=MODEL.width) * 0.3)
+    }
+
+
+def assert_close(trees, others, tolerance):
+    """Compare the leaves of two trees."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
+        trees,
+        others,
+    )
+
+
+def moved(before, after):
+    """Return the gradient by which SGD has moved the parameters."""
+    return jax.tree.map(lambda a, b: (a - b) / RATE, before, after)
+
+
+def mesh_of(name):
+    """Return one of the meshes above, on the first devices."""
+    return make_mesh(MESHES[name], jax.devices()[: MESHES[name].num_devices])
+
+
+def plan_of(
+    mesh="one",
+    *,
+    prompts=4,
+    samples=2,
+    mini=2,
+    microbatch=None,
+    pad=False,
+    epochs=1,
+    critic=False,
+    steps=3,
+):
+    """Return a plan of small rollouts."""
+    sizes = {
+        "data_parallel_size": MESHES[mesh].data_parallel_size,
+        "num_epochs": epochs,
+        "microbatch": microbatch,
+    }
+    policy = Training(mini_batch=Size(count=mini, unit="prompts"), **sizes)
+    return RolloutPlan(
+        rollout_batch=Size(count=prompts, unit="prompts"),
+        samples_per_prompt=samples,
+        policy=policy,
+        critic=(
+            replace(policy, mini_batch=Size(count=prompts, unit="prompts"))
+            if critic
+            else None
+        ),
+        num_steps=steps,
+        pad=pad,
+    )
+
+
+def stored(samples, *, critic=False):
+    """Return the samples of a rollout whose ratios are on both sides of both limits,
+    with a prompt of every length.
+    """
+    rng = np.random.default_rng(0)
+    prompt, response = rng.integers(1, P + 1, samples), rng.integers(1, R + 1, samples)
+    counts = np.arange(R) < response[:, None]
+    arrays = {
+        "tokens": rng.integers(0, 12, (samples, P + R)).astype(np.int32),
+        "attention_mask": np.arange(P + R) < (prompt + response)[:, None],
+        "response_mask": counts,
+        "rewards": rng.normal(size=(samples, R)),
+    }
+    names = ["advantages", *(["values", "returns"] if critic else [])]
+    arrays |= {
+        name: np.where(counts, rng.normal(size=(samples, R)), 0) for name in names
+    }
+    # Near the log-probabilities of a new model, log(1 / 12).
+    names = ["log_probabilities", "reference_log_probabilities"]
+    return arrays | {
+        name: np.where(counts, -2.5 + 0.3 * rng.normal(size=(samples, R)), 0)
+        for name in names
+    }
+
+
+def step_of(mesh, plan, *, arrays, **options):
+    """Return a rollout step whose first rollout has the given samples."""
+    options = RolloutOptions(
+        max_prompt_length=P,
+        max_response_length=R,
+        beta=BETA,
+        epsilon=EPSILON,
+        **options,
+    )
+    tx = optax.sgd(RATE)
+    critic = (critic_of(MODEL64, mesh), tx) if plan.critic else None
+    step = rollout_step(
+        MODEL64,
+        tx,
+        plan,
+        mesh,
+        reward=lambda p, r: [0.0] * len(p),
+        options=options,
+        critic=critic,
+    )
+    step._collect = lambda state, position, prompts: (
+        arrays,
+        Tally(groups=plan.prompts_per_step),
+    )
+    return step
+
+
+@jax.jit
+def loss_by_hand(
+    params, tokens, places, targets, old, reference, advantage, coefficients
+):
+    """Return the weighted sum of the losses of single tokens: row and column of each,
+    and what its definition needs.
+    """
+    log_p = jax.nn.log_softmax(MODEL64.logits(params, tokens))[
+        places[0], places[1], targets
+    ]
+    ratio = jnp.exp(log_p - old)
+    clipped = jnp.where(
+        ratio > 1 + EPSILON,
+        1 + EPSILON,
+        jnp.where(ratio < 1 - EPSILON, 1 - EPSILON, ratio),
+    )
+    kl = jnp.exp(reference - log_p) - (reference - log_p) - 1
+    return jnp.sum(
+        coefficients
+        * (-jnp.minimum(ratio * advantage, clipped * advantage) + BETA * kl)
+    )
+
+
+def by_hand(params, arrays, rows, mode):
+    """Return loss and gradient of a mini batch in one pass over all samples, from the
+    definition of the aggregation.
+    """
+    lengths = np.maximum(arrays["response_mask"].sum(axis=1), 1)
+    found = []
+    for row, (n, r) in enumerate(
+        zip(arrays["attention_mask"].sum(axis=1), lengths, strict=True)
+    ):
+        share = {
+            "token-mean": 1 / lengths[rows].sum(),
+            "seq-mean-token-sum": 1 / len(rows),
+            "seq-mean-token-mean": 1 / len(rows) / r,
+            "group-mean-token-mean": (
+                1
+                / len({i // 2 for i in rows})
+                / sum(lengths[row // 2 * 2 : row // 2 * 2 + 2])
+            ),
+        }
+        for number in range(r if n else 0):
+            place = n - r + number
+            stored = (
+                arrays[name][row, number]
+                for name in (
+                    "log_probabilities",
+                    "reference_log_probabilities",
+                    "advantages",
+                )
+            )
+            found.append(
+                (
+                    row,
+                    place - 1,
+                    arrays["tokens"][row, place],
+                    *stored,
+                    share[mode] if row in rows else 0.0,
+                )
+            )
+    row, column, targets, old, reference, advantage, coefficients = map(
+        np.array, zip(*found, strict=True)
+    )
+    places = np.array([row, column])
+    return grad_by_hand(
+        params,
+        arrays["tokens"],
+        places,
+        targets,
+        old,
+        reference,
+        advantage,
+        coefficients,
+    )
+
+
+grad_by_hand = jax.jit(jax.value_and_grad(loss_by_hand))
+
+
+@jax.jit
+def value_loss_by_hand(params, tokens, places, old, returns):
+    """Return the mean over single tokens of half the squared error of their values,
+    clipped around the old ones.
+    """
+    x = MODEL64.apply_layers(params["layers"], MODEL64.embed(params, tokens))
+    x = (
+        x
+        * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        * params["final_norm"]
+    )
+    value = (x @ params["value"])[places[0], places[1]]
+    near = jnp.where(
+        value > old + EPSILON,
+        old + EPSILON,
+        jnp.where(value < old - EPSILON, old - EPSILON, value),
+    )
+    return jnp.mean(0.5 * jnp.maximum((value - returns) ** 2, (near - returns) ** 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ("data", {"microbatch": None}),
+        ("one", {"microbatch": Size(count=11, unit="tokens", scope="replica")}),
+    ],
+)
+def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes, float64):
+    """In float64 to 1e-9, padded and packed, with values on both sides of both limits;
+    the policy's parameters stay.
+    """
+    devices, plan = mesh_of(mesh), plan_of(mesh, mini=4, critic=True, **sizes)
+    params, arrays = params64(), stored(plan.samples_per_step, critic=True)
+    step, critic = (
+        step_of(devices, plan, arrays=arrays, value_epsilon=EPSILON),
+        critic64(params),
+    )
+    state, metrics = step.update(
+        step.create_state(params, critic_params=critic),
+        step.schedule.at(0),
+        lambda *_: [],
+    )
+    # The value before a token is that of the token before it.
+    counts, prompt = (
+        arrays["response_mask"],
+        (arrays["attention_mask"].sum(1) - arrays["response_mask"].sum(1)),
+    )
+    rows, numbers = np.nonzero(counts)
+    places = rows, prompt[rows] - 1 + numbers
+    args = arrays["tokens"], places, arrays["values"][counts], arrays["returns"][counts]
+    loss, grads = jax.jit(jax.value_and_grad(value_loss_by_hand))(critic, *args)
+    assert_close(moved(critic, jax.device_get(state.critic_params)), grads, 1e-9)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
+    assert jax.tree.all(
+        jax.tree.map(
+            lambda a, b: bool((a == b).all()), jax.device_get(state.params), params
+        )
+    )
+
+
+def ppo_run(plan, reward, tx, **options):
+    """Return a rollout step of policy and critic, whose reward depends on the response
+    alone, and its state.
+    """
+    mesh, params = mesh_of("one"), init(jax.random.key(0))
+    options, critic = (
+        RolloutOptions(max_response_length=R, **options),
+        (critic_of(MODEL, mesh), tx),
+    )
+    step = rollout_step(
+        MODEL,
+        tx,
+        plan,
+        mesh,
+        reward=lambda prompts, responses: list(map(reward, responses)),
+        options=options,
+        critic=critic,
+    )
+    return step, step.create_state(
+        params, critic_params=critic_params(MODEL, params, mesh)
+    )
+
+
+@pytest.mark.slow
+def test_ppo_learns():
+    """The critic's loss on the samples of a rollout falls, and the reward, the share of
+    token 3, rises from chance to most.
+    """
+    plan = plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
+    step, state = ppo_run(
+        plan,
+        lambda response: response.count(3) / R,
+        optax.adam(0.01),
+        max_prompt_length=P,
+    )
+    prompts, lines = [[number % 12, number % 5, 1] for number in range(8)], []
+    for number in range(step.schedule.total_steps):
+        state, metrics = step.update(
+            state, step.schedule.at(number), lambda *_: prompts
+        )
+        lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
+    assert [line["model"] for line in lines[:6]] == ["critic"] * 2 + ["policy"] * 4
+    rewards = [lines[6 * number]["reward"] for number in range(30)]
+    assert rewards[0] < 0.2
+    assert np.mean(rewards[-5:]) > 0.7
+    losses = [line["loss"] for line in lines if line["model"] == "critic"]
+    # The values begin at 0, and chance is nearly as good; then the reward moves away
+    # and the critic follows it.
+    assert np.mean(losses[-10:]) < 0.5 * max(losses)
+
+
+SAMPLES = {
+    size: Size(count=size, unit="samples", scope="replica") for size in (1, 2, 3, 4)
+}
+TOKENS = {
+    size: Size(count=size, unit="tokens", scope="replica") for size in (7, 11, 20)
+}
+CASES = [
+    pytest.param(
+        "one", AGGREGATIONS, {"microbatch": SAMPLES[1]}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "data",
+        AGGREGATIONS,
+        {"microbatch": TOKENS[11], "mini": 4},
+        marks=pytest.mark.slow,
+    ),
+    (
+        "fsdp",
+        AGGREGATIONS[2:],
+        {"microbatch": SAMPLES[3], "pad": True, "prompts": 5, "mini": 4},
+    ),
+    pytest.param(
+        "tensor", AGGREGATIONS[1:2], {"microbatch": SAMPLES[2]}, marks=pytest.mark.slow
+    ),
+]
+CASES += [
+    pytest.param(mesh, AGGREGATIONS, sizes, marks=pytest.mark.faults)
+    for mesh in MESHES
+    for sizes in (
+        *(
+            {"microbatch": size, "prompts": 24, "mini": 12}
+            for size in (SAMPLES[1], SAMPLES[2], None)
+        ),
+        *(
+            {"microbatch": SAMPLES[size], "pad": True, "prompts": 5, "mini": 4}
+            for size in (1, 3)
+        ),
+        *(
+            {"microbatch": size, "mini": 4, "rungs": rungs}
+            for size in TOKENS.values()
+            for rungs in (1, 3)
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize(("mesh", "modes", "sizes"), CASES, ids=str)
+def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
+    """In float64 to 1e-9, split, padded or packed, on every kind of mesh, for every
+    aggregation; one program.
+    """
+    rungs = sizes.get("rungs", 4)
+    devices, plan = (
+        mesh_of(mesh),
+        plan_of(
+            mesh, **{name: size for name, size in sizes.items() if name != "rungs"}
+        ),
+    )
+    arrays, placed = (
+        stored(plan.samples_per_step),
+        jax.device_put(params64(), MODEL.shardings(devices)),
+    )
+    step = step_of(devices, plan, arrays=arrays, rungs=rungs)
+    for mode in modes:
+        step.options = replace(step.options, loss_agg_mode=mode)
+        state = step.create_state(placed)
+        step._steps["policy"]._returned = None, 0
+        for number in range(plan.policy_updates.num_mini_batches):
+            before = jax.device_get(state.params)
+            state, metrics = step.update(state, step.schedule.at(number), lambda *_: [])
+            rows = next(mini_batches(plan, step=0, seed=0, start=number)).rows
+            loss, grads = by_hand(before, arrays, rows, mode)
+            assert_close(moved(before, jax.device_get(state.params)), grads, 1e-9)
+            assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
+            assert metrics["aux"]["clip_fraction"] > 0
+    assert step.compilations["update"] == 1
+
+
+class ByHand:
+    """The trained groups of a run of varying steps, made from all generated samples by
+    the words of the keys.
+    """
+
+    def __init__(self, mesh, plan, *, teaches, **options):
+        self.devices, self.plan, self.teaches, self.seen, self.queue = (
+            mesh_of(mesh),
+            plan,
+            teaches,
+            [],
+            [],
+        )
+        lengths = {"max_prompt_length": P, "max_response_length": R, "end_token": 5}
+        self.step = rollout_step(
+            MODEL64,
+            optax.sgd(RATE),
+            plan,
+            self.devices,
+            reward=self.reward,
+            options=RolloutOptions(**lengths, beta=BETA, epsilon=EPSILON, **options),
+            critic=(
+                (critic_of(MODEL64, self.devices), optax.sgd(RATE))
+                if plan.critic
+                else None
+            ),
+        )
+        self.reference = params64()
+        placed = jax.device_put(self.reference, MODEL.shardings(self.devices))
+        self.state = self.step.create_state(
+            placed, critic_params=critic64(self.reference) if plan.critic else None
+        )
+        generate = self.step._generate
+
+        def record(params, prompts, *args, **kwargs):
+            found = generate(params, prompts, *args, **kwargs)
+            self.seen.append(found)
+            return found
+
+        self.step._generate = record
+
+    def prompts(self, start, stop):
+        """Return prompts that are their numbers."""
+        return [[n % 12, n // 12 % 12, n // 144] for n in range(start, stop)]
+
+    def reward(self, prompts, responses):
+        """Return rewards with a spread for some prompts, and 7 for all responses to the
+        others.
+        """
+        G, found = self.plan.samples_per_prompt, []
+        for number, (prompt, response) in enumerate(
+            zip(prompts, responses, strict=True)
+        ):
+            spread = self.teaches(sum(x * 12**place for place, x in enumerate(prompt)))
+            found.append(number % G * 1.5 + len(response) if spread else 7.0)
+            # Lengths may cancel what the number of the sample adds.
+            found[-1] += sum(response) / 100 if spread else 0
+        return found
+
+    def rollout(self):
+        """Run all updates of the next rollout, and return the lines of the policy and
+        the state before each.
+        """
+        self.seen, self.lines, self.before = [], [], []
+        self.start = jax.device_get((self.state.params, self.state.critic_params))
+        for number in itertools.count(int(self.state.step)):
+            position, before = (
+                self.step.schedule.at(number),
+                jax.device_get(self.state.params),
+            )
+            self.state, metrics = self.step.update(self.state, position, self.prompts)
+            if position.model == "policy":
+                self.before.append((before, jax.device_get(self.state.params)))
+                self.lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
+            if position.is_last:
+                break
+        self._queue_groups()
+        return self.lines
+
+    def _queue_groups(self):
+        """Put the groups that the rollout generated behind those that wait, with what
+        was stored when they were generated.
+        """
+        options, G = self.step.options, self.plan.samples_per_prompt
+        if not self.seen:
+            return
+        tokens, prompt, response, _ = jax.tree.map(
+            lambda *parts: np.concatenate(parts), *self.seen
+        )
+        counts = np.arange(R) < response[:, None]
+        rewards = np.concatenate(
+            [self.step._rewards(part, where="the test") for part in self.seen]
+        )
+        kept = [
+            n
+            for n in range(0, len(tokens), G)
+            if options.zero_spread_groups == "keep"
+            or len(set(rewards[n : n + G].tolist())) > 1
+        ]
+        rows = np.array([n + i for n in kept for i in range(G)], int)
+        tokens, prompt, response, counts, rewards = (
+            x[rows] for x in (tokens, prompt, response, counts, rewards)
+        )
+        places = np.minimum(prompt[:, None] - 1 + np.arange(R), P + R - 1)
+        stored = {"tokens": tokens, "response_mask": counts}
+        stored["attention_mask"] = np.arange(P + R) < (prompt + response)[:, None]
+        targets = np.roll(tokens, -1, axis=1)
+        for name, params in (
+            ("log_probabilities", self.start[0]),
+            ("reference_log_probabilities", self.reference),
+        ):
+            logits = np.asarray(logits_by_hand(params, np.resize(tokens, (48, P + R))))[
+                : len(tokens)
+            ]
+            log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+            log_p = np.take_along_axis(log_p, targets[..., None], axis=2)[..., 0]
+            stored[name] = np.where(
+                counts, np.take_along_axis(log_p, places, axis=1), 0
+            )
+        if self.start[1] is None:
+            groups = rewards.reshape(-1, G).astype(np.float64)
+            spread = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6
+            stored["advantages"] = np.repeat(
+                ((groups - groups.mean(axis=1, keepdims=True)) / spread).reshape(-1, 1),
+                R,
+                axis=1,
+            )
+        else:
+            given = np.where(np.arange(R) == response[:, None] - 1, rewards[:, None], 0)
+            values = np.asarray(
+                critic_of(MODEL64, self.devices).spread(
+                    self.start[1], {"tokens": tokens}
+                )
+            )
+            values = np.where(counts, np.take_along_axis(values, places, axis=1), 0)
+            stored["advantages"], _ = generalized_advantages(
+                given, values, response, gamma=1.0, lam=1.0
+            )
+        self.queue += [
+            {name: x[n : n + G] for name, x in stored.items()}
+            for n in range(0, len(rows), G)
+        ]
+
+    def assert_gradient(self, groups, mode, update=0):
+        """Compare one update with the gradient of some groups of the queue, as one
+        batch.
+        """
+        empty = {
+            name: np.zeros((2 * 24, *x.shape[1:]), x.dtype)
+            for name, x in self.queue[0].items()
+        }
+        arrays = {
+            name: np.concatenate([*(group[name] for group in groups), x])[: len(x)]
+            for name, x in empty.items()
+        }
+        rows = list(range(2 * len(groups)))
+        loss, grads = by_hand(self.before[update][0], arrays, rows, mode)
+        assert_close(moved(*self.before[update]), grads, 1e-6)
+        assert self.lines[update]["loss"] == pytest.approx(float(loss), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "groups", "sizes", "critic", "per_pass"),
+    [
+        ("data", "drop", (1, 24, 7, 12), False, 2),
+        ("one", "drop", range(1, 25), False, 2),
+        ("one", "drop", range(1, 25), True, 8),
+        ("data", "drop", range(1, 25), True, 2),
+        ("three", "drop", range(1, 25), False, 3),
+        ("four", "drop", range(1, 25), False, 4),
+        ("one", "refill", (6, 12), False, 2),
+        ("data", "refill", (3, 8, 24, 12), True, 2),
+        ("four", "refill", (3, 8, 24, 12), False, 4),
+    ],
+    ids=str,
+)
+def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
+    mesh, groups, sizes, critic, per_pass, float64
+):
+    """Of 24 prompts, `sizes` are kept, or as many refilled: from 1 to 24 passes, by all
+    aggregations; one program for all.
+    """
+    microbatch = Size(count=per_pass, unit="samples")
+    plan = plan_of(
+        mesh,
+        prompts=24,
+        mini=24,
+        microbatch=microbatch,
+        pad=True,
+        critic=critic,
+        steps=len(sizes),
+    )
+    first = 0
+    run = ByHand(mesh, plan, teaches=lambda n: teaching(n), zero_spread_groups=groups)
+    for number, size in enumerate(sizes):
+        mode = AGGREGATIONS[number % 4]
+        run.step.options = replace(run.step.options, loss_agg_mode=mode)
+
+        def teaching(n, first=first, size=size):
+            return (n - first) * size % 24 < size
+
+        (line,) = run.rollout()
+        run.queue = trained = run.queue[:24]
+        assert (
+            line["num_prompts"] == len(trained) == (24 if groups == "refill" else size)
+        )
+        assert (line["num_samples"], line["global_batch_size"]) == (
+            2 * len(trained),
+        ) * 2
+        first += 24 if groups == "drop" else line["dropped_groups"] + 24
+        assert line["consumed_prompts"] == first
+        assert line["consumed_samples"] == 2 * first
+        run.assert_gradient(trained, mode)
+        run.queue = []
+    models = 2 if critic else 1
+    assert run.step.compilations == {
+        "generate": 1,
+        "logprobs": models,
+        "update": models,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", ["train", "drop", "carry"])
+@pytest.mark.parametrize("budget", [None, 60])
+def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget, float64):
+    """By prompts and by tokens: the groups of every update are those by hand, in order,
+    and none is lost or read twice.
+    """
+    mini = 24 if budget else 4
+    plan = plan_of(
+        "data",
+        prompts=24,
+        mini=mini,
+        microbatch=Size(count=2, unit="samples"),
+        pad=True,
+        steps=6,
+    )
+    sizes = {
+        "zero_spread_groups": "drop",
+        "partial_step": partial,
+        "token_batch_size": budget,
+    }
+    run = ByHand("data", plan, teaches=lambda n: n % 7 < 3, shuffle_seed=None, **sizes)
+    for _ in range(6):
+        waiting = len(run.queue)
+        lines, generated = (
+            run.rollout(),
+            sum(len(part.tokens) // 2 for part in run.seen),
+        )
+        full = len(run.queue) - len(run.queue) % mini
+        if budget:
+            tokens = np.cumsum([group["attention_mask"].sum() for group in run.queue])
+            full = int((tokens <= budget).sum()) if tokens[-1] >= budget else 0
+        trained = (
+            len(run.queue) if partial == "train" and not (budget and full) else full
+        )
+        assert sum(line["num_prompts"] for line in lines) == trained
+        assert {line["policy_lag"] for line in lines} == set(range(24 // mini))
+        for number, line in enumerate(lines):
+            groups = run.queue[number * mini : min((number + 1) * mini, trained)]
+            assert line["num_prompts"] == len(groups)
+            if groups:
+                queue, run.queue = run.queue, groups
+                run.assert_gradient(groups, "token-mean", number)
+                run.queue = queue
+            else:
+                jax.tree.map(np.testing.assert_array_equal, *run.before[number])
+        rest = len(run.queue) - trained if partial == "carry" else 0
+        assert lines[0]["dropped_groups"] == waiting + generated - trained - rest
+        run.queue = run.queue[trained : trained + rest]
+    assert run.step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+
+
+def plain_run(plan, reward, **options):
+    """Return a rollout step of a policy without a model, which compiles fast, and its
+    state.
+    """
+    options = RolloutOptions(max_prompt_length=1, max_response_length=2, **options)
+
+    def logits(params, tokens):
+        return jnp.broadcast_to(params, (*tokens.shape, 4))
+
+    step = rollout_step(
+        logits, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options
+    )
+    return step, step.create_state(jnp.zeros(4))
+
+
+def test_fifty_sizes_are_one_program_per_role():
+    """Rollouts of 0 to 50 prompts with spread; the lines have the sizes, and one
+    without samples changes no parameter.
+    """
+    plan, size = (
+        plan_of(prompts=50, samples=2, mini=50, microbatch=SAMPLES[2], steps=51),
+        0,
+    )
+    step, state = plain_run(
+        plan,
+        lambda p, r: [float(n // 2 < size and n % 2) for n in range(len(p))],
+        zero_spread_groups="drop",
+    )
+    for size in range(51):
+        before = np.asarray(state.params)
+        state, line = step(state, [[1]] * 50)
+        assert (line["num_prompts"], line["num_samples"], line["dropped_groups"]) == (
+            size,
+            2 * size,
+            50 - size,
+        )
+        assert (line["consumed_prompts"], line["consumed_samples"]) == (
+            50 * (size + 1),
+            100 * (size + 1),
+        )
+        assert line["zero_spread_share"] == (50 - size) / 50
+        assert size or (before == np.asarray(state.params)).all()
+    assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+
+
+@pytest.mark.slow
+def test_advantages_are_normalized_over_the_samples_that_are_kept():
+    """With a budget of tokens that the last prompts exceed: mean 0 and standard
+    deviation 1 over those trained on alone.
+    """
+    plan, sizes = (
+        plan_of(prompts=4, mini=4, critic=True),
+        {"max_prompt_length": 1, "token_batch_size": 2 * 2 * (R + 1)},
+    )
+    step, state = ppo_run(
+        plan, lambda tokens: float(sum(tokens)), optax.sgd(RATE), **sizes
+    )
+    state, metrics = step.update(
+        state,
+        step.schedule.at(0),
+        lambda start, stop: [[n] for n in range(start, stop)],
+    )
+    assert (metrics["facts"]["num_prompts"], metrics["facts"]["dropped_groups"]) == (
+        2,
+        2,
+    )
+    advantages = state.experience["advantages"][state.experience["response_mask"]]
+    assert (advantages.size, advantages.mean(), advantages.std()) == (
+        16,
+        pytest.approx(0, abs=1e-6),
+        pytest.approx(1, 1e-5),
+    )
+
+
+def test_a_refill_without_end_is_an_error_and_loses_nothing():
+    """After max_num_gen_batches batches without a spread: an error that says so, and
+    the state goes on with other rewards.
+    """
+    asked, rewards = [], {"spread": 0.0}
+    step, state = plain_run(
+        plan_of(prompts=4, mini=4),
+        lambda p, r: [rewards["spread"] * (n % 2) for n in range(len(p))],
+        zero_spread_groups="refill",
+        max_num_gen_batches=3,
+    )
+
+    def prompts(start, stop):
+        asked.append((start, stop))
+        return [[1]] * (stop - start)
+
+    with pytest.raises(
+        DataError, match="among the 12 of max_num_gen_batches=3 batches"
+    ) as caught:
+        step(state, prompts)
+    assert (caught.value.key, asked) == (
+        "zero_spread_groups",
+        [(0, 4), (4, 8), (8, 12)],
+    )
+    rewards["spread"] = 1.0
+    state, line = step(state, prompts)
+    assert (line["num_prompts"], line["consumed_prompts"], int(state.step)) == (4, 4, 1)
+    with pytest.raises(DataError, match="rollout 1 has 4 prompts, but 3 were given"):
+        step(state, [[1]] * 3)
+
+
+def test_packing_takes_the_lengths_of_the_options():
+    """A plan that knows no lengths packs as many passes as rollouts need, with one
+    program. Too short ones are refused.
+    """
+    tokens = Size(count=8, unit="tokens", scope="replica")
+    plan = plan_of(prompts=8, samples=4, mini=8, microbatch=tokens, steps=6)
+    policy = Policy(
+        logits=lambda p, t: p[t], packed=lambda p, t, positions, segments: p[t]
+    )
+
+    def step_on(plan):
+        options = RolloutOptions(
+            max_prompt_length=1, max_response_length=5, end_token=0
+        )
+
+        def reward(prompts, responses):
+            return [len(response) for response in responses]
+
+        return rollout_step(
+            policy, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options
+        )
+
+    step = step_on(plan)
+    state, passes = step.create_state(jnp.zeros((8, 8))), []
+    for _ in range(6):
+        state, metrics = step(state, [[1 + n % 7] for n in range(8)])
+        passes.append(metrics["passes"])
+    assert len(set(passes)) > 1
+    assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    with pytest.raises(
+        ConfigError, match="= 5 tokens, fewer than the 6 of the options"
+    ):
+        step_on(
+            replace(
+                plan, experience=Experience(max_prompt_length=1, max_response_length=4)
+            )
+        )
+
+
+def fail_in_an_own_loop(process, port):
+    """Train with an own loop as one of two processes, of which process 0 leaves in its
+    reward function.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    calls = []
+
+    def reward(prompts, responses):
+        calls.append(len(prompts))
+        return [0.0, 1.0] * 4 if len(calls) == 1 else sys.exit("the budget is spent")
+
+    options = RolloutOptions(max_prompt_length=1, max_response_length=2)
+    step = rollout_step(
+        lambda p, t: p[t],
+        optax.sgd(0.1),
+        plan_of("data"),
+        mesh_of("data"),
+        reward=reward,
+        options=options,
+    )
+    state = step.create_state(jnp.zeros((8, 8)))
+    for _ in range(3):
+        state, _ = step(state, [[1]] * 4)
+
+
+@pytest.mark.slow
+def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
+    """The other process says at once why it ends, and does not wait for rewards that
+    will never come.
+    """
+    port, logs = processes.free_port(), [tmp_path / "0.log", tmp_path / "1.log"]
+    started = [
+        processes.start(fail_in_an_own_loop, n, port, log=log)
+        for n, log in enumerate(logs)
+    ]
+    started[1].join(60)
+    assert started[1].exitcode == 1
+    assert (
+        "process 0 failed with SystemExit: the budget is spent; process 1 ends too"
+        in logs[1].read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "key"),
+    [
+        ({"mini": 4}, {"token_batch_size": 5}, "token_batch_size"),
+        ({"mini": 2}, {"token_batch_size": 6}, "mini_batch_size"),
+        ({"mini": 2}, {"zero_spread_groups": "fill"}, "zero_spread_groups"),
+        ({"mini": 2}, {"partial_step": "keep"}, "partial_step"),
+        ({"mini": 2}, {"max_num_gen_batches": 0}, "max_num_gen_batches"),
+        (
+            {"mini": 2},
+            {"loss_agg_mode": "group-mean-token-mean", "keep_prompts_together": False},
+            "rl.loss_agg_mode",
+        ),
+        # Passes that cannot tell both parts of the noise apart.
+        (
+            {"microbatch": SAMPLES[1]},
+            {"measure_gradient_noise": True},
+            "measure_gradient_noise",
+        ),
+        (
+            {},
+            {"measure_gradient_noise": True, "keep_prompts_together": False},
+            "measure_gradient_noise",
+        ),
+    ],
+)
+def test_sizes_that_no_step_can_have_are_refused(sizes, options, key):
+    """A budget below the longest prompt with its responses, a budget beside mini
+    batches, and groups that are separated.
+    """
+    with pytest.raises(ConfigError) as caught:
+        plain_run(plan_of(**sizes), lambda p, r: [0.0] * len(p), **options)
+    assert caught.value.key == key
+    assert caught.value.nearest

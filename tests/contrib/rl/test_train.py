@@ -1,0 +1,499 @@
+"""Tests of rampup.contrib.rl.train: runs of `rampup train` of a rollout's configuration, at
+their smallest.
+"""
+
+import itertools
+import json
+import os
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from helpers import processes, snippets
+from helpers.runs import assert_same_run, metrics_of, state_of
+from helpers.tiny import RL_TINY as TINY
+
+import rampup
+from rampup.cli import main, make_parser
+from rampup.cli.draw import gather_report
+from rampup.contrib.rl import train as rl
+from rampup.contrib.rl.config import RolloutConfig, load_rollout_config
+from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
+from rampup.loop.events import StepDone
+from rampup.loop.run_folder import read_lines
+from rampup.show.report import report_html
+from rampup.show.series import RunMetrics
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    """Run on the first of the simulated devices."""
+    with snippets.one_device():
+        yield
+
+
+def config_of(folder, name="run", **settings):
+    """Return the configuration of a tiny run."""
+    return RolloutConfig(
+        **TINY | {"base_output_directory": str(folder), "run_name": name} | settings
+    )
+
+
+# The lengths that the task needs, so that the planned bytes are the exact ones.
+WHOLE = {"max_prompt_length": 4, "max_response_length": 3, "checkpoint_period": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(one_device, tmp_path_factory):
+    """An uninterrupted run: its folder and its summary."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder / "whole", rl.train(config_of(folder, "whole", **WHOLE))
+
+
+def train_until(config, step):
+    """Train until a step's metrics are written, then fail as if the process had
+    died.
+    """
+
+    def stop(event):
+        if isinstance(event, StepDone) and event.step == step:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        rl.train(config, stop)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
+    """Ended after several updates and in the middle of a rollout; the updates of each
+    rollout are in order.
+    """
+    folder, summary = whole
+    for stop in (3, 6):
+        train_until(config_of(tmp_path, "cut", **WHOLE), stop)
+    resumed = rl.train(config_of(tmp_path, "cut", **WHOLE))
+    assert 0 < resumed.resumed_from < summary.optimizer_steps == 12
+    assert_same_run(tmp_path / "cut", folder, 12)
+    assert (summary.steps, summary.samples, summary.interrupted) == (3, 24, False)
+    assert summary.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    found = [
+        (line["rollout"], line["model"], line["policy_lag"])
+        for line in metrics_of(folder)
+    ]
+    assert found == [
+        (rollout, "policy", update) for rollout in range(3) for update in range(4)
+    ]
+
+
+AUTO = {
+    "batch_size": 8,
+    "batch_size_schedule": "0:2 auto",
+    "measure_gradient_noise": True,
+    "num_generations": 4,
+}
+AUTO |= {
+    "mini_batch_size": -1,
+    "num_batches": 40,
+    "warm_start_steps": 0,
+    "eval_interval": -1,
+    "checkpoint_period": 7,
+}
+# The noise of two prompts is known too roughly to say that a size of 4 wastes little.
+AUTO |= {"auto_max_waste": 0.75}
+
+
+@pytest.mark.slow
+def test_the_batch_follows_the_noise_between_prompts_also_of_a_killed_run(
+    tmp_path, monkeypatch
+):
+    """It doubles where the line before says so, in one program, and a run killed before
+    and after that is the same.
+    """
+
+    # Noise alone: no size is too large.
+    def reward(task, prompts, responses):
+        return [float(sum(map(ord, text)) % 4 == 0) for text in responses]
+
+    monkeypatch.setattr(rl.Arithmetic, "reward", reward)
+    whole = rl.train(config_of(tmp_path, "whole", **AUTO))
+    lines = metrics_of(tmp_path / "whole")
+    assert {2, 4} <= {line["num_prompts"] for line in lines} <= {2, 4, 8}
+    for before, after in itertools.pairwise(lines):
+        if before["rollout"] != after["rollout"]:
+            assert after["num_prompts"] == before.get(
+                "next_num_prompts", before["num_prompts"]
+            )
+    assert [line["rollout"] for line in lines if "next_num_prompts" in line] == [
+        9,
+        19,
+        29,
+    ]
+    assert lines[-1]["consumed_prompts"] == sum(
+        line["num_prompts"] for line in lines[::2]
+    )
+    assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    growths = [
+        number
+        for number, line in enumerate(lines)
+        if line.get("next_num_prompts", 0) > line["num_prompts"]
+    ]
+    for stop in (11, *(number + 3 for number in growths)):
+        train_until(config_of(tmp_path, "cut", **AUTO), stop)
+    resumed = rl.train(config_of(tmp_path, "cut", **AUTO))
+    assert (resumed.samples, resumed.steps) == (whole.samples, whole.steps)
+    assert_same_run(
+        tmp_path / "cut",
+        tmp_path / "whole",
+        whole.optimizer_steps,
+        files=("metrics.jsonl",),
+    )
+
+
+def train_together(process, number, port, settings):
+    """Train as one of several processes with two devices together; return 0 if all is
+    well.
+    """
+    if number > 1:
+        os.environ |= {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": str(number),
+        }
+        os.environ["JAX_PROCESS_ID"] = str(process)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2 // number)
+    # Only process 0 is asked, and the other one would give other answers.
+    rl.Arithmetic.reward = lambda task, prompts, responses: [
+        float(sum(map(ord, text)) % 4 == process) for text in responses
+    ]
+    summary = rl.train(RolloutConfig(**settings))
+    assert summary.num_compilations["update"] == summary.num_compilations["logprobs"]
+    return int(summary.interrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {
+            "measure_gradient_noise": True,
+            "microbatch_size": 2,
+            "train_micro_batch_size": -1,
+        },
+        {
+            "zero_spread_groups": "refill",
+            "enable_critic": True,
+            "ici_data_parallelism": 1,
+            "ici_fsdp_parallelism": 2,
+        },
+        {
+            "partial_step": "carry",
+            "token_batch_size": 90,
+            "mini_batch_size": -1,
+            "loss_agg_mode": "seq-mean-token-mean",
+        },
+        {"loss_agg_mode": "group-mean-token-mean"},
+    ],
+    ids=str,
+)
+def test_two_processes_train_what_one_would(sizes, tmp_path):
+    """Also from a checkpoint: whole numbers are equal, losses and parameters to
+    1e-5.
+    """
+    settings, port = (
+        TINY | {"num_generations": 4, "ici_data_parallelism": 2},
+        processes.free_port(),
+    )
+    settings |= {"max_prompt_length": 4, "max_response_length": 3}
+    settings |= {
+        "rollout_micro_batch_size": 2,
+        "base_output_directory": str(tmp_path),
+        "zero_spread_groups": "drop",
+    } | sizes
+    for name, number, batches in (("one", 1, 4), ("two", 2, 2), ("two", 2, 4)):
+        jobs = [
+            (n, number, port, settings | {"run_name": name, "num_batches": batches})
+            for n in range(number)
+        ]
+        processes.run_all(train_together, jobs, tmp_path / f"logs_{name}{batches}")
+    one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) > 4
+    assert (
+        len({line["num_prompts"] for line in one}) > 1
+        or settings["zero_spread_groups"] == "refill"
+    )
+    # The networks of the collectives add in different orders.
+    close = {"rel": 1e-4, "abs": 1e-5}
+    for a, b in zip(one, two, strict=True):
+        assert {
+            key: pytest.approx(x, **close) if isinstance(x, float) else x
+            for key, x in a.items()
+        } == b
+    first, second = (
+        state_of(tmp_path / name, one[-1]["step"] + 1) for name in ("one", "two")
+    )
+    assert first.keys() == second.keys()
+    assert all(
+        leaf == pytest.approx(second[name], **close) for name, leaf in first.items()
+    )
+
+
+def test_metrics_show_what_the_plan_knows(whole):
+    """Padding, groups without spread, lag, bytes of experience, and tokens per second
+    of generation and training apart.
+    """
+    folder, summary = whole
+    lines = list(read_lines(folder / "metrics.jsonl"))
+    assert len(lines) == 12
+    for line in lines:
+        assert 0 <= line["padding_share"] < 1
+        assert 0 <= line["zero_spread_share"] <= 1
+        assert line["experience_bytes"] == line["planned_experience_bytes"]
+        assert line["generation_tokens_per_second"] > 0
+        assert line["scoring_seconds"] > 0
+        assert (
+            ("training_tokens_per_second" in line)
+            == ("update_seconds" in line)
+            == (line["policy_lag"] == 3)
+        )
+    parts = {
+        "generation": "generation_seconds",
+        "scoring": "scoring_seconds",
+        "update": "update_seconds",
+    }
+    for name, key in parts.items():
+        assert summary.seconds_by_part[name] == pytest.approx(
+            sum(line[key] for line in lines[3::4]), abs=2e-3
+        )
+    assert sum(summary.seconds_by_part.values()) == pytest.approx(
+        summary.seconds, abs=1e-6
+    )
+    assert (
+        min(summary.seconds_by_part[name] for name in ("start", "compilation", "other"))
+        > 0
+    )
+    assert (summary.reward_first, summary.reward_last) == (
+        lines[0]["reward"],
+        lines[-1]["reward"],
+    )
+    evals = list(read_lines(folder / "eval.jsonl"))
+    assert [line["step"] for line in evals] == [-1, 3, 7, 11]
+    assert [line["consumed_samples"] for line in evals] == [0, 8, 16, 24]
+    assert all(0 <= line["greedy_accuracy"] <= 1 for line in evals)
+    accuracy = [line["accuracy"] for line in evals]
+    assert (summary.accuracy_before, summary.accuracy_after) == (
+        accuracy[0],
+        accuracy[-1],
+    )
+    run = RunMetrics.from_folder(folder, name="whole")
+    assert (run.quantity, run.losses[0], run.eval_losses) == (
+        "reward",
+        lines[0]["reward"],
+        tuple(accuracy[1:]),
+    )
+    report = gather_report(
+        make_parser("report").parse_args([str(folder), "-o", "x.html"])
+    )
+    assert report.run == run
+    page = report_html(report)
+    assert all(title in page for title in ("last reward", *run.curves))
+    assert {
+        "Spread of rewards",
+        "KL divergence",
+        "Tokens of a response",
+        "Prompts of an update",
+    } <= run.curves.keys()
+
+
+def test_one_program_per_role(tmp_path):
+    """Growing batches run through the same programs; nothing is evaluated or saved."""
+    growth = {
+        "batch_size_schedule": "0:2 1:4",
+        "num_generations_schedule": "0:2 2:4",
+        "num_generations": 4,
+    }
+    summary = rl.train(
+        config_of(tmp_path, eval_interval=-1, enable_checkpointing=False, **growth)
+    )
+    assert summary.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    assert (summary.accuracy_before, summary.checkpoint) == (None, None)
+    assert (
+        len({line["global_batch_size"] for line in metrics_of(tmp_path / "run")}) == 2
+    )
+
+
+def test_a_bad_reward_loses_nothing(whole, tmp_path, monkeypatch):
+    """The run ends with an error that names the rollout and the sample; a checkpoint
+    has all steps before it.
+    """
+    right, calls = rl.Arithmetic.reward, []
+
+    def reward(task, prompts, responses):
+        calls.append(prompts)
+        return (
+            right(task, prompts, responses)
+            if len(calls) < 2
+            else [0.0, 0.0, 0.0, float("nan"), *[0.0] * len(prompts[4:])]
+        )
+
+    config = config_of(
+        tmp_path, **WHOLE | {"eval_interval": -1, "checkpoint_period": 100}
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(rl.Arithmetic, "reward", reward)
+        with pytest.raises(
+            DataError,
+            match="the reward function, in rollout 1, returned nan for sample 3",
+        ):
+            rl.train(config)
+    assert rl.train(config).resumed_from == 4
+    assert_same_run(tmp_path / "run", whole[0], 12, files=("metrics.jsonl",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"decode_sampling_temperature": 0.0}, "decode_sampling_temperature"),
+        ({"decode_sampling_top_k": 1}, "decode_sampling_top_k"),
+        ({"num_generations": 1}, "rl.num_generations"),
+        (
+            {"num_generations": 1, "enable_critic": True, "zero_spread_groups": "drop"},
+            "zero_spread_groups",
+        ),
+        ({"max_prompt_length": 3}, "max_prompt_length"),
+        ({"enable_reference_policy": False}, "rl.grpo_beta"),
+        ({"grpo_epsilon": 1.0}, "rl.grpo_epsilon"),
+        (
+            {
+                "partial_step": "carry",
+                "num_generations_schedule": "0:1 1:2",
+                "enable_critic": True,
+            },
+            "partial_step",
+        ),
+        ({"num_prompts": 1000}, "num_prompts"),
+        ({"max_operand": 2}, "num_test_batches"),
+        ({"ici_data_parallelism": -1, "ici_tensor_parallelism": 3}, "num_devices"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_path):
+    """Greedy sampling, groups of one, prompts that do not fit and the like: an error,
+    and no folder.
+    """
+    with pytest.raises(RampupError) as caught:
+        rl.train(config_of(tmp_path, **settings))
+    assert (
+        key
+        in (
+            caught.value.key,
+            *(problem.key for problem in caught.value.problems or ()),
+        )
+        or key == "num_devices"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
+    """How many prompts one call takes decides which ones are read, so another number is
+    refused at a resume.
+    """
+    settings = {"token_batch_size": 4096, "mini_batch_size": -1, "eval_interval": -1}
+    rl.train(config_of(tmp_path, num_batches=1, rollout_micro_batch_size=2, **settings))
+    with pytest.raises(ResumeMismatchError, match="rollout_micro_batch_size"):
+        rl.train(
+            config_of(tmp_path, num_batches=2, rollout_micro_batch_size=4, **settings)
+        )
+
+
+def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch):
+    """The sentence has both numbers and the key of a pass; nothing is trained, whatever
+    the tokens of a step are.
+    """
+    monkeypatch.setattr("rampup.contrib.rl.rollout.device_limit", lambda device: 10_000)
+    monkeypatch.setattr(rl.RolloutRun, "_warm_start", None)
+    sizes = {"token_batch_size": 10_000, "mini_batch_size": -1, "enable_critic": True}
+    with pytest.raises(
+        ConfigError,
+        match=r"update of the critic takes [\d,]+ bytes of a device, which has 10,000",
+    ) as caught:
+        rl.train(config_of(tmp_path, **sizes))
+    assert caught.value.key == "train_micro_batch_size"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    """Other sizes of the rollouts or another model: an error that names what changed,
+    and the run stays as it is.
+    """
+    rl.train(config_of(tmp_path, num_batches=1, eval_interval=-1))
+    for change in (
+        {"mini_batch_size": 4},
+        {"max_operand": 8},
+        {"init_weights_seed": 1},
+    ):
+        with pytest.raises(ResumeMismatchError):
+            rl.train(config_of(tmp_path, eval_interval=-1, **change))
+    # The folder has the configuration with which `rampup train RUN_DIR` resumes it.
+    kept = load_rollout_config(tmp_path / "run" / "config.yml")
+    assert (kept.max_operand, metrics_of(tmp_path / "run")[0]["rollout"]) == (9, 0)
+    assert rl.train(replace(kept, num_batches=3)).steps == 3
+
+
+@pytest.fixture(scope="module")
+def loaded(whole):
+    """The policy of the run, for longer responses than those it was trained with."""
+    return replace(rampup.load(whole[0]), context=64)
+
+
+def test_load_returns_the_policy(whole, loaded, capsys):
+    """Configuration, model and parameters belong together: the model has the logits
+    that generation and its command see.
+    """
+    assert (loaded.step, loaded.config.max_operand, loaded.model.width) == (12, 9, 8)
+    assert loaded.params is loaded.state["params"]
+    logits = jax.jit(loaded.model.logits)(loaded.params, np.array([list(b"3+4=")]))
+    best = int(logits[0, -1].argmax())
+    assert loaded.generate("3+4=", 1, temperature=0) == (
+        "" if best == 10 else bytes([best]).decode(errors="replace")
+    )
+    assert (
+        main(
+            [
+                "generate",
+                str(whole[0]),
+                "--prompt",
+                "3+4=",
+                "--tokens",
+                "3",
+                "--temperature",
+                "0",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["text"]) == (
+        12,
+        loaded.generate("3+4=", 3, temperature=0),
+    )
+
+
+def test_a_response_ends_with_its_end_token(loaded):
+    """Without one it has all bytes that were asked for. What cannot be generated is
+    refused, each by its own rule.
+    """
+    unended = replace(loaded, end_token=None).generate("3+4=", 40, seed=3)
+    end = next(letter for letter in unended if letter.isascii())
+    assert (
+        replace(loaded, end_token=ord(end)).generate("3+4=", 40, seed=3)
+        == unended.partition(end)[0]
+    )
+    assert loaded.generate("3+4=", 40, seed=3) == unended.partition("\n")[0]
+    with pytest.raises(ConfigError, match="from 1 to"):
+        loaded.generate("3+4=", 0)
+    config = rampup.Config(dataset_type="tokens", grain_train_files="x")
+    with pytest.raises(
+        ConfigError, match="a tokenizer that rampup does not know made its tokens"
+    ):
+        replace(loaded, config=config).generate("3+4=", 5)
