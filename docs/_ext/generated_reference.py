@@ -5,6 +5,7 @@ becomes the Markdown of GENERATED[NAME].
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import html
 import re
@@ -148,14 +149,21 @@ def preset_rules() -> str:
 
 def changed_lines(name: str) -> tuple[int, int]:
     """Return how many lines of a program a ramp adds or changes, and how many it
-    removes, without docstring and blanks.
+    removes, without docstring, comments and blanks. A statement or a docstring is one
+    line, however it is wrapped.
     """
-    texts = (
-        (EXAMPLES / f"{name}{end}.py").read_text(encoding="utf-8")
+    trees = (
+        ast.parse((EXAMPLES / f"{name}{end}.py").read_text(encoding="utf-8"))
         for end in ("", "_ramp")
     )
     before, after = (
-        [line for line in text.splitlines()[1:] if line.strip()] for text in texts
+        re.sub(
+            r'""".*?"""',
+            lambda docstring: " ".join(docstring[0].split()),
+            "\n".join(ast.unparse(node) for node in tree.body[1:]),
+            flags=re.DOTALL,
+        ).splitlines()
+        for tree in trees
     )
     signs = [line[0] for line in list(difflib.unified_diff(before, after, n=0))[2:]]
     return signs.count("+"), signs.count("-")
