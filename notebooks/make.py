@@ -31,19 +31,30 @@ import importlib.metadata
 import tempfile
 from pathlib import Path
 
-packages = {{package.name: package.version for package in importlib.metadata.distributions()}}
+packages = {{
+    package.name: package.version for package in importlib.metadata.distributions()
+}}
 if "rampup" not in packages:
 {source}
-    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
-    kept = [f"{{name}}=={{version}}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    # Keep the versions of JAX and of the accelerator's driver that this machine has.
+    kept = [
+        f"{{name}}=={{version}}"
+        for name, version in packages.items()
+        if name.startswith("jax") or name == "libtpu"
+    ]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\\n".join(kept))
     %pip install -q -c {{constraints}} "{{source}}\""""
 FROM_CLONE = """    # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    clone = next(
+        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
+    )
     if clone is None:
-        raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
+        raise RuntimeError(
+            "rampup is not installed; copy its repository here,"
+            " %cd to its notebooks, and run this cell again"
+        )
     source = f"{{clone}}[{extras}]\""""
 FROM_URL = '    source = "rampup[{extras}] @ git+{url}"'
 

@@ -37,10 +37,11 @@ if "rampup" not in packages:
     )
     if clone is None:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+            "rampup is not installed; copy its repository here,"
+            " %cd to its notebooks, and run this cell again"
         )
     source = f"{clone}[plot]"
-    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
+    # Keep the versions of JAX and of the accelerator's driver that this machine has.
     kept = [
         f"{name}=={version}"
         for name, version in packages.items()
