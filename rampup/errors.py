@@ -17,6 +17,10 @@ MAX_LISTED = 20
 class RampupError(Exception):
     """Base class of all errors that rampup raises.
 
+    Args:
+        problem: the rule, both numbers with their names, and the place.
+        fix: what the caller can do about it; the message is "problem; fix".
+
     Attributes:
         key: the configuration key to change, or None.
         nearest: legal values near the rejected one, smallest first.
@@ -27,9 +31,14 @@ class RampupError(Exception):
     """
 
     def __init__(
-        self, message: str, *, key: str | None = None, nearest: Sequence[object] = ()
+        self,
+        problem: str,
+        *,
+        fix: str = "",
+        key: str | None = None,
+        nearest: Sequence[object] = (),
     ) -> None:
-        super().__init__(message)
+        super().__init__(f"{problem}; {fix}" if fix else problem)
         self.key = key
         self.nearest = tuple(nearest)
         self.alternatives: dict[str, tuple[object, ...]] = {}
@@ -51,21 +60,18 @@ class ConfigError(RampupError, ValueError):
 
     def __init__(
         self,
-        message: str,
+        problem: str,
         *,
+        fix: str = "",
         key: str | None = None,
         nearest: Sequence[object] = (),
         path: str | None = None,
         line: int | None = None,
     ) -> None:
-        where = (
-            ""
-            if path is None
-            else f"{path}:{line}: "
-            if line is not None
-            else f"{path}: "
-        )
-        super().__init__(where + message, key=key, nearest=nearest)
+        where = "" if path is None else f"{path}:"
+        if path is not None:
+            where += " " if line is None else f"{line}: "
+        super().__init__(where + problem, fix=fix, key=key, nearest=nearest)
         self.path = path
         self.line = line
 
@@ -86,10 +92,11 @@ class BatchDivisibilityError(ConfigError):
 
     def __init__(
         self,
-        message: str,
+        problem: str,
         *,
         value: int,
         divisor: int,
+        fix: str = "",
         key: str | None = None,
         nearest: Sequence[object] | None = None,
     ) -> None:
@@ -102,7 +109,7 @@ class BatchDivisibilityError(ConfigError):
             nearest = [
                 n for n in (self.nearest_below, self.nearest_above) if n is not None
             ]
-        super().__init__(message, key=key, nearest=nearest)
+        super().__init__(problem, fix=fix, key=key, nearest=nearest)
 
 
 class PipelineShapeError(ConfigError):
@@ -145,9 +152,14 @@ class NonFiniteError(RampupError, ArithmeticError):
     """
 
     def __init__(
-        self, message: str, *, steps: Sequence[int], key: str | None = None
+        self,
+        problem: str,
+        *,
+        steps: Sequence[int],
+        fix: str = "",
+        key: str | None = None,
     ) -> None:
-        super().__init__(message, key=key)
+        super().__init__(problem, fix=fix, key=key)
         self.steps = tuple(steps)
 
 

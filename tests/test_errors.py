@@ -67,3 +67,12 @@ def test_errors_keep_their_attributes_through_pickle_and_name_their_location():
 def test_types_have_their_article():
     """Messages say "an int" and "a str"."""
     assert (a_type(1), a_type("x")) == ("an int", "a str")
+
+
+def test_a_message_is_the_problem_and_its_fix():
+    """The parts of a message are joined in one place, behind the file and the line."""
+    error = errors.ConfigError("steps=0 is too few", fix="set steps=1", key="steps")
+    assert str(error) == "steps=0 is too few; set steps=1"
+    error = errors.ConfigError("steps=0", fix="set steps=1", path="a.yml", line=3)
+    assert str(error) == "a.yml:3: steps=0; set steps=1"
+    assert str(errors.DataError("no rows")) == "no rows"
