@@ -197,13 +197,14 @@ class RampPlan:
         last = self.ramp.sizes[-1]
         if factor > 0 and (last * factor).denominator > 1:
             key = "expansion_factor_real_data"
-            rule = (
-                f"global_batch_size * {key} = {last} * {factor} ="
-                f" {float(last * factor):g} must be a whole number of samples"
-            )
-            numbers = {"value": last * factor.numerator, "divisor": factor.denominator}
             yield BatchDivisibilityError(
-                f"{rule}; -1 loads the batch itself", **numbers, key=key, nearest=(-1,)
+                f"global_batch_size * {key} = {last} * {factor} ="
+                f" {float(last * factor):g} must be a whole number of samples",
+                fix="-1 loads the batch itself",
+                value=last * factor.numerator,
+                divisor=factor.denominator,
+                key=key,
+                nearest=(-1,),
             )
         if self.total_steps < 0:
             yield ConfigError(
