@@ -9,8 +9,8 @@ Most programs need five names:
 - `Loop(...)` is a run in its folder: metrics, checkpoints, and an exact resume.
 
 The other public names are in groups in `docs/reference/api.md`, and each room has those
-that fewer programs need: `rampup.plan`, `rampup.data`, `rampup.engine`, `rampup.loop`,
-`rampup.errors`, and what is optional in `rampup.contrib`. A name is imported when it is
+that fewer programs need: `rampup.plan`, `rampup.data`, `rampup.engine`, `rampup.checks`,
+`rampup.loop`, `rampup.errors`, and what is optional in `rampup.contrib`. A name is imported when it is
 first used, so planning a run does not import jax.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from rampup.checks.loss import check_loss as check_loss
     from rampup.config.build import build_plan as build_plan
     from rampup.config.load import load_config as load_config
     from rampup.config.schema import Config as Config
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # for editors and type checkers
     from rampup.engine.accumulate import accumulate as accumulate
     from rampup.engine.accumulate import multi_steps as multi_steps
     from rampup.engine.batch import Batch as Batch
-    from rampup.engine.check_loss import check_loss as check_loss
     from rampup.engine.mesh import BatchAxes as BatchAxes
     from rampup.engine.mesh import make_mesh as make_mesh
     from rampup.engine.nnx import merge_model as merge_model
@@ -99,7 +99,7 @@ _HOME = {
     "accumulate": "rampup.engine.accumulate",
     "multi_steps": "rampup.engine.accumulate",
     "PipelinedLoss": "rampup.engine.pipeline",
-    "check_loss": "rampup.engine.check_loss",
+    "check_loss": "rampup.checks.loss",
     # A run in its folder.
     "EvalOptions": "rampup.loop.loop",
     "CheckpointOptions": "rampup.loop.checkpoint",
@@ -119,7 +119,8 @@ _ROOMS = {
         "AdamConstants AdamScaling NoiseEstimate NoiseScale PlanPosition Seesaw Timetable"
     ),
     "rampup.data": ("BatchLoader"),
-    "rampup.engine": ("AdamSchedule LearningRate LossReport TrainStep"),
+    "rampup.engine": ("AdamSchedule LearningRate TrainStep"),
+    "rampup.checks": ("LossProblem LossReport"),
     "rampup.loop": ("Component Summary"),
     "rampup.lm": ("LoadedRun Run"),
     "rampup.plan.topology": ("Topology"),
@@ -130,6 +131,7 @@ _ROOMS = {
     ),
 }
 _MODULES = (
+    "checks",
     "config",
     "contrib",
     "data",

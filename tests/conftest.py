@@ -47,15 +47,26 @@ def optimized():
         yield
 
 
+@pytest.fixture(scope="module")
+def float64():
+    """Compute in float64, and forget executables that no other module shares."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unchecked_losses():
     """Let no training step check its loss by itself, which takes longer than the step;
-    see tests/engine/test_check_loss.py.
+    see tests/checks/test_loss.py.
     """
-    import rampup.engine.check_loss
+    import rampup.checks.loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rampup.engine.check_loss, "MAX_PARAMETERS", -1)
+        patch.setattr(rampup.checks.loss, "MAX_PARAMETERS", -1)
         yield
 
 

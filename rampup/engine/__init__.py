@@ -9,7 +9,6 @@ from rampup import load_name
 _HOME = {
     "AdamSchedule": "rampup.engine.optimizer",
     "LearningRate": "rampup.engine.optimizer",
-    "LossReport": "rampup.engine.check_loss",
     "TrainStep": "rampup.engine.step",
 }
 __all__ = sorted(_HOME)

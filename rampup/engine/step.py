@@ -30,7 +30,6 @@ from rampup.engine.batch import (
     row_size,
     stop_step,
 )
-from rampup.engine.check_loss import warn_of_loss
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import (
@@ -365,6 +364,9 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._checks_loss and not batch.position.step:
+            # By name, as the checks stand on the engine, and few runs need them twice.
+            from rampup.checks.loss import warn_of_loss
+
             is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
             has_replicas = (
                 BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh) > 1

@@ -663,7 +663,7 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
     """The warning comes once, on any mesh, and can be turned off; results and
     executables are those without the check.
     """
-    monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
+    monkeypatch.setattr("rampup.checks.loss.MAX_PARAMETERS", 20_000_000)
     step, state = start(mesh_name, toy(jnp.mean))
     with pytest.warns(
         rampup.errors.LossWarning, match=r"(?s)- mean: loss_sum .*check_loss=False"
@@ -689,7 +689,7 @@ def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
     A phase that runs in the shape of an earlier one until its program is compiled
     splits its batches.
     """
-    monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
+    monkeypatch.setattr("rampup.checks.loss.MAX_PARAMETERS", 20_000_000)
     shapes = {"schedule": "0:16 64:32", "rampup_microbatch": "per_phase"}
 
     def centered(p, b, k):
@@ -712,10 +712,10 @@ def test_large_models_whole_batches_and_resumed_runs_are_not_checked(monkeypatch
     """The check runs where it costs little and where it has not run before."""
     calls = []
     monkeypatch.setattr(
-        "rampup.engine.check_loss._problems", lambda loss: calls.append(loss) or ()
+        "rampup.checks.loss._problems", lambda loss: calls.append(loss) or ()
     )
     train(*start("one", toy(jnp.mean)), steps=1)
-    monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 2 * 8 * 16)
+    monkeypatch.setattr("rampup.checks.loss.MAX_PARAMETERS", 2 * 8 * 16)
     train(*start("one", toy(jnp.mean), whole_batch=True), steps=1)
     step, state = start("one", toy(jnp.mean))
     state = state.replace(step=state.step + 3)
