@@ -131,10 +131,8 @@ def test_sizes_of_the_guide_are_those_of_the_laws(capsys):
     assert main([*command, "--json"]) == 0
     laws = json.loads(capsys.readouterr().out)["laws"]
     (pair,) = (law for law in laws if law["name"] == "Step Law")
-    assert (
-        f"{pair['batch_tokens'] / 1e6:.1f}M tokens a step, and a peak learning rate of"
-        f" {pair['learning_rate']:.5f}" in page
-    )
+    assert f"Step Law has {pair['batch_tokens'] / 1e6:.1f}M tokens a step" in page
+    assert pair["outside"].split(" and ")[0] in page
     costs = [
         pair["batch_tokens"] / law["batch_tokens_at_overhead"]["100%"]
         for law in laws

@@ -395,13 +395,19 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
             )
             own = [f"{law[name]:.2g}" if name in law else "" for name in columns]
             formula = f"{law['name']}: {law['formula']} ({law['source']})"
+            if law["outside"] is not None:
+                formula += f"; {law['outside']}"
             table.add_row(formula, *map(format_si, sizes.values()), f"{count:,}", *own)
         console.print(table)
     critical, optimal = (
         " to ".join(map(format_si, found[f"{kind}_batch_tokens"]))
         for kind in ("critical", "optimal")
     )
-    console.print(f"{critical} for {ADVISED} more tokens; optimal {optimal}")
+    recommended = format_si(found["recommended_batch_tokens"])
+    console.print(
+        f"recommended: {recommended}, the median of {critical} for {ADVISED} more"
+        f" tokens; optimal {optimal}"
+    )
     for note in found["notes"]:
         console.print(f"- {note}")
 

@@ -11,16 +11,18 @@ schedules, so their spread is part of the answer.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import parse_count
 
-# The shares of additional tokens for which each critical law is evaluated. The range
-# that is recommended is that of `ADVISED`.
+# The shares of additional tokens for which each critical law is evaluated. `ADVISED`
+# is that of the batch that is recommended.
 OVERHEADS = {"5%": 0.05, "20%": 0.2, "100%": 1.0}
 ADVISED = "20%"
+Range = tuple[float, float]  # from, to
 
 
 class ScalingLaw(NamedTuple):
@@ -29,16 +31,18 @@ class ScalingLaw(NamedTuple):
     name: str
     formula: str  # in the units of the source
     source: str
-    batch_tokens: Callable[
-        [int, int], float
-    ]  # from the tokens D of the run and the parameters N of the model
+    # from the tokens D of the run and the parameters N of the model
+    batch_tokens: Callable[[int, int], float]
+    # Between which parameters and tokens, or FLOPs, the runs were to which it was
+    # fitted, as far as the source says it.
+    params: Range | None = None
+    tokens: Range | None = None
+    flops: Range | None = None  # C = 6 N D
     needs_params: bool = False  # whether it depends on N
-    overhead: float | None = (
-        None  # of a critical law: the share of additional tokens that its batch needs
-    )
-    learning_rate: Callable[[int, int], float] | None = (
-        None  # the peak rate of Adam that the source fits beside its batch
-    )
+    # of a critical law: the share of additional tokens that its batch needs
+    overhead: float | None = None
+    # the peak rate of Adam that the source fits beside its batch
+    learning_rate: Callable[[int, int], float] | None = None
     rate_formula: str = ""
 
     @property
@@ -55,6 +59,30 @@ class ScalingLaw(NamedTuple):
             (batch_tokens / self.batch_tokens(d, n)) ** 0.5
         )
 
+    def outside(self, d: int, n: int | None) -> str | None:
+        """Return how a run is outside of the range to which the law was fitted, such as
+        "outside of 60M to 1B parameters", or None.
+        """
+        flops = None if n is None else 6 * n * d
+        ranges = {
+            "parameters": (n, self.params),
+            "tokens": (d, self.tokens),
+            "FLOPs": (flops, self.flops),
+        }
+        found = [
+            f"{_short(fitted[0])} to {_short(fitted[1])} {what}"
+            for what, (value, fitted) in ranges.items()
+            if fitted and value is not None and not fitted[0] <= value <= fitted[1]
+        ]
+        return f"outside of {' and '.join(found)}" if found else None
+
+
+def _short(number: float) -> str:
+    for suffix, factor in (("B", 1e9), ("M", 1e6)):
+        if factor <= number < 1e15:
+            return f"{number / factor:g}{suffix}"
+    return f"{number:g}"
+
 
 POWER_LINES = "Bergsma et al. 2025, arXiv 2505.13738"
 LAWS = (
@@ -63,12 +91,15 @@ LAWS = (
         "0.0306 * D**0.383 sequences of 2,048 tokens",
         POWER_LINES,
         lambda d, n: 2048 * 0.0306 * d**0.383,
+        params=(111e6, 3.3e9),
     ),
     ScalingLaw(
         "Step Law",
         "0.58 * D**0.571 tokens",
         "Li et al. 2025, arXiv 2503.04715",
         lambda d, n: 0.58 * d**0.571,
+        params=(60e6, 1e9),
+        tokens=(2e9, 100e9),
         learning_rate=lambda d, n: 1.79 * n**-0.713 * d**0.307,
         rate_formula="1.79 * N**-0.713 * D**0.307",
     ),
@@ -78,16 +109,10 @@ LAWS = (
         " attention",
         "DeepSeek-AI 2024, arXiv 2401.02954, section 3.1",
         lambda d, n: 0.2920 * (6.0 * n * d) ** 0.3271,
+        flops=(1e17, 2e19),
         needs_params=True,
         learning_rate=lambda d, n: 0.3118 * (6.0 * n * d) ** -0.125,
         rate_formula="0.3118 * C**-0.125",
-    ),
-    ScalingLaw(
-        "nanochat",
-        "2**19 * (D / 1.32B)**0.383 tokens: the exponent of Power Lines through one"
-        " point, its model d12",
-        "karpathy/nanochat, scripts/base_train.py",
-        lambda d, n: 2**19 * (d / 1_321_210_944) ** 0.383,
     ),
     ScalingLaw(
         "Power Lines, critical",
@@ -95,6 +120,7 @@ LAWS = (
         " that a small batch needs",
         POWER_LINES,
         lambda d, n: 2048 * 0.0471 * d**0.462,
+        params=(111e6, 3.3e9),
         overhead=1.0,
     ),
     ScalingLaw(
@@ -102,6 +128,7 @@ LAWS = (
         "22.91 * (D / 1M)**0.47 sequences of 512 tokens, which need 20% more tokens",
         "Zhang et al. 2024, arXiv 2410.21676",
         lambda d, n: 512 * 22.91 * (d / 1e6) ** 0.47,
+        params=(85e6, 1.2e9),
         overhead=0.2,
     ),
     ScalingLaw(
@@ -113,6 +140,8 @@ LAWS = (
             2e8
             * (((6.4e13 / n) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103) ** (-1 / 0.21)
         ),
+        params=(768, 1.5e9),
+        tokens=(22e6, 23e9),
         needs_params=True,
         overhead=1.0,
     ),
@@ -123,23 +152,18 @@ NOTES = (
         " more tokens for the same loss"
     ),
     (
-        f"take the range of the column +{ADVISED}; a batch of the column +100% doubles"
-        " the tokens"
+        f"recommended is the median of the column +{ADVISED}; a batch of the column"
+        " +100% doubles the tokens"
     ),
     "steps are those of all tokens, the additional ones included",
     (
         "the laws were fitted on runs of other data, models and schedules; outside of"
-        " their scale they extrapolate"
+        " their range they extrapolate, and no rate is given"
     ),
     "N of Kaplan et al. and of DeepSeek is without the embeddings",
     (
         "of Power Lines, the exponents are confirmed by other public texts, the factors"
         " are not"
-    ),
-    (
-        "nanochat's law overshoots at larger models: its pull request 851 caps the"
-        " batch at 2**20 tokens, because a model d34 at 2**21 was 4 to 6 times less"
-        " efficient in tokens than a d24"
     ),
     (
         "a run can start smaller: measured critical batches grow during training"
@@ -172,20 +196,37 @@ def suggest_batch(
     """Return the batch sizes that published scaling laws give for a run, as `rampup
     suggest --train-tokens --json` prints them.
 
-    `tuned` is a learning rate and the batch in tokens for which it was tuned, such as
-    `"3e-4@0.5M"`: each law then has the rate for its batch by the square-root rule
-    (Malladi et al. 2022, arXiv 2205.10287).
+    Args:
+        train_tokens: tokens of the run; a number, or text such as "20B".
+        params: parameters of the model without its embeddings; None leaves out the
+            laws and the rates that need them.
+        tuned: a peak learning rate and the batch in tokens for which it was tuned, such
+            as "3e-4@0.5M": each law then has the rate for its batch by the square-root
+            rule (Malladi et al. 2022, arXiv 2205.10287).
+
+    Returns:
+        `laws`, one row each with `batch_tokens`, and with `outside` where the run is
+        outside of what the law was fitted to: such a row has no `learning_rate`;
+        `recommended_batch_tokens`, the median of the critical laws at 20% more tokens,
+        beside the range of both kinds of laws.
+
+    Raises:
+        RampupError: a number is not a count, or `tuned` is no pair; it names the key.
+
+    Example:
+        >>> found = suggest_batch("20B", "1B")
+        >>> found["recommended_batch_tokens"], found["critical_batch_tokens"]
+        (1107788, [651867, 1232478])
+        >>> suggest_batch("20B", "8B")["laws"][1]["outside"]
+        'outside of 60M to 1B parameters'
     """
     problems: list[RampupError] = []
 
     def count(value: str | int, key: str) -> int:
         try:
             if (number := parse_count(value, what=key, key=key)) < 1:
-                problems.append(
-                    ConfigError(
-                        f"{key}={value} must be at least 1", key=key, nearest=(1,)
-                    )
-                )
+                problem = f"{key}={value} must be at least 1"
+                problems.append(ConfigError(problem, key=key, nearest=(1,)))
             return number
         except RampupError as error:
             problems.append(error)
@@ -193,30 +234,16 @@ def suggest_batch(
 
     d = count(train_tokens, "train-tokens")
     n = None if params is None else count(params, "params")
-    pair = None
-    if tuned is not None:
-        rate, _, batch = tuned.partition("@")
-        try:
-            pair = float(rate), parse_count(batch, what="tuned", key="tuned")
-        except (ValueError, RampupError):
-            pair = 0.0, 0
-        if not (0 < pair[0] < float("inf") and pair[1] >= 1):
-            text = (
-                f"tuned={tuned} must be a learning rate and its batch in tokens, such"
-                " as 3e-4@0.5M"
-            )
-            problems.append(ConfigError(text, key="tuned", nearest=("3e-4@0.5M",)))
+    pair = None if tuned is None else _tuned_pair(tuned, problems)
     raise_together(problems)
     known = [law for law in LAWS if n is not None or not law.needs_params]
     rows = [_evaluate(law, d, n, pair) for law in known]
-    optimal = [row["batch_tokens"] for row in rows if row["kind"] == "optimal"]
-    critical = [
-        row["batch_tokens_at_overhead"][ADVISED]
-        for row in rows
-        if row["kind"] == "critical"
-    ]
+    sizes = {
+        kind: [_advised(row) for row in rows if row["kind"] == kind]
+        for kind in ("optimal", "critical")
+    }
     notes = list(NOTES)
-    if max(optimal) > min(critical):
+    if max(sizes["optimal"]) > min(sizes["critical"]):
         notes.insert(0, EXCEEDS)
     if left_out := [law.name for law in LAWS if law not in known]:
         notes.insert(
@@ -230,16 +257,31 @@ def suggest_batch(
             "--tuned RATE@BATCH adds the rate of each batch by the square-root rule,"
             " from a pair that was tuned"
         )
-    ranges = {"optimal": optimal, "critical": critical}
-    found = {"train_tokens": d, "params": n, "laws": rows}
-    return (
-        found
-        | {
-            f"{kind}_batch_tokens": [min(sizes), max(sizes)]
-            for kind, sizes in ranges.items()
-        }
-        | {"notes": notes}
-    )
+    return {
+        "train_tokens": d,
+        "params": n,
+        "laws": rows,
+        "recommended_batch_tokens": round(statistics.median(sizes["critical"])),
+        "optimal_batch_tokens": [min(sizes["optimal"]), max(sizes["optimal"])],
+        "critical_batch_tokens": [min(sizes["critical"]), max(sizes["critical"])],
+        "notes": notes,
+    }
+
+
+def _tuned_pair(tuned: str, problems: list[RampupError]) -> tuple[float, int]:
+    """Return the rate and its batch; what is no such pair is added to the problems."""
+    rate, _, batch = tuned.partition("@")
+    try:
+        pair = float(rate), parse_count(batch, what="tuned", key="tuned")
+    except (ValueError, RampupError):
+        pair = 0.0, 0
+    if not (0 < pair[0] < float("inf") and pair[1] >= 1):
+        problem = f"tuned={tuned} must be a learning rate and its batch in tokens"
+        fix = "such as 3e-4@0.5M"
+        problems.append(
+            ConfigError(f"{problem}, {fix}", key="tuned", nearest=("3e-4@0.5M",))
+        )
+    return pair
 
 
 def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
@@ -285,16 +327,14 @@ def _evaluate(
             for name, share in OVERHEADS.items()
         }
     row |= {"formula": law.formula, "source": law.source}
-    if n is not None:
-        rate = (
-            STEP_LAW.rate_at(_advised(row), d, n)
-            if law.learning_rate is None
-            else law.learning_rate(d, n)
-        )
-        row |= {
-            "learning_rate": rate,
-            "learning_rate_formula": law.rate_formula or BORROWED_RATE,
-        }
+    row["outside"] = law.outside(d, n)
+    # A rate that a law gives outside of its range can be off by any factor.
+    if n is not None and law.learning_rate is not None and row["outside"] is None:
+        row["learning_rate"] = law.learning_rate(d, n)
+        row["learning_rate_formula"] = law.rate_formula
+    elif n is not None and law.learning_rate is None and not STEP_LAW.outside(d, n):
+        row["learning_rate"] = STEP_LAW.rate_at(_advised(row), d, n)
+        row["learning_rate_formula"] = BORROWED_RATE
     if tuned is not None:
         tuned_rate, batch = tuned
         row["learning_rate_from_tuned"] = tuned_rate * (_advised(row) / batch) ** 0.5

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from rampup.contrib.lab.scaling_laws import suggest_batch
@@ -9,21 +10,20 @@ from rampup.errors import RampupError
 
 
 def test_laws_give_the_values_of_their_formulas():
-    """Each law at 100B tokens and 2B parameters, by hand from its formula in tokens;
+    """Each law at 100B tokens and 1B parameters, by hand from its formula in tokens;
     some need no parameters.
     """
-    tokens, params = 1e11, 2e9
+    tokens, params = 1e11, 1e9
     loss = ((6.4e13 / params) ** (0.076 / 0.103) + 1.8e13 / tokens) ** 0.103
     expected = {
         "Power Lines, optimal": 0.0306 * tokens**0.383 * 2048,
         "Step Law": 0.58 * tokens**0.571,
         "DeepSeek LLM": 0.292 * (6 * params * tokens) ** 0.3271,
-        "nanochat": 524288 * (tokens / 1.321210944e9) ** 0.383,
         "Power Lines, critical": 0.0471 * tokens**0.462 * 2048,
         "Zhang et al.": 22.91 * 100_000**0.47 * 512,
         "Kaplan et al.": 2e8 / loss ** (1 / 0.21),
     }
-    whole, found = suggest_batch("100B", "2B"), suggest_batch("100B")
+    whole, found = suggest_batch("100B", "1B"), suggest_batch("100B")
     sizes = {law["name"]: law["batch_tokens"] for law in whole["laws"]}
     assert sizes == {
         name: pytest.approx(value, abs=1) for name, value in expected.items()
@@ -75,14 +75,14 @@ def test_critical_laws_agree_on_one_definition():
 
 
 def test_rates_stand_beside_the_batches():
-    """Step Law and DeepSeek have a rate, by hand at 300B tokens and 7B parameters; a
+    """Step Law and DeepSeek have a rate, by hand at 3B tokens and 0.1B parameters; a
     tuned pair gives one for every batch.
     """
-    found = suggest_batch("300B", "7B", tuned="3e-4@0.5M")
+    found = suggest_batch("3B", "0.1B", tuned="3e-4@0.5M")
     rates = {law["name"]: law["learning_rate"] for law in found["laws"]}
     own = {
-        "Step Law": pytest.approx(5.7e-4, rel=0.01),
-        "DeepSeek LLM": pytest.approx(5.39e-4, rel=0.01),
+        "Step Law": pytest.approx(2.88e-3, rel=0.01),
+        "DeepSeek LLM": pytest.approx(1.63e-3, rel=0.01),
     }
     step_law = next(law for law in found["laws"] if law["name"] == "Step Law")
     for law in found["laws"]:
@@ -97,7 +97,7 @@ def test_rates_stand_beside_the_batches():
             rel=1e-5,
         )
         assert rates[law["name"]] == own.get(law["name"], borrowed)
-    assert not any("learning_rate" in law for law in suggest_batch("300B")["laws"])
+    assert not any("learning_rate" in law for law in suggest_batch("3B")["laws"])
     for law in found["laws"]:
         size = (
             law["batch_tokens"]
@@ -112,6 +112,42 @@ def test_rates_stand_beside_the_batches():
             RampupError, match="a learning rate and its batch in tokens"
         ):
             suggest_batch("300B", tuned=pair)
+
+
+def test_a_law_is_silent_outside_of_the_runs_that_it_was_fitted_to():
+    """There it says of what it is outside, and gives no rate, nor does a law that
+    borrows the rate.
+    """
+    inside = {law["name"]: law for law in suggest_batch("20B", "1B")["laws"]}
+    assert inside["Step Law"]["outside"] is None
+    assert inside["Zhang et al."]["learning_rate"] > 0
+    # A compute of 1.2e20 is above the 2e19 of DeepSeek's runs.
+    assert inside["DeepSeek LLM"]["outside"] == "outside of 1e+17 to 2e+19 FLOPs"
+    assert "learning_rate" not in inside["DeepSeek LLM"]
+    for tokens, params, outside in (
+        ("20B", "8B", "outside of 60M to 1B parameters"),
+        ("1000", "100M", "outside of 2B to 100B tokens"),
+        ("1000", "10", "outside of 60M to 1B parameters and 2B to 100B tokens"),
+    ):
+        found = suggest_batch(tokens, params)["laws"]
+        (law,) = (law for law in found if law["name"] == "Step Law")
+        assert law["outside"] == outside
+        assert not any("learning_rate" in law for law in found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params"), [("20B", "1B"), ("15T", "8B"), ("300B", None)]
+)
+def test_the_median_of_the_critical_laws_is_recommended(tokens, params):
+    """It is between the ends of the range, and no single old law decides it."""
+    found = suggest_batch(tokens, params)
+    sizes = [
+        law["batch_tokens_at_overhead"]["20%"]
+        for law in found["laws"]
+        if law["kind"] == "critical"
+    ]
+    assert found["recommended_batch_tokens"] == round(np.median(sizes))
+    assert found["critical_batch_tokens"] == [min(sizes), max(sizes)]
 
 
 @pytest.mark.parametrize(
