@@ -13,6 +13,7 @@ loss takes shards, and elsewhere all.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,13 @@ from rampup.engine.sums import (
 )
 from rampup.engine.whole import contains, floating_types, replay
 from rampup.engine.zero import is_scattered
-from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
+from rampup.errors import (
+    ConfigError,
+    MissingDependencyError,
+    PipelineShapeError,
+    RampDefinitionError,
+    a_type,
+)
 from rampup.plan.plan import RampPlan
 
 # The operations whose derivative is what somebody wrote, in all versions of JAX.
@@ -430,6 +437,8 @@ def accumulate(
             `whole_batch`.
     """
     loss: Any = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
+    # Python's numbers too are parameters, as they are for `jax.grad`.
+    params, mutable = jax.tree.map(jnp.asarray, (params, mutable))
     number = num_microbatches
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     if whole_batch and K != 1:
@@ -494,6 +503,7 @@ def multi_steps(
     plan: RampPlan,
     *,
     use_grad_mean: bool = True,
+    accumulator_dtype: Any = None,
     should_skip_update_fn: None = None,
 ) -> optax.MultiSteps:
     """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at
@@ -503,13 +513,26 @@ def multi_steps(
     with the engine `fused`, every microbatch reduces its gradients over the data axis,
     runs the optimizer's arithmetic, and counts equally, however many tokens it has.
     Write checkpoints between optimizer steps: one within an accumulation cannot be
-    resumed with another k.
+    resumed with another k. A microbatch that is not finite spoils its own step only,
+    if the optimizer zeroes NaN (`optax.zero_nans`) or skips (`optax.apply_if_finite`).
+
+    Args:
+        tx: the optimizer of a whole step.
+        plan: says how many microbatches every optimizer step has.
+        use_grad_mean: average the microbatches' gradients, or with False add them up.
+        accumulator_dtype: type of the accumulated gradients; None = that of Optax,
+            float32 in newer versions.
+        should_skip_update_fn: of `optax.MultiSteps`; must be None.
+
+    Returns:
+        The `optax.MultiSteps`; its `init` and `update` are called once per microbatch.
 
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which
             MultiSteps cannot count.
         ConfigError: `should_skip_update_fn` is given, which would not count the
             microbatches that it skips.
+        MissingDependencyError: this Optax has no `accumulator_dtype`.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -543,7 +566,38 @@ def multi_steps(
         )
         return jnp.asarray(num_microbatches)[phase]
 
-    return optax.MultiSteps(tx, every_k, use_grad_mean=use_grad_mean)
+    options = {"use_grad_mean": use_grad_mean}
+    if accumulator_dtype is not None:
+        options["accumulator_dtype"] = accumulator_dtype
+        known = inspect.signature(optax.MultiSteps).parameters
+        if "accumulator_dtype" not in known:
+            raise MissingDependencyError(
+                f"optax {optax.__version__} sums in the types of the parameters",
+                fix="for accumulator_dtype, install a newer Optax",
+            )
+    return _MultiSteps(tx, every_k, **options)
+
+
+class _MultiSteps(optax.MultiSteps):
+    """`optax.MultiSteps` that forgets a microbatch that is not finite with its step.
+
+    Optax multiplies by 0 what it does not emit, and what it has emitted. 0 * NaN is
+    NaN: an optimizer that zeroes NaN, or skips them, would never move again.
+    """
+
+    def update(
+        self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        updates, state = super().update(updates, state, params, **extra_args)
+        is_whole = state.mini_step == 0
+
+        def zero_if(condition: Any, tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jnp.where(condition, jnp.zeros_like(x), x), tree
+            )
+
+        sums = zero_if(is_whole, state.acc_grads)
+        return zero_if(~is_whole, updates), state._replace(acc_grads=sums)
 
 
 def _is_narrow(traced: Any) -> bool:

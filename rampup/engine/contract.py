@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -87,6 +87,12 @@ def check_results(
             raise _contract_error(
                 f"returned {a_type(leaf)} as {name}, which must be a number", carries
             )
+    if isinstance(loss, Mapping) or isinstance(weight, Mapping):
+        problem = (
+            "returned a dict as loss_sum or weight_sum: give the sums of a loss of"
+            " several parts as a tuple, and their names in `aux`"
+        )
+        raise _contract_error(problem, carries)
     if isinstance(loss, (tuple, list)) or isinstance(weight, (tuple, list)):
         lengths = [
             len(x) if isinstance(x, (tuple, list)) else 0 for x in (loss, weight)

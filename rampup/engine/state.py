@@ -307,6 +307,23 @@ def check_state(state: Any) -> None:
         raise ConfigError(f"{problem}; put both into one field", key="state")
 
 
+def check_placed(state: Any) -> None:
+    """Refuse a state that a program cannot read: one that was donated, or with leaves
+    that are not on devices.
+    """
+    check_state(state)
+    for path, leaf in jax.tree.leaves_with_path(state):
+        name = f"state{jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, jax.Array):
+            raise ConfigError(
+                f"{name} is {a_type(leaf)}, and not an array on the mesh",
+                fix="place the state with rampup.prepare_state(state, mesh)",
+                key="state",
+            )
+        if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+            raise ConfigError(f"{name}: {_DONATED[0]}", fix=_DONATED[1], key="state")
+
+
 def check_step_number(steps: int) -> None:
     """Refuse a number of steps that a device cannot count."""
     if steps > MAX_STEPS:
@@ -597,6 +614,10 @@ class NewState:
         )
 
 
+_DONATED = (
+    "the state was donated to an earlier step",
+    "use the one that it returned, or train_step(..., donate=False)",
+)
 _OWN_TX = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"
 _AT = (
     "the state is at step {state.step}, but its optimizer at microbatch"
@@ -610,7 +631,7 @@ _STATE_PROBLEMS: tuple[tuple[Callable[[NewState], Any], str | None, str], ...] =
     (lambda new: isinstance(new.state.step, jax.core.Tracer), None,
      "a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate"),
     (lambda new: isinstance(new.state.step, jax.Array) and new.state.step.is_deleted(), "state",
-     "the state was donated to an earlier step; use the one that it returned, or train_step(..., donate=False)"),
+     "; ".join(_DONATED)),
     (lambda new: getattr(new.state, "tx", new.tx) != new.tx, "tx",
      "the state has another tx than the step; give the same optimizer to both, with engine='multi_steps' the `tx` of the "
      "step"),

@@ -55,6 +55,7 @@ from rampup.engine.state import (
     NewState,
     carried,
     check_arguments,
+    check_placed,
     check_step_number,
     join_frozen,
     shardings_of,
@@ -918,6 +919,7 @@ class EvalStep:
                 "an EvalStep takes a Batch, such as `step_batches` yields, and not"
                 f" {a_type(batch)}"
             )
+        check_placed(state)
         if self._whole_batch and batch.num_microbatches > 1:
             problem = (
                 "whole_batch=True evaluates a batch of one microbatch, but this one"

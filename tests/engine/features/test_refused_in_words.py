@@ -1,0 +1,91 @@
+"""What used to end in an exception of JAX or Python ends in words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.toy import loss_fn, mesh_of, plan_for, rows, start
+
+import rampup
+from rampup.errors import ConfigError
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_evaluation_of_a_donated_state_names_the_step(mesh_name):
+    """`EvalStep` says that an earlier step has the state's memory."""
+    step, state = start(mesh_name)
+    step(state, next(step.batches(rows())))
+    evaluate = rampup.EvalStep(loss_fn, mesh_of(mesh_name))
+    with pytest.raises(ConfigError, match="was donated to an earlier step"):
+        evaluate(state, next(evaluate.batches(rows(16), 16)))
+
+
+def test_evaluation_of_a_state_on_the_host_says_how_to_place_it():
+    """Arrays of NumPy are named, with the function that places them."""
+    mesh = mesh_of("one")
+    params = jax.tree.map(np.asarray, start()[1].params)
+    state = rampup.TrainState(step=np.int32(0), params=params, opt_state=())
+    evaluate = rampup.EvalStep(loss_fn, mesh)
+    with pytest.raises(ConfigError, match=r"prepare_state\(state, mesh\)"):
+        evaluate(state, next(evaluate.batches(rows(16), 16)))
+
+
+@pytest.mark.parametrize("which", ["both", "loss", "weight"])
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_parts_of_a_loss_as_a_dict_are_refused(mesh_name, which):
+    """The error says that parts are a tuple."""
+
+    def loss(params, batch, keys):
+        total, weight, aux = loss_fn(params, batch, keys)
+        sums = (total, 0.1 * total)
+        weights = (weight, weight + 1)
+        names = ("errors", "z")
+        if which != "weight":
+            sums = dict(zip(names, sums, strict=True))
+        if which != "loss":
+            weights = dict(zip(names, weights, strict=True))
+        return sums, weights, aux
+
+    step, state = start(mesh_name, loss)
+    with pytest.raises(ConfigError, match=r"a dict as loss_sum or weight_sum.* tuple"):
+        step(state, next(step.batches(rows())))
+
+
+@pytest.mark.parametrize("number", [2.0, 2])
+def test_python_numbers_among_parameters_are_arrays(number):
+    """`accumulate` sums as with an array in their place, and gives a float its
+    gradient.
+    """
+
+    def scaled(params, batch, keys):
+        return (params["w"] * batch).sum() * params["scale"], batch.size, {}
+
+    buffer, mesh = jnp.ones((2, 4)), mesh_of("one")
+    found, expected = (
+        rampup.accumulate(
+            scaled, {"w": jnp.float32(3), "scale": scale}, buffer, 2, mesh=mesh
+        )
+        for scale in (number, jnp.asarray(number))
+    )
+    assert float(found.loss) == float(expected.loss) == 48
+    assert jax.tree.leaves(found.grads) == jax.tree.leaves(expected.grads)
+
+
+def test_the_engine_multi_steps_survives_a_row_of_nan():
+    """With an optimizer that zeroes NaN, the steps after the row change the
+    parameters.
+    """
+    data = rows()
+    data[20]["x"] = np.full(8, np.nan, np.float32)
+    mesh = mesh_of("one")
+    plan = plan_for(mesh, "0:16", steps=4, microbatch_size=4)
+    tx = optax.chain(optax.zero_nans(), optax.sgd(0.1))
+    step = rampup.train_step(loss_fn, tx, plan, mesh, engine="multi_steps")
+    state = rampup.create_state(start()[1].params, step.tx, mesh)
+    seen = []
+    for batch in step.batches(data):
+        state, _ = step(state, batch)
+        seen.append(np.asarray(state.params["in"]))
+    assert np.isfinite(seen[-1]).all()
+    assert np.abs(seen[3] - seen[2]).max() > 0
