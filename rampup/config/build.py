@@ -53,6 +53,7 @@ def build_plan(
     seesaw: Seesaw | None = None,
     eval_size: int | None = None,
     reserved_sizes: Sequence[int] | None = None,
+    consumed_samples: int = 0,
 ) -> RampPlan:
     """Return the plan that a configuration describes.
 
@@ -64,6 +65,8 @@ def build_plan(
             of those that the keys describe.
         eval_size, reserved_sizes: its evaluation batch in samples, and its sizes of
             `batch_size_schedule: auto`.
+        consumed_samples: samples after which the run goes on with the ramp of the keys.
+            Phases before them need no split.
 
     Raises:
         RampupError: the rules that the configuration breaks in any phase or in
@@ -91,6 +94,7 @@ def build_plan(
         "seesaw": seesaw,
         "eval_size": eval_size,
         "reserved_sizes": reserved_sizes,
+        "consumed_samples": consumed_samples,
     }
     try:
         return plan_or_first_error(config, num_devices, **resumed)
@@ -108,6 +112,7 @@ def plan_or_first_error(
     seesaw: Seesaw | None = None,
     eval_size: int | None = None,
     reserved_sizes: Sequence[int] | None = None,
+    consumed_samples: int = 0,
 ) -> RampPlan:
     """Return the plan of `build_plan`, or raise the error about the first rule that is
     broken.
@@ -125,6 +130,7 @@ def plan_or_first_error(
             )  # refuses planned batches too that no step has after the transform
             seesaw = make_seesaw(config, ramp, splitter)
             ramp = seesaw.ramp
+        ramp = ramp.resumed_at(ramp.phase_of_sample(consumed_samples).start_step)
     if eval_size is None:
         eval_size = eval_batch(
             config, num_devices, seesaw.base if seesaw else ramp, splitter

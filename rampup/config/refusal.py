@@ -38,9 +38,7 @@ def all_problems(
     """Return one error with every rule that a configuration breaks. `resumed` are the
     other arguments of `build_plan`.
     """
-    ramp, seesaw, eval_size, reserved_sizes = (
-        resumed[name] for name in ("ramp", "seesaw", "eval_size", "reserved_sizes")
-    )
+    ramp, seesaw, eval_size, reserved_sizes, consumed_samples = resumed.values()
     problems: list[RampupError] = []
     axes = splitter = None
     # Neither has an effect on what is legal.
@@ -64,7 +62,11 @@ def all_problems(
             reserved_sizes = build.sizes_to_reserve(config, num_devices, splitter)
         if ramp is None and not (is_auto and reserved_sizes is None):
             ramp = _checked_ramp(
-                config, num_devices, splitter if axes else None, reserved_sizes
+                config,
+                num_devices,
+                splitter if axes else None,
+                reserved_sizes,
+                consumed_samples,
             )
             if config.seesaw_factor is not None and splitter is not None:
                 seesaw = build.make_seesaw(config, ramp, splitter)
@@ -145,6 +147,7 @@ def _checked_ramp(
     num_devices: int,
     splitter: BatchSplitter | None,
     reserved_sizes: Sequence[int] | None,
+    consumed_samples: int,
 ) -> BatchRamp:
     """Return the ramp, or raise the errors about its order and all its sizes, also
     those that no step reaches.
@@ -160,7 +163,12 @@ def _checked_ramp(
     sizes: list[tuple[int, str]] = []
     try:
         ramp = build.make_ramp(config, num_devices, splitter, reserved_sizes)
-        sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
+        ramp = ramp.resumed_at(ramp.phase_of_sample(consumed_samples).start_step)
+        sizes = [
+            (phase.global_batch_size, str(phase))
+            for phase in ramp.phases
+            if not ramp.is_over(phase)
+        ]
         if config.batch_size_schedule == AUTO_SCHEDULE:
             sizes = [
                 (size, "batch_size_schedule: auto") for size in reserved_sizes or ()
@@ -171,7 +179,7 @@ def _checked_ramp(
         problems.append(error)
     if splitter is not None:
         if schedule is not None and not (
-            ramp and all(map(splitter.allows, ramp.sizes))
+            ramp and all(map(splitter.allows, ramp.sizes_to_come))
         ):
             # A schedule in the wrong order still has sizes to check. No step reaches a
             # size that is jumped over; once the other sizes are fixed, a step may.

@@ -52,9 +52,10 @@ def plan_to_resume(
 
     Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError
     gives the nearest numbers of devices that can split them. For another ramp,
-    `on_plan_change` decides.
+    `on_plan_change` decides. Phases that the run has left need no split: a run whose
+    batch has grown goes on with more devices.
     """
-    before = BatchRamp.from_rows(record["ramp"])
+    before = BatchRamp.from_rows(record["ramp"]).resumed_at(record["step"])
     now = ramp_keys(config)
     old: dict[str, str | None] = record["ramp_keys"]
     if now == old:
@@ -74,7 +75,9 @@ def plan_to_resume(
             raise ResumeMismatchError(
                 text, key="num_devices", nearest=nearest_in(num_devices, numbers)
             ) from None
-    plan = build_plan(config, num_devices)
+    plan = build_plan(
+        config, num_devices, consumed_samples=before.samples_before(record["step"])
+    )
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
     if config.on_plan_change == "continue_by_samples":
@@ -201,7 +204,7 @@ def numbers_that_can(
     )
     # What the axes of -1 share shards the batch, and so divides every one. Only another
     # axis could have any size.
-    factors = divisors(math.gcd(*same["ramp"].sizes))
+    factors = divisors(math.gcd(*same["ramp"].sizes_to_come))
     if any(
         getattr(config, key) == AUTO and axis not in ("data", "fsdp")
         for key, axis in sizes.items()

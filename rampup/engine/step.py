@@ -752,7 +752,7 @@ class TrainStep:
             size = row_size(batch.row)
             layouts = {
                 layout_of(self._plan, split, size, chunk_size=self._chunk_size)
-                for split in self._plan.splits
+                for split in self._plan.splits_to_come
             }
             if batch.layout in layouts:
                 self._layouts.add(batch.layout)

@@ -262,6 +262,16 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
             " nothing is accumulated"
         )
         notes.append(f"with whole_batch, {programs}; {memory}")
+    past = [
+        str(phase.index)
+        for phase in plan.ramp.phases
+        if not plan.splitter.allows(phase.global_batch_size)
+    ]
+    if past:
+        notes.append(
+            f"phase {', '.join(past)} is over: these devices cannot split its batch,"
+            " and need not"
+        )
     unreached = [
         phase.index
         for phase in plan.ramp.phases

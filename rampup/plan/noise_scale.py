@@ -268,11 +268,11 @@ def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
     """
     found = []
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
-        if num_replicas * split.num_microbatches >= 2:
+        if num_replicas * split.num_microbatches >= 2 or plan.ramp.is_over(phase):
             continue
         smaller = [
             size
-            for size in plan.splitter.legal_microbatches(plan.ramp.sizes)
+            for size in plan.splitter.legal_microbatches(plan.ramp.sizes_to_come)
             if size < split.microbatch_size
         ]
         fix = (

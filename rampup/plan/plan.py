@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -94,7 +95,8 @@ class RampPlan:
             run ends with the first batch that reaches them, so `total_steps` is that of
             the ramp so far (`grown`). The clock of samples ends there too.
         splits, eval_split: the split of every phase's batch and of the evaluation batch
-            (derived).
+            (derived). A phase that is over (`BatchRamp.resumed_at`) needs none: if it
+            cannot be split here, as many replicas as divide it stand for it.
         clock: the clock of the learning-rate schedule, phase by phase (derived).
         max_microbatches: for each microbatch size, the most microbatches of a step,
             fallbacks included (derived).
@@ -139,8 +141,25 @@ class RampPlan:
             object.__setattr__(
                 self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages)
             )
-        splits = self.splitter.split((*self.ramp.sizes, *self.reserved_sizes))
-        object.__setattr__(self, "splits", splits[: len(self.ramp.sizes)])
+        ramp, reserved = self.ramp, self._reserved_to_come
+        # On the devices of before, a run that goes on keeps its microbatch, so the
+        # phases that are over count where they can be split.
+        kept = [
+            phase
+            for phase in ramp.phases
+            if not ramp.is_over(phase) or self.splitter.allows(phase.global_batch_size)
+        ]
+        sizes = [phase.global_batch_size for phase in kept]
+        splits = self.splitter.split((*sizes, *reserved))
+        of_phase = dict(zip([phase.index for phase in kept], splits, strict=False))
+        object.__setattr__(
+            self,
+            "splits",
+            tuple(
+                of_phase.get(phase.index) or self._split_of_the_past(phase)
+                for phase in ramp.phases
+            ),
+        )
         eval_size = self.eval_global_batch_size
         eval_split = (
             None
@@ -150,9 +169,7 @@ class RampPlan:
         object.__setattr__(self, "eval_split", eval_split)
         counts: dict[int, int] = {}
         shapes = {split.microbatch_size for split in splits}
-        fallbacks = (
-            map(self.fallbacks, range(len(self.splits))) if len(shapes) > 1 else ()
-        )
+        fallbacks = map(self.fallbacks, of_phase) if len(shapes) > 1 else ()
         for split in itertools.chain(splits, *fallbacks):
             counts[split.microbatch_size] = max(
                 counts.get(split.microbatch_size, 0), split.num_microbatches
@@ -175,11 +192,35 @@ class RampPlan:
         )
         object.__setattr__(self, "clock", segments)
 
+    @property
+    def _reserved_to_come(self) -> tuple[int, ...]:
+        """The reserved sizes that the run may still use: the batch never shrinks."""
+        now = self.ramp.global_batch_size_at(self.ramp.first_step)
+        is_resumed = self.ramp.first_step > 0
+        return tuple(x for x in self.reserved_sizes if x >= now or not is_resumed)
+
+    def _split_of_the_past(self, phase: Phase) -> BatchSplit:
+        """Return what stands for the split of a phase that is over, and that these
+        devices cannot split: as many replicas as divide it, in one pass. No step runs
+        it.
+        """
+        size = phase.global_batch_size
+        replicas = math.gcd(size, self.splitter.data_parallel_size)
+        return BatchSplit(
+            global_batch_size=size,
+            data_parallel_size=replicas,
+            accumulation_steps=1,
+            num_pipeline_microbatches=1,
+            microbatch_size=size // replicas,
+        )
+
     def _problems(self) -> Iterator[RampupError]:
         for phase in self.ramp.phases:
-            if not self.splitter.allows(phase.global_batch_size):
+            if not self.ramp.is_over(phase) and not self.splitter.allows(
+                phase.global_batch_size
+            ):
                 yield batch_error(self.splitter, phase.global_batch_size, str(phase))
-        for size in self.reserved_sizes:
+        for size in self._reserved_to_come:
             if not self.splitter.allows(size):
                 yield batch_error(
                     self.splitter,
@@ -282,6 +323,12 @@ class RampPlan:
         return range(start, start + self.ramp.global_batch_size_at(step))
 
     @property
+    def splits_to_come(self) -> tuple[BatchSplit, ...]:
+        """The splits of the phases that are not over."""
+        pairs = zip(self.ramp.phases, self.splits, strict=True)
+        return tuple(split for phase, split in pairs if not self.ramp.is_over(phase))
+
+    @property
     def consumed_samples(self) -> int:
         """Samples that the run consumes in total."""
         return self.ramp.samples_before(self.total_steps)
@@ -340,7 +387,11 @@ class RampPlan:
         run while its own compiles.
         """
         before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
-        sizes = dict.fromkeys(split.microbatch_size for split in reversed(before))
+        sizes = dict.fromkeys(
+            split.microbatch_size
+            for split in reversed(before)
+            if self.splitter.allows(split.global_batch_size)
+        )
         sizes.pop(self.splits[phase].microbatch_size, None)
         batch = self.ramp.phases[phase].global_batch_size
         return tuple(

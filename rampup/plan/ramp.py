@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, Self
 
@@ -72,6 +72,9 @@ class BatchRamp:
             a size. From rows, that of actual ones.
         samples_per_increment: the requested samples per change of a linear ramp,
             exactly. None for other ramps and from rows.
+        first_step: the optimizer step that a run starts or goes on with. A phase that
+            ends before it is over: look-ups know it, a plan need not split it. Two
+            ramps that differ in nothing else are equal.
 
     Example:
         >>> ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -82,6 +85,7 @@ class BatchRamp:
     phases: tuple[Phase, ...]
     num_increments: int = 0
     samples_per_increment: Fraction | None = None
+    first_step: int = field(default=0, compare=False)
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _start_steps: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _start_samples: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -89,6 +93,8 @@ class BatchRamp:
     def __post_init__(self) -> None:
         if not self.phases:
             raise RampDefinitionError("a ramp needs at least one phase")
+        if self.first_step < 0:
+            raise _negative(self.first_step, "step")
         step = sample = 0
         for index, phase in enumerate(self.phases):
             last = index == len(self.phases) - 1
@@ -317,9 +323,44 @@ class BatchRamp:
             for phase in self.phases
         ]
 
+    def resumed_at(self, step: int) -> BatchRamp:
+        """Return this ramp for a run that goes on with `step`: the same batches at the
+        same steps, but a plan splits only those of the phases that are still to come.
+
+        So a run whose batch has grown goes on with more devices than its first batches
+        could be split for. A run in a loop of its own gives its plan
+        `ramp.resumed_at(step)`, where `step` is that of the checkpoint.
+
+        Args:
+            step: completed optimizer steps.
+
+        Raises:
+            RampDefinitionError: `step` is negative.
+
+        Example:
+            >>> ramp = BatchRamp.from_schedule("0:2 18:64").resumed_at(9)
+            >>> [phase.global_batch_size for phase in ramp.phases if not ramp.is_over(phase)]
+            [64]
+        """
+        return replace(self, first_step=step)
+
+    def is_over(self, phase: Phase) -> bool:
+        """Return whether a phase of this ramp ends before `first_step`."""
+        return (
+            phase.num_steps is not None
+            and phase.start_step + phase.num_steps <= self.first_step
+        )
+
+    @property
+    def sizes_to_come(self) -> tuple[int, ...]:
+        """The global batch sizes of the phases that are not over, in samples."""
+        return tuple(
+            phase.global_batch_size for phase in self.phases if not self.is_over(phase)
+        )
+
     def spliced_at(self, step: int, other: BatchRamp) -> BatchRamp:
         """Return this ramp before `step`, followed by the sizes that `other` has for
-        the same samples consumed.
+        the same samples consumed; a run goes on with it at `step`.
 
         Example:
             >>> BatchRamp.constant(8).spliced_at(14, BatchRamp.from_schedule("0:4 100:16 200:32")).to_rows()
@@ -341,7 +382,7 @@ class BatchRamp:
         )
         return BatchRamp._from_segments(
             [*before, *after], num_increments=other.num_increments
-        )
+        ).resumed_at(step)
 
     @classmethod
     def _from_segments(

@@ -317,6 +317,40 @@ def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():
         assert "devices that can run" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"batch_size_schedule": "0:64", "on_plan_change": "continue_by_samples"},
+        {
+            "batch_size_schedule": "0:2 18:128",
+            "on_plan_change": "continue_by_samples",
+        },
+    ],
+    ids=["same ramp", "no small batches", "other sizes"],
+)
+def test_more_devices_after_the_batch_has_grown(change):
+    """A run that has left its small batches goes on where those to come can be split,
+    with the same ramp or another; before, it is refused with the devices that can.
+    """
+    keys = {"batch_size_schedule": "0:2 18:64", "steps": 14}
+    config, changed = Config(**keys), Config(**(keys | change))
+    plan = plan_to_resume(changed, 8, written(config, 2, 10))
+    size = plan.ramp.sizes[-1]
+    assert plan.ramp.to_rows()[0] == [0, 0, 2]
+    assert plan.position(11).split.global_batch_size == size
+    assert plan.position(11).split.data_parallel_size == 8
+    if changed.batch_size_schedule != "0:64":
+        with pytest.raises(RampupError) as caught:
+            plan_to_resume(changed, 8, written(config, 2, 8))
+        assert "global_batch_size=2 (phase 0" in str(caught.value)
+    with pytest.raises(RampupError) as caught:
+        plan_to_resume(changed, 3, written(config, 2, 10))
+    if not change:
+        assert caught.value.nearest == (2, 4)
+        assert "1, 2, 4, 8, 16, 32, 64" in str(caught.value)
+
+
 def test_plan_to_resume_refuses_another_ramp_with_both_tables():
     """The message has the keys and the phases before and now."""
     changed = Config(**(SCHEDULE | {"batch_size_schedule": "0:16 160:48"}))

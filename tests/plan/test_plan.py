@@ -79,6 +79,37 @@ def test_plan_checks_every_phase_and_evaluation():
     assert len(caught.value.problems) == 2
 
 
+def test_phases_that_are_over_need_no_split():
+    """A ramp that goes on at a step is split from there on: 8 replicas take the batches
+    of 64, not the 2 samples of a phase that is over. One that has steps left is refused.
+    """
+    keys = {"num_devices": 8, "total_steps": 14}
+    keys |= {"splitter": BatchSplitter(data_parallel_size=8)}
+    ramp = BatchRamp.from_schedule("0:2 18:64")
+    for step in (0, 8):
+        with pytest.raises(BatchDivisibilityError, match="phase 0, from sample 0"):
+            RampPlan(ramp=ramp.resumed_at(step), **keys)
+    plan = RampPlan(ramp=ramp.resumed_at(9), **keys)
+    whole = RampPlan(**keys | {"ramp": BatchRamp.constant(64)})
+    assert plan.position(9).split == plan.position(13).split == whole.splits[0]
+    assert plan.max_microbatches == whole.max_microbatches
+    assert plan.consumed_samples == 18 + 5 * 64
+    assert plan.ramp == ramp
+    assert plan.ramp.fingerprint == ramp.fingerprint
+    assert len(plan.phase_rows()) == 2
+    assert "is over" in str(plan)
+
+
+def test_a_resumed_ramp_keeps_its_shapes_where_all_phases_can_be_split():
+    """On the devices of before, a run that goes on has the microbatch of before, bit for
+    bit, although the phases to come would allow a larger one.
+    """
+    plan = RampPlan(**KEYS)
+    again = RampPlan(**KEYS | {"ramp": KEYS["ramp"].resumed_at(50)})
+    assert again.splits == plan.splits
+    assert again.max_microbatches == plan.max_microbatches
+
+
 def test_advice_about_a_small_microbatch():
     """BLOOM's ramp on 16 devices: 128 passes of one sample per step after the ramp, or
     one of 128 with `auto`.
