@@ -1,9 +1,16 @@
-"""Which keys a system has, and in which of its versions: so that a key that it does not
-have is never ignored in silence.
+"""Which keys a system has, in which of its versions, and which of them a check reads: so
+that no key that can change a size is ignored in silence.
 
-The table of a system is a file beside this one, of lines `section: FIRST-LAST name
-name; FIRST-LAST name`. Versions are counted from 1, and `*` stands for all keys further
-down.
+A key of a source is one of four kinds:
+
+1. The rules read it: it is one of the `entries` of the system's `Launch`.
+2. It can change a size or the devices, and no rule reads it: the `unread` of the
+   `Launch` say what it changes. It is asked about, or named in a note.
+3. No version has it, and its name is that of a size: it is asked about.
+4. All others change no size, and are ignored. The file beside this module lists them,
+   in lines `section: FIRST-LAST name name; FIRST-LAST name`. Versions are counted from
+   1, `*` stands for all keys further down, and a line that starts with `#` is a
+   comment. The file may list names of the first two kinds too, for their versions.
 """
 
 from __future__ import annotations
@@ -13,12 +20,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 from rampup.config.yaml import Located
+from rampup.contrib.check.shell.values import show_unknown
 from rampup.errors import ConfigError
 
 Life = tuple[int, int]  # the first and the last version that has a key
-_MAX_DEPTH = 3
 # Names of forks: of responses of a prompt, and of other sizes.
 _RESPONSES = (
     r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)"
@@ -41,22 +49,11 @@ class KnownKeys:
 
     def life(self, key: str) -> Life | None:
         """Return the versions that have a key, or None if none has it."""
-        whole = ".".join(key.split(".")[:_MAX_DEPTH])
-        for name in (
-            key,
-            f"{whole}.*",
-            whole,
-            *(f"{part}.*" for part in sections_of(key)),
-        ):
-            if name in self.lives and (
-                name.endswith("*") or name == key or key.startswith(f"{name}.")
-            ):
-                return self.lives[name]
-        return (
-            (1, max(last for _, last in self.lives.values()))
-            if key in self.parents
-            else None
-        )
+        if (name := self.name(key)) in self.lives:
+            return self.lives[name]
+        if key in self.parents:
+            return 1, max(last for _, last in self.lives.values())
+        return None
 
     def has(self, key: str, version: int) -> bool:
         """Return whether a version has a key."""
@@ -64,11 +61,11 @@ class KnownKeys:
         return life is not None and life[0] <= version <= life[1]
 
     def name(self, key: str) -> str:
-        """Return the name of a key in the table, where sections further down are
-        one.
+        """Return the name of a key in the table: its own, or that of a section whose
+        keys are not listed.
         """
-        parts = key.split(".")
-        return key if len(parts) <= _MAX_DEPTH else ".".join([*parts[:_MAX_DEPTH], "*"])
+        names = (key, *(f"{part}.*" for part in reversed([*sections_of(key)])))
+        return next((name for name in names if name in self.lives), key)
 
     def in_version(self, version: int) -> frozenset[str]:
         """Return the keys of a version."""
@@ -92,6 +89,8 @@ def load_known_keys(system: str) -> KnownKeys:
         .read_text(encoding="utf-8")
         .splitlines()
     ):
+        if line.startswith("#"):
+            continue
         section, _, rest = line.partition(": ")
         for group in rest.split("; "):
             life, *names = group.split(" ")
@@ -113,36 +112,81 @@ def with_lines(keys: Mapping[str, Located]) -> list[str]:
     ]
 
 
-def find_open_forks(
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A key that a system has, that can change sizes or devices, and that no rule
+    reads.
+    """
+
+    # What it can change, as the end of a sentence: `divides the devices of a replica`
+    changes: str
+    # The values with which it changes nothing.
+    harmless: tuple[Any, ...] = (None, False, "")
+    # Whether its effect is so likely that there is no verdict without an answer;
+    # otherwise a note names it.
+    asks: bool = True
+
+
+def find_unread(
+    located: Mapping[str, Located], unread: Mapping[str, Unread], *, asks: bool
+) -> Iterator[tuple[str, str, Located]]:
+    """Yield the name, a sentence without an end, and the place of each key that no rule
+    reads and whose value can change a size.
+
+    Only those that are to be asked about are yielded, or only the others.
+    """
+    for name, place in located.items():
+        row = unread.get(name)
+        if row is not None and row.asks is asks and place.value not in row.harmless:
+            yield name, f"{name}={show_unknown(str(place.value))} {row.changes}", place
+
+
+def find_questions(
     located: Mapping[str, Located],
+    unread: Mapping[str, Unread],
     known: KnownKeys,
     system: str,
     decides: re.Pattern[str],
     repeats: str = "",
 ) -> Iterator[ConfigError]:
-    """Yield an error for each key that no version has but whose last part `decides` on
-    a size: only a fork reads it.
+    """Yield a question for each key that may change a size and that no rule reads: one
+    that the system has, or one that no version has but whose last part `decides` on a
+    size, so that only a fork reads it.
 
     Null as its value is the answer that it changes no size. `repeats` says what has the
     effect of one that repeats each prompt.
     """
+    for name, said, place in find_unread(located, unread, asks=True):
+        yield ConfigError(
+            f"unknown: {said}, and the rules do not follow it",
+            fix=f"add {name}=null, and with it the sizes of {system} that have the same"
+            " effect (none if it changes no size)",
+            key=name,
+            path=place.path,
+            line=place.line,
+        )
     for name, place in located.items():
         last = name.rpartition(".")[2]
-        has_none = place.value is None or (
-            place.value == 1
-            and place.value is not True
-            and _NONE_IF_ONE.fullmatch(last)
-        )
-        if has_none or not decides.fullmatch(last) or known.life(name) is not None:
+        is_one = place.value == 1 and place.value is not True
+        if (
+            name in unread
+            or place.value is None
+            or (is_one and _NONE_IF_ONE.fullmatch(last))
+            or not decides.fullmatch(last)
+            or known.life(name) is not None
+        ):
             continue
-        said = (
-            f"unknown, a fork: {name}={place.value} is a key of no version of {system},"
-            " and its name is that of a size. Add "
-        )
-        said += (
-            f"{name}=null, and with it the sizes of {system} that have the same effect"
-            " (none if it changes no size)"
+        fix = (
+            f"add {name}=null, and with it the sizes of {system} that have the same"
+            " effect (none if it changes no size)"
         )
         if repeats and re.fullmatch(f"{_RESPONSES}|n", last):
-            said += f". {repeats}"
-        yield ConfigError(said, key=name, path=place.path, line=place.line)
+            fix += f". {repeats}"
+        yield ConfigError(
+            f"unknown, a fork: {name}={place.value} is a key of no version of {system},"
+            " and its name is that of a size",
+            fix=fix,
+            key=name,
+            path=place.path,
+            line=place.line,
+        )

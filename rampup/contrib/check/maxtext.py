@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
-from rampup.contrib.check.known import load_known_keys
+from rampup.contrib.check.known import Unread, load_known_keys
 from rampup.contrib.check.reading import (
     Launch,
     Settings,
@@ -109,7 +109,38 @@ KEYS = {
        for group, where in (("ici", "devices of a slice"), ("dcn", "slices"))
        for axes in AXIS_GROUPS.values() for axis in axes},
 }  # fmt: skip
-ALIASES = {"num_target_devices": "num_devices"}
+_SHARDS = "may change over which devices a batch is divided"
+_COMPUTED = Unread("is computed by MaxText, and has no effect", asks=False)
+# What can change sizes and no rule reads, from MaxText's `configs/types.py` (e591f30).
+UNREAD = {
+    "subslice_shape": Unread("takes a part of the devices; add num_devices=N as well"),
+    "custom_mesh_and_rule": Unread(_SHARDS, (None, "", "default")),
+    "custom_mesh": Unread(_SHARDS, asks=False),
+    **dict.fromkeys(
+        ("custom_mesh_and_rule_for_eval", "mesh_axes", "data_sharding", "logical_axis_rules", "override_logical_axis_rules", "input_data_sharding_logical_axes"),
+        Unread(_SHARDS, asks=False)),
+    "expert_shard_attention_option": Unread(_SHARDS, (None, "", "fsdp"), asks=False),
+    "elastic_enabled": Unread("lets the batch follow the slices that are alive, at the same samples per device", asks=False),
+    "enable_diloco": Unread("lets each of the diloco replicas update on its own part of the batch", asks=False),
+    "use_batch_split_schedule": Unread("splits each batch into batch_split_factor parts, which must divide it", asks=False),
+    **dict.fromkeys(
+        ("student_overrides", "teacher_overrides"),
+        Unread("may set sizes of one of the two models of a distillation", (None, "", "{}"), asks=False)),
+    "global_parameter_scale": Unread("scales the number of layers, which a pipeline divides", (None, 1), asks=False),
+    **dict.fromkeys(
+        ("inference_replicas", "inference_devices_per_replica"),
+        Unread("takes devices from training (GRPO of 2025)", (None, 1), asks=False)),
+    **dict.fromkeys(
+        ("global_batch_size_to_load", "global_batch_size_to_train_on", "global_batch_size_to_load_eval",
+         "global_batch_size_to_eval_on", "global_batch_size_to_load_start", "global_batch_size_to_load_increment",
+         "micro_batch_size_to_train_on", "micro_batch_size_to_eval_on", "ici_parallelism", "dcn_parallelism",
+         "context_parallel_size", "num_diloco_replicas", "rampup_end_step", "rampup_samples_per_increment_to_load", "using_pipeline_parallelism"),
+        _COMPUTED),
+}  # fmt: skip
+ALIASES = {
+    "num_target_devices": "num_devices",
+    "internal_compile_num_devices": "num_devices",
+}
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
 # The families of models whose files MaxText ships. They set no batch sizes.
@@ -212,6 +243,7 @@ LAUNCH = Launch(
     bases=BASES,
     version="August 2026",
     keys="maxtext",
+    unread=UNREAD,
 )
 
 
@@ -224,7 +256,9 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     given = [
         setting for setting in reading.overrides if setting.partition("=")[0] == BASE
     ]
-    leaves = _read_slices(command) | dict(reading.leaves)
+    leaves = (
+        _read_slices(command) | _read_topology(reading.leaves) | dict(reading.leaves)
+    )
     name = given[-1].partition("=")[2] if given else ""
     folder = Path(reading.path).parent
     seen = [os.path.realpath(reading.path)]
@@ -446,20 +480,42 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
     nodes = option(outer, "--num-nodes", "--num_nodes") or "1"
     if not (slices.isdecimal() and nodes.isdecimal()):
         return {}
-    if match := re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+(?:x\d+)*)", machine):
-        devices = math.prod(map(int, match[2].split("x")))
-        if match[2].isdecimal():  # v4 and v5p count two cores in a device
-            devices //= 2 if match[1] in ("v4", "v5p") else 1
-        elif (
-            match[1] == "tpu7x"
-        ):  # a topology counts chips, and each core of a TPU7x is a device
-            devices *= 2
+    if devices := _slice_devices(machine):
         return {
             "num_devices": outer.locate(devices * int(slices)),
             "num_slices": outer.locate(int(slices)),
         }
     match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
     return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
+
+
+def _read_topology(leaves: Mapping[str, Located]) -> dict[str, Located]:
+    """Return the devices and slices for which `train_compile` compiles."""
+    topology = leaves.get("compile_topology")
+    slices = leaves.get("compile_topology_num_slices")
+    if topology is None or slices is None or not isinstance(slices.value, int):
+        return {}
+    devices = _slice_devices(str(topology.value)) * slices.value
+    if devices < 1:
+        return {}
+    return {
+        "num_devices": dataclasses.replace(topology, value=devices),
+        "num_slices": slices,
+    }
+
+
+def _slice_devices(machine: str) -> int:
+    """Return the devices of a TPU slice such as `v5p-128` or `tpu7x-4x4x4`; 0 for other
+    machines.
+    """
+    match = re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+(?:x\d+)*)", machine)
+    if match is None:
+        return 0
+    devices = math.prod(map(int, match[2].split("x")))
+    if match[2].isdecimal():  # v4 and v5p count two cores in a device
+        return devices // 2 if match[1] in ("v4", "v5p") else devices
+    # A topology counts chips, and each core of a TPU7x is a device.
+    return devices * 2 if match[1] == "tpu7x" else devices
 
 
 class BatchSizes(NamedTuple):

@@ -19,8 +19,9 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from rampup.config.key import Kind
 from rampup.config.yaml import Located, parse_scalar
-from rampup.contrib.check.known import find_open_forks, load_known_keys, with_lines
+from rampup.contrib.check.known import Unread, load_known_keys, with_lines
 from rampup.contrib.check.reading import (
     Launch,
     Reading,
@@ -28,7 +29,6 @@ from rampup.contrib.check.reading import (
     Source,
     entry,
     option,
-    program_of,
     read_source,
     resolve_reference,
     type_settings,
@@ -40,12 +40,13 @@ from rampup.contrib.check.rules import (
     Side,
     around,
     at_least,
+    equal,
     multiple,
 )
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import unknown_names
 from rampup.contrib.check.verdict import Conversion, Term, counted, times
-from rampup.errors import ConfigError, raise_together
+from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
@@ -63,6 +64,10 @@ MODEL_AXES = (
     "context_parallel_size",
 )
 TENSOR, STAGES, CONTEXT = MODEL_AXES
+SEQUENCE = "ds_sequence_parallel_size"
+# The axes whose devices share a sample, with their names in messages.
+AXES = {TENSOR: "tensor", STAGES: "pipeline", CONTEXT: "context", SEQUENCE: "sequence"}
+EXPERT_TENSOR, EXPERT = (f"expert_{axis}_parallel_size" for axis in ("tensor", "model"))
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 GROUP = "microbatch_group_size_per_vp_stage"
@@ -77,7 +82,14 @@ EXTRAS = (
 )
 VERSION = "megatron_version"
 # What splits layers over stages in another way than evenly.
-UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
+UNEVEN_LAYERS: dict[str, tuple[str, Kind]] = {
+    "standalone_embedding_stage": ("whether the first stage has the embedding only", "bool"),
+    "pipeline_model_parallel_split_rank": ("the first stage of the decoder (T5)", "int"),
+    "decoder_num_layers": ("layers of the decoder (T5)", "int"),
+    "heterogeneous_layers_config_path": ("a file with a block for each layer", "text"),
+    "heterogeneous_layers_config_encoded_json": ("a block for each layer", "text"),
+}  # fmt: skip
+UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed", *UNEVEN_LAYERS)
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
 # Options of DeepSpeed's launcher, by those of torchrun. With a file of hosts they are
@@ -123,6 +135,21 @@ KEYS = {
     TENSOR: entry(1, "devices that share each layer's matrices", minimum=1),
     STAGES: entry(1, "pipeline stages", minimum=1),
     CONTEXT: entry(1, "devices that share each sequence", minimum=1),
+    SEQUENCE: entry(
+        1, "devices that share each sequence (Megatron-DeepSpeed)", minimum=1
+    ),
+    EXPERT: entry(1, "devices that share the experts", minimum=1, optional=True),
+    EXPERT_TENSOR: entry(
+        None, "devices that share an expert's matrices", minimum=1, optional=True
+    ),
+    "num_experts": entry(None, "experts of a layer", minimum=0, optional=True),
+    "no_pipeline_parallel": entry(
+        False, "train without DeepSpeed's pipeline", kind="bool"
+    ),
+    **{
+        key: entry(False if kind == "bool" else None, doc, kind=kind, optional=True)
+        for key, (doc, kind) in UNEVEN_LAYERS.items()
+    },
     VIRTUAL: entry(None, "layer chunks per stage"),
     PER_CHUNK: entry(None, "layers in a chunk", minimum=1, unit="layers"),
     GROUP: entry(
@@ -189,12 +216,48 @@ ALIASES = {
     "num_virtual_stages_per_pipeline_rank": VIRTUAL,
     "microbatch_group_size_per_virtual_pipeline_stage": GROUP,
     "encoder_seq_length": "seq_length",
+    "encoder_num_layers": LAYERS,
+    "num_moe_experts": "num_experts",
     "gpus_per_node": "nproc_per_node",
     **{
         f"num_layers_in_{end}_pipeline_stage": key
         for end, key in zip(("first", "last"), ENDS, strict=True)
     },
 }
+# What can change sizes and no rule reads, from the arguments of Megatron-LM (core 0.6 to
+# d98e8a6) and of Megatron-DeepSpeed.
+_OF_PART = (
+    "gives devices to one part of the model, so that parts have replicas of their own"
+)
+UNREAD = {
+    "yaml_cfg": Unread("names a file whose arguments replace all of the command; check that file"),
+    "use_mp_args_from_checkpoint_args": Unread("takes the tensor and pipeline parallel sizes from the checkpoint"),
+    "use_checkpoint_args": Unread("takes the sizes of the model from the checkpoint", asks=False),
+    **dict.fromkeys(
+        ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size"),
+        Unread(_OF_PART, (None, 0))),
+    **dict.fromkeys(
+        ("encoder_tp", "encoder_dp", *(f"llm_{axis}" for axis in ("tp", "dp", "pp", "cp", "ep", "expt_tp"))),
+        Unread(_OF_PART)),
+    **dict.fromkeys(
+        ("tensor_parallel_num_weight_shards", "gtp_weight_remat_size",
+         "expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
+        Unread("shards weights over further devices, which must divide the job", (None, 1))),
+    "hybrid_context_parallel": Unread("gives samples of each length a group of devices of its own"),
+    "hierarchical_context_parallel_sizes": Unread("must multiply to context_parallel_size", asks=False),
+    "inprocess_active_world_size": Unread("trains on so many of the devices"),
+    "model_parallel_size": Unread("is the tensor parallel size in Megatron-LM of 2020, and refused since"),
+    "batch_size": Unread("is the micro batch in Megatron-LM of 2020, and refused since"),
+    "perform_rl_step": Unread("starts reinforcement learning, with steps of grpo_prompts_per_step * grpo_group_size samples"),
+    "grpo_prompts_per_step": Unread("counts the prompts of a step of reinforcement learning"),
+    "grpo_group_size": Unread("counts the samples of each prompt"),
+    **dict.fromkeys(
+        ("deepspeed_config", "deepscale_config"),
+        Unread(
+            "is DeepSpeed's own file, whose train_batch_size and train_micro_batch_size_per_gpu must be those of the command",
+            asks=False)),
+    "train_data_exact_num_epochs": Unread("sets the length of the run from the data", asks=False),
+}  # fmt: skip
 _NEGATIVES = {"no_overlap_p2p_communication": OVERLAP, "no_overlap_p2p_comm": OVERLAP}
 
 
@@ -227,26 +290,13 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         )
         located = _least_nested(reading, later, overridden)
     else:
-        program = program_of(command).rpartition("/")[2]
-        if (
-            program
-            and not _TRAINS.search(program)
-            and not any(VERSION in word for word in overrides)
-        ):
-            said = (
-                f"unknown, a fork: this starts {program}.py. If it takes Megatron's"
-                f" arguments, say so with {VERSION}=legacy"
-            )
-            raise ConfigError(
-                said, key=VERSION, path=command.path, line=command.line or None
-            )
         located = _find_devices(command, reading.leaves, overridden)
         hints = re.search(
             "gpu|node|world|data_parallel_size", " ".join({*located, *overridden})
         )
         is_alone = _starts_one_process(command) and not hints
         if is_alone and all(
-            located[axis].value == 1 for axis in MODEL_AXES if axis in located
+            located[axis].value == 1 for axis in AXES if axis in located
         ):
             located["world_size"] = command.locate(1)
             one = (
@@ -276,19 +326,6 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         repeated={canonical(name): line for name, line in reading.repeated.items()},
         notes=tuple(notes),
     )
-    written = {
-        name: value
-        for name, value in located.items()
-        if name not in KEYS and name not in overridden
-    }
-    decides = _LAYOUTS if command is None else _SIZES
-    raise_together(
-        list(
-            find_open_forks(
-                written, load_known_keys("megatron"), "Megatron-LM", decides
-            )
-        )
-    )
     # Megatron refuses unknown options behind its program; those before it are the
     # launcher's.
     words = () if command is None else command.words
@@ -296,11 +333,14 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     own = {
         canonical(word.partition("=")[0]) for word in behind if word.startswith("--")
     }
-    looked_up = {name: place for name, place in written.items() if name in own}
-    return dataclasses.replace(
-        type_settings(reading, dataclasses.replace(launch, entries=entries)),
-        looked_up=looked_up,
-    )
+    looked_up = {
+        name: place
+        for name, place in located.items()
+        if name in own and name not in KEYS and name not in overridden
+    }
+    decides = _LAYOUTS if command is None else _SIZES
+    launch = dataclasses.replace(launch, entries=entries, decides=decides)
+    return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
 
 
 def _least_nested(
@@ -444,7 +484,11 @@ _SIZES = re.compile(
     r"|\w*(?:batch_size|parallel_size|num_layers|hetero|num_stages|num_microbatch|accumulation_steps|interleav)\w*"
 )
 _LAYOUTS = re.compile(r"enable_hetero\w*|hetero_\w*mesh\w*")
-_TRAINS = re.compile(r"(?i)pretrain|finetune|train|sft|^run|gpt|llama|bert|t5|megatron")
+# Programs of Megatron-LM, Megatron-DeepSpeed and NeMo. None: options alone, or those of
+# ms-swift's `megatron sft`.
+_OWN = re.compile(
+    r"(?:.*/)?(?:pretrain_\w+|finetune\w*|train|megatron_(?:gpt|bert|t5|bart|retro|llama|mamba)_\w*(?:train|tun|sft)\w*)|"
+)
 
 
 def read_options(command: Command) -> dict[str, Located]:
@@ -502,8 +546,12 @@ LAUNCH = Launch(
         r"(?i)\b(?:tools|tasks)/(?!main\.py)\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
         r"|-\w*m [\w.]*(?:evaluat|generat|inference|convert|export)\w*"
     ),
+    own=_OWN,
+    follows=f"{VERSION}=legacy",
     example="torchrun pretrain_gpt.py --micro-batch-size 1",
     entries=KEYS,
+    keys="megatron",
+    unread=UNREAD,
     canonical=canonical,
     read=read_options,
 )
@@ -669,7 +717,7 @@ class MegatronJob(PretrainingJob):
             VIRTUAL,
             PER_CHUNK,
             EVAL_GLOBAL,
-            *MODEL_AXES,
+            *AXES,
             *_DEVICES_GIVEN,
         ),
         *(LAYERS, VERSION, "seq_length", "train_iters", "max_steps", "train_samples"),
@@ -693,9 +741,15 @@ class MegatronJob(PretrainingJob):
         """Count devices, replicas (at least one, also if the world size breaks a rule),
         and samples of passes and batches.
         """
-        self.model_parallel = math.prod(
-            self[axis] for axis in MODEL_AXES
-        )  # devices of a replica
+        sizes = {
+            axis: self[axis]
+            for axis in AXES
+            if axis in MODEL_AXES or axis in self.settings.given
+        }
+        # The axes in a message, `tensor * pipeline * context`, and their sizes.
+        self.axes = " * ".join(AXES[axis] for axis in sizes)
+        self.axes_sizes = " * ".join(map(str, sizes.values()))
+        self.model_parallel = math.prod(sizes.values())  # devices of a replica
         self.world: int | None = self["world_size"]
         for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
             if self.world is None and self[per_host] is not None and self[per_host] > 0:
@@ -719,7 +773,7 @@ class MegatronJob(PretrainingJob):
             and self.world != self.num_devices
         ):
             said = (
-                "data_parallel_size * tensor * pipeline * context parallel sizes ="
+                f"data_parallel_size * {self.axes} parallel sizes ="
                 f" {self.replicas} * {self.model_parallel}"
             )
             said += f" = {self.num_devices} is not the world size {self.world}"
@@ -745,6 +799,12 @@ class MegatronJob(PretrainingJob):
         chunk in a row.
         """
         self.stages: int = self[STAGES]
+        # Devices of one copy of the experts, if they have axes of their own.
+        self.expert_tensor: int = self[EXPERT_TENSOR] or self[TENSOR]
+        given = {EXPERT, EXPERT_TENSOR} & self.settings.given
+        self.expert_devices = (
+            self.expert_tensor * self[EXPERT] * self.stages if given else 1
+        )
         hybrid = any(
             name.startswith("hybrid_") and name.endswith("_pattern")
             for name in self.settings.others
@@ -990,7 +1050,7 @@ class MegatronJob(PretrainingJob):
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
             "ici_tensor_parallelism": self[TENSOR],
-            "ici_context_parallelism": self[CONTEXT],
+            "ici_context_parallelism": self[CONTEXT] * self[SEQUENCE],
             "ici_pipeline_parallelism": self.stages,
             "microbatch_size": self.micro,
             "steps": steps,
@@ -1048,12 +1108,8 @@ class MegatronJob(PretrainingJob):
 def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
     if job.micro:
         yield (MICRO, f"{counted(job.micro, 'sample')} per replica and forward pass")
-    axes = (
-        "tensor * pipeline * context ="
-        f" {' * '.join(str(job[axis]) for axis in MODEL_AXES)}"
-    )
     yield (
-        axes,
+        f"{job.axes} = {job.axes_sizes}",
         (
             f"{counted(job.model_parallel, 'device')} per replica,"
             f" {counted(job.replicas, 'replica')}"
@@ -1315,11 +1371,19 @@ RULES: list[Rule[MegatronJob]] = [
     Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
     at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, 1, when=lambda job: job[GLOBAL] is not None),
-    multiple("megatron.world_divisible", ("world_size", *MODEL_AXES), ("the world size {}", lambda job: job.world or 0),
+    multiple("megatron.world_divisible", ("world_size", *AXES), ("the world size {}", lambda job: job.world or 0),
+        lambda job: Term(f"{job.axes} parallel sizes = {job.axes_sizes} = {job.model_parallel}", job.model_parallel),
+        when=lambda job: job.world is not None),
+    # Experts have axes of their own over the same devices.
+    multiple("megatron.experts_over_devices", (EXPERT, EXPERT_TENSOR), ("the world size {}", lambda job: job.num_devices),
         lambda job: Term(
-            f"tensor * pipeline * context parallel sizes = {' * '.join(str(job[axis]) for axis in MODEL_AXES)} = "
-            f"{job.model_parallel}",
-            job.model_parallel), when=lambda job: job.world is not None),
+            f"expert tensor * expert * pipeline parallel sizes = {job.expert_tensor} * {job[EXPERT]} * {job.stages} = "
+            f"{job.expert_devices}", job.expert_devices),
+        when=lambda job: job.expert_devices > 1 and job.num_devices % job.model_parallel == 0, found_by="run"),
+    multiple("megatron.experts_shared", (EXPERT, "num_experts"), "num_experts", EXPERT,
+        when=lambda job: bool(job["num_experts"])),
+    equal("megatron.no_pipeline", (STAGES, "no_pipeline_parallel"), STAGES, 1,
+        when=lambda job: job["no_pipeline_parallel"], note=" with no_pipeline_parallel"),
     multiple("megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit,
         when=lambda job: not job.has_ramp and not job[DECREASE]),
     at_least("megatron.decreased_to_nothing", (GLOBAL, MICRO), _FINAL, _unit,

@@ -24,7 +24,9 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.contrib.check.known import (
     MULTIPLIES,
-    find_open_forks,
+    Unread,
+    find_questions,
+    find_unread,
     load_known_keys,
     sections_of,
     with_lines,
@@ -102,6 +104,11 @@ class Reading:
     notes: tuple[str, ...] = ()  # which command was read
     # whether its command starts the system, or it names one of its base files
     recognized: bool = False
+    # what must be answered before the numbers are known; raised with all other problems
+    questions: tuple[ConfigError, ...] = ()
+    # whether its program is none of the system's own, and the user has said that it
+    # follows the rules
+    is_fork: bool = False
 
     def written(self, *signs: str) -> set[str]:
         """Return the keys that the command writes with one of Hydra's signs."""
@@ -214,7 +221,7 @@ def type_settings(
             f" {', '.join(list(entries)[:3])}"
         )
         raise ConfigError(said, key="from", path=reading.path)
-    problems = list[RampupError]()
+    problems: list[RampupError] = [*reading.questions]
     later = []
     for name, line in reading.repeated.items():
         if name not in entries:
@@ -229,23 +236,15 @@ def type_settings(
         entries,
     )
     problems += _find_misspelt(given, entries)
+    others = {name: value for name, value in given.items() if name not in entries}
     if launch.keys:
-        sizes = {
-            name
-            for name, entry in entries.items()
-            if entry.unit in ("prompts", "samples", "devices", "nodes")
-        }
-        decides = re.compile(
-            "|".join(
-                [
-                    *(re.escape(name.rpartition(".")[2]) for name in sizes),
-                    MULTIPLIES.pattern,
-                ]
-            )
-        )
-        others = {name: value for name, value in given.items() if name not in entries}
-        problems += find_open_forks(
-            others, load_known_keys(launch.keys), system, decides, launch.repeats
+        problems += find_questions(
+            others,
+            launch.unread,
+            load_known_keys(launch.keys),
+            system,
+            launch.decides or _decides(entries),
+            launch.repeats,
         )
     located = {
         name: Located(value=value, path=f"a base file of {system}")
@@ -253,6 +252,10 @@ def type_settings(
     } | given
     values = {name: entry.default for name, entry in entries.items()}
     notes = [*reading.notes]
+    notes += [
+        f"{said}: the rules do not follow it."
+        for _, said, _ in find_unread(given, launch.unread, asks=False)
+    ]
     for name, entry in located.items():
         if name not in entries:
             continue
@@ -297,6 +300,16 @@ def type_settings(
     )
 
 
+def _decides(entries: Mapping[str, Entry]) -> re.Pattern[str]:
+    """Return what matches the last part of a fork's key that may be a size."""
+    sizes = [
+        re.escape(name.rpartition(".")[2])
+        for name, entry in entries.items()
+        if entry.unit in ("prompts", "samples", "devices", "nodes")
+    ]
+    return re.compile("|".join([*sizes, MULTIPLIES.pattern]))
+
+
 def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
     """Return `key=value` settings of any key of the source or the system: of its
     entries, or with the first part of one.
@@ -319,13 +332,16 @@ def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
         result[name] = Located(
             value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE
         )
-        if name in entries or name in reading.leaves:
+        if name in entries or name in reading.leaves or name in launch.unread:
             continue
         close = difflib.get_close_matches(
             name, entries, n=1, cutoff=0.8 if is_flat else 0.0
         )
         first, dot, _ = name.partition(".")
-        is_foreign = bool(close) if is_flat else not (dot and first in groups)
+        is_foreign = not (dot and first in groups)
+        if is_flat:
+            is_known = launch.keys and load_known_keys(launch.keys).life(name)
+            is_foreign = bool(close) or not is_known
         if is_foreign or any(
             True for _ in _find_misspelt({name: result[name]}, entries)
         ):
@@ -489,6 +505,15 @@ class Launch:
     # its name; that of all others by "".
     programs: Mapping[str, str] = field(default_factory=dict)
     keys: str = ""  # the name of the table of all its keys
+    # The keys that can change sizes or devices and that no rule reads.
+    unread: Mapping[str, Unread] = field(default_factory=dict)
+    # Matches the last part of a key that no version has, but that may be a size.
+    decides: re.Pattern[str] | None = None
+    # Matches the system's own programs, as `program_of` gives them. Another one is a
+    # fork's, which is asked about; `follows` is the setting that says that the rules
+    # are true of it.
+    own: re.Pattern[str] = re.compile(r"[\s\S]*")
+    follows: str = ""
     repeats: str = (
         ""  # what has the same effect as a fork's key that repeats each prompt
     )
@@ -580,7 +605,7 @@ def read_source(
         if name.startswith("SLURM_")
         or any(re.search(rf"\b{name}\b", text) for text in texts)
     }
-    reading = _choose(commands, overrides, launch, path, strict)
+    reading = _ask_of_forks(_choose(commands, overrides, launch, path, strict), launch)
     kept = [
         item
         for item in overrides
@@ -743,6 +768,32 @@ def _choose(
         notes=tuple(notes),
         recognized=score[0],
     )
+
+
+def _ask_of_forks(reading: Reading, launch: Launch) -> Reading:
+    """Return the reading with a question, or with a note if it is answered, where its
+    program is none of the system's own.
+    """
+    command = reading.command
+    if command is None or launch.own.fullmatch(program := program_of(command)):
+        return reading
+    said = (
+        f"this starts {program}, a program of a fork: its rules may differ from those"
+        f" of {launch.system}"
+    )
+    answer = launch.follows.partition("=")[0]
+    if any(setting.partition("=")[0] == answer for setting in reading.overrides):
+        return dataclasses.replace(
+            reading, is_fork=True, notes=(*reading.notes, f"{said}.")
+        )
+    question = ConfigError(
+        f"unknown, a fork: {said}",
+        fix=f"if it follows them, add {launch.follows}",
+        key=answer,
+        path=command.path,
+        line=command.line or None,
+    )
+    return dataclasses.replace(reading, questions=(*reading.questions, question))
 
 
 def _starts_nothing(

@@ -492,7 +492,7 @@ def test_keys_for_the_adapter_of_maxtext_are_the_same_ramp():
     plan = build_plan(config, 4)
     exported = export_plan(config, plan, "maxtext")
     words = (
-        next(note for note in exported.notes if "integrations.maxtext" in note)
+        next(note for note in exported.notes if "contrib.maxtext" in note)
         .partition("these keys: ")[2]
         .split()
     )

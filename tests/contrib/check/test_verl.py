@@ -639,7 +639,7 @@ def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
     """
     command = f"{PPO} {NEW} data.n_samples=8".split()
     said = (
-        r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add"
+        r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*add"
         r" data\.n_samples=null"
     )
     with pytest.raises(ConfigError, match=said):
