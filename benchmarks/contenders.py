@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 from optax import microbatching
 
-from rampup.data.batches import step_batches
+from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.batch import Batch
 from rampup.engine.mesh import batch_sharding, replicated
@@ -432,7 +432,10 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
         def rampup_losses() -> Iterator[jax.Array]:
             state = rampup_first
             for batch in step_batches(
-                source, plan, mesh, split_for=rampup_step.split_for
+                source,
+                plan,
+                mesh,
+                options=BatchOptions(split_for=rampup_step.split_for),
             ):
                 position = batch.position
                 sizes.append(position.split.microbatch_size)

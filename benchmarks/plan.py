@@ -30,7 +30,7 @@ from measure import (
 from rich.console import Console
 
 from rampup.config.schema import Config
-from rampup.data.batches import step_batches
+from rampup.data.batches import BatchOptions, step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.batch import Batch
 from rampup.engine.mesh import make_mesh
@@ -252,7 +252,9 @@ class _Tiny:
         self._through_loop(
             plan,
             self._step,
-            lambda start: step_batches(self._rows, plan, self._mesh, split_for=choose),
+            lambda start: step_batches(
+                self._rows, plan, self._mesh, options=BatchOptions(split_for=choose)
+            ),
         )
 
     def _through_loop(

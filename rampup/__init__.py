@@ -113,12 +113,12 @@ _HOME = {
 # Names that fewer programs need, by the room that has them.
 _ROOMS = {
     "rampup.errors": (
-        "BatchDivisibilityError ConfigError DataError DataWarning LossWarning MissingDependencyError PipelineShapeError RampDefinitionError ResumeMismatchError ResumeWarning"
+        "BatchDivisibilityError ConfigError DataEndedError DataError DataWarning LossWarning MissingDependencyError PipelineShapeError RampDefinitionError ResumeMismatchError ResumeWarning"
     ),
     "rampup.plan": (
         "AdamConstants AdamScaling NoiseEstimate NoiseScale PlanPosition Seesaw Timetable"
     ),
-    "rampup.data": ("BatchLoader"),
+    "rampup.data": ("BatchLoader BatchOptions"),
     "rampup.engine": ("AdamSchedule LearningRate TrainStep"),
     "rampup.checks": ("LossProblem LossReport"),
     "rampup.loop": ("Component Summary"),

@@ -126,6 +126,10 @@ class DataError(RampupError, ValueError):
     """Training data that cannot be read or has too few rows."""
 
 
+class DataEndedError(DataError):
+    """A source of rows that ended before the plan."""
+
+
 class DataWarning(UserWarning):
     """Training data that look wrong, but may be right."""
 

@@ -16,10 +16,11 @@ PACKAGE = Path(__file__).parent.parent / "rampup"
 FLOORS = (
     "errors < plan < config < engine < checks < data < loop < lm < show < cli < contrib"
 )
-# The only imports that point up, inside methods of the step: what two of them return
+# The only imports that point up, inside methods of the step: what they return
 # is made by `rampup.data`, and step 0 asks the checks about its loss.
 UPWARD = {
     ("engine/step.py", "rampup.data.batches"),
+    ("engine/step.py", "rampup.data.fields"),
     ("engine/step.py", "rampup.checks.loss"),
 }
 # What the core still imports of `contrib`.

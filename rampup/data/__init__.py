@@ -8,6 +8,7 @@ from rampup import load_name
 
 _HOME = {
     "BatchLoader": "rampup.data.batches",
+    "BatchOptions": "rampup.data.batches",
 }
 __all__ = sorted(_HOME)
 

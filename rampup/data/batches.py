@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from rampup.data.fields import FieldTypes, own_arrays, stack_rows
 from rampup.data.sources import (
     RowRange,
     RowSource,
@@ -33,7 +35,6 @@ from rampup.data.sources import (
     check_repeatable,
     is_thread_safe,
     read_rows,
-    stack_rows,
     warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
@@ -46,7 +47,14 @@ from rampup.engine.mesh import (
     process_rows,
     rows_of_processes,
 )
-from rampup.errors import BatchDivisibilityError, ConfigError, DataError
+from rampup.engine.processes import first_problem
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    DataEndedError,
+    DataError,
+    RampupError,
+)
 from rampup.plan.numbers import nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -78,8 +86,10 @@ class SampleOrder:
         if num_rows < 1:
             raise DataError("the data has no rows")
         if seed is not None and num_rows >= 2**32:
-            problem = f"{num_rows:,} rows are more than the 2**32 that can be shuffled"
-            raise DataError(f"{problem}; set enable_data_shuffling=false (seed=None)")
+            raise DataError(
+                f"{num_rows:,} rows are more than the 2**32 that can be shuffled",
+                fix="set enable_data_shuffling=false (seed=None)",
+            )
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows, self._has_epochs = num_rows, has_epochs
         # Indexed beyond its length, Grain's shuffled range continues with the next
@@ -104,16 +114,11 @@ class SampleOrder:
         if self.num_samples is not None and consumed_samples > self.num_samples:
             epochs = self.num_samples // self._num_rows
             needed = -(-consumed_samples // self._num_rows)
-            problem = (
-                f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs}"
-                f" of {self._num_rows:,} rows are"
-            )
-            fix = (
-                f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer"
-                " steps"
-            )
             raise DataError(
-                f"{problem} {self.num_samples:,}; {fix}",
+                f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs}"
+                f" of {self._num_rows:,} rows are {self.num_samples:,}",
+                fix=f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or"
+                " fewer steps",
                 key="num_epoch",
                 nearest=(needed, -1),
             )
@@ -133,7 +138,7 @@ class StepRows(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Loading:
     """Which processes read which rows: 0, f, 2f, ..., each for itself and the f - 1
-    processes after it; f is `factor`.
+    processes after it; f is `factor`, MaxText's `expansion_factor_real_data`.
     """
 
     factor: int = 1
@@ -142,13 +147,12 @@ class Loading:
         count = jax.process_count()
         if self.factor < 1 or count % self.factor:
             nearest = nearest_multiples(count, max(self.factor, 1))
-            problem = (
-                f"expansion_factor_real_data={self.factor} must divide the number of"
-                f" processes, {count}"
-            )
-            fix = f"it would fit {' or '.join(map(str, nearest))} processes"
             raise ConfigError(
-                f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,)
+                f"expansion_factor_real_data={self.factor} must divide the number of"
+                f" processes, {count}",
+                fix=f"it would fit {' or '.join(map(str, nearest))} processes",
+                key="expansion_factor_real_data",
+                nearest=(-1,),
             )
 
     @property
@@ -193,35 +197,78 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLoader:
-    """Reads the batch of every optimizer step and puts it on the devices ahead of use.
+class BatchOptions:
+    """How batches are read and put on the devices.
 
     Attributes:
-        order: which row each sample is.
+        batched: True says that each element of a stream is a batch of rows, False that
+            each element is one row; None warns with a `DataWarning` if it looks like a
+            batch of rows. Batches are trained on with `stream`.
         split_for: the split to use for a position if it may differ from the planned
             one, such as `TrainStep.split_for`: a phase whose program is not compiled
             yet then starts in the shape of an earlier one.
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
+        batch_axes: the axes of the mesh that the rows are sharded over; None = data and
+            fsdp.
         num_threads: threads that read; one if the source is not safe for threads.
         read_ahead: steps whose rows are read ahead of use.
+
+    Example:
+        >>> BatchOptions(num_threads=8, read_ahead=16).batched is None
+        True
+    """
+
+    batched: bool | None = None
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None
+    chunk_size: int | None = None
+    batch_axes: BatchAxes | None = None
+    num_threads: int = 2
+    read_ahead: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoader:
+    """Reads the batch of every optimizer step and puts it on the devices ahead of use.
+
+    Attributes:
+        source: the rows.
+        plan: says which samples a step consumes.
+        mesh: the devices.
+        order: which row each sample is.
+        options: how rows are read and put on the devices.
         loading: which processes read.
-        batch_axes: the axes of `mesh` that the rows are sharded over; None = data and
-            fsdp.
+        types: the type of every field, shared by loaders of the same rows.
+
+    Example:
+        >>> import rampup
+        >>> from rampup.data.sources import as_source
+        >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
+        >>> plan = rampup.RampPlan(
+        ...     ramp=rampup.BatchRamp.constant(2),
+        ...     splitter=rampup.BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=3,
+        ... )
+        >>> order = SampleOrder(6, seed=None)
+        >>> loader = BatchLoader(
+        ...     source=as_source(range(6)), plan=plan, mesh=mesh, order=order
+        ... )
+        >>> [batch.chunks[0].ravel().tolist() for batch in loader.batches(1)]
+        [[2, 3], [4, 5]]
     """
 
     source: RowSource
     plan: RampPlan
     mesh: Mesh
     order: SampleOrder
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None
-    chunk_size: int | None = None
-    num_threads: int = 2
-    read_ahead: int = 4
+    options: BatchOptions = field(default_factory=BatchOptions)
     loading: Loading = field(default_factory=Loading)
-    batch_axes: BatchAxes | None = None
+    types: FieldTypes | None = None
 
     def __post_init__(self) -> None:
-        check_plan_fits(self.plan, self.mesh, self.batch_axes)
+        check_plan_fits(self.plan, self.mesh, self.options.batch_axes)
+        if self.types is None:
+            object.__setattr__(self, "types", FieldTypes(self.mesh))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches from step `start` up to step `stop`, by default to the end
@@ -274,7 +321,7 @@ class BatchLoader:
             split.num_microbatches
         )
         return starts[:, None] + self.loading.rows_to_read(
-            self.mesh, num_rows, self.batch_axes
+            self.mesh, num_rows, self.options.batch_axes
         )
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
@@ -326,18 +373,15 @@ class BatchLoader:
                 return
         if steps:
             # One thread also reads the rows in their order.
-            num_threads = (
-                self.num_threads
-                if is_thread_safe(self.source)
-                else min(self.num_threads, 1)
-            )
-            options = grain.ReadOptions(
-                num_threads=num_threads, prefetch_buffer_size=self.read_ahead
+            most = self.options.num_threads
+            threads = grain.ReadOptions(
+                num_threads=most if is_thread_safe(self.source) else min(most, 1),
+                prefetch_buffer_size=self.options.read_ahead,
             )
             yield from (
                 grain.MapDataset.range(steps.start, steps.stop)
                 .map(read)
-                .to_iter_dataset(options)
+                .to_iter_dataset(threads)
             )
 
     def _put(self, step: StepRows) -> Batch:
@@ -345,34 +389,38 @@ class BatchLoader:
         changed, and put them on the devices.
         """
         position = step.position
-        split = position.split if self.split_for is None else self.split_for(position)
-        batch_nR = self.split_rows(step, split)
+        axes, split_for = self.options.batch_axes, self.options.split_for
+        split = position.split if split_for is None else split_for(position)
+        samples_S = self.samples_of(position, split).ravel()
+
+        def name_row(place: int) -> str:
+            row = self.order.rows([int(samples_S[place])])
+            return self.source.describe(int(row[0]))
+
+        assert self.types is not None
+        batch_nR = self.types.cast(self.split_rows(step, split), name_row, num_axes=2)
         # From here on the position says how the batch is really split. Its samples are
         # the planned ones in either case.
         if split != position.split:
             position = replace(position, split=split)
+        put = functools.partial(
+            put_batch,
+            position=position,
+            plan=self.plan,
+            batch_axes=axes,
+            chunk_size=self.options.chunk_size,
+        )
         f = self.loading.factor
-        options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
         if f == 1:
-
-            def name_row(place: int) -> str:
-                sample = int(self.samples_of(position, split).ravel()[place])
-                return self.source.describe(int(self.order.rows([sample])[0]))
-
-            return put_batch(
-                batch_nR, position, self.plan, self.mesh, name_row=name_row, **options
-            )
+            return put(batch_nR, mesh=self.mesh, name_row=name_row)
+        # This process has also read for the processes after it: hand their rows on.
         parts = [
             jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR)
             for g in range(f)
         ]
-        found = [
-            put_batch(part, position, self.plan, auto_view(self.mesh), **options)
-            for part in parts
-        ]
-        # This process has also read for the processes after it: hand their rows on.
+        found = [put(part, mesh=auto_view(self.mesh)) for part in parts]
         redistribute = self.loading.redistribution(
-            self.mesh, split.data_parallel_size * split.microbatch_size, self.batch_axes
+            self.mesh, split.data_parallel_size * split.microbatch_size, axes
         )
         return found[0]._replace(
             chunks=jax.tree.map(redistribute, *(part.chunks for part in found))
@@ -388,15 +436,14 @@ def step_batches(
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
-    chunk_size: int | None = None,
-    batch_axes: BatchAxes | None = None,
-    batched: bool | None = None,
-    num_threads: int = 2,
-    read_ahead: int = 4,
+    options: BatchOptions | None = None,
 ) -> StepBatches:
     """Return an iterator of the batch of every optimizer step, read and put on the
     devices ahead of use.
+
+    A row is a pytree of numbers, such as a dict; a Python list in it is one array. The
+    first batch gives every field its type. Later rows whose numbers fit are cast, and
+    others are a DataError.
 
     Args:
         source: a RowSource, or anything that can be indexed: a list of rows, a Grain
@@ -407,21 +454,23 @@ def step_batches(
             and Grain's sources and datasets need none. A row must be the same whenever
             it is read: the first 16 rows are read twice, and refused if they differ.
             Random numbers of a row come from its number.
+        plan: says how many rows a step takes, and how they are split.
+        mesh: the devices.
         start: the first step, or a position of the plan.
         stop: the step to stop before; None = the end of the plan.
         seed: shuffles every epoch in a new order; None keeps the source's order. A
             Grain MapDataset then has its own epochs, with a new order and new random
             augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        batched: False says that each element of the source is one row; None warns with
-            a `DataWarning` if it looks like a batch of rows. Batches are trained on
-            with `stream`.
-        split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
+        options: how rows are read and put on the devices; see `BatchOptions`.
+
+    Returns:
+        An iterator of `Batch`. Its rows are (microbatches, rows of a microbatch, ...).
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read, is
             another one when it is read again, or has something else than numbers that
-            fit the devices.
+            fit the devices and the types of the first batch.
 
     Example:
         >>> import rampup
@@ -431,27 +480,25 @@ def step_batches(
         >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
-    if batched:
+    options = options or BatchOptions()
+    if options.batched:
         raise DataError(
             "rows are read by number, and batches one after the other:"
             " step.stream(source, batched=True)"
         )
     rows = as_source(source)
-    has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(
-        len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs
+        len(rows),
+        seed=seed,
+        num_epochs=num_epochs,
+        has_epochs=isinstance(source, grain.MapDataset) and seed is None,
     )
-    options: Any = {
-        "split_for": split_for,
-        "chunk_size": chunk_size,
-        "batch_axes": batch_axes,
-    }
-    options |= {"num_threads": num_threads, "read_ahead": read_ahead}
-    loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
-    batches = loader.batches(
-        start.step if isinstance(start, PlanPosition) else start, stop
+    loader = BatchLoader(
+        source=rows, plan=plan, mesh=mesh, order=order, options=options
     )
-    return StepBatches(batches, rows, seed, warns=batched is None)
+    first = start.step if isinstance(start, PlanPosition) else start
+    warns = options.batched is None
+    return StepBatches(loader.batches(first, stop), rows, seed, warns=warns)
 
 
 class StepBatches(Iterator[Batch]):
@@ -509,15 +556,17 @@ def eval_batches(
     batched: bool | None = None,
 ) -> Iterator[Batch]:
     """Yield all rows of a source once, in order; see `EvalStep.batches`."""
+    if batched:
+        raise DataError("an evaluation reads rows by number, and not batches of rows")
     rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
     num_shards = axes.num_shards(mesh)
     if batch_size < 1 or batch_size % num_shards:
-        problem = (
-            f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} ="
-            f" {num_shards}"
-        )
         raise BatchDivisibilityError(
-            problem, value=max(batch_size, 1), divisor=num_shards, key="batch_size"
+            f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} ="
+            f" {num_shards}",
+            value=max(batch_size, 1),
+            divisor=num_shards,
+            key="batch_size",
         )
     full = len(rows) // batch_size * batch_size
     # A loss that sees whole batches sees all that is left over together.
@@ -528,12 +577,13 @@ def eval_batches(
         (full, shared - full, 1, axes),
         (shared, len(rows) - shared, 1, BatchAxes(replica=(), rows=())),
     )
+    types, warns = FieldTypes(mesh), batched is None
     for first, size, number, part_axes in parts:
         if not size or not number:
             continue
         # Rows that every device computes come one by one, as they may be more than its
         # part of a batch.
-        options: Any = (
+        sizes: Any = (
             {"whole_batch": True}
             if part_axes == axes or whole_batch
             else {"microbatch_size": 1}
@@ -541,19 +591,24 @@ def eval_batches(
         splitter = BatchSplitter(
             data_parallel_size=part_axes.num_shards(mesh),
             num_stages=mesh.shape.get(STAGE, 1),
-            **options,
+            **sizes,
         )
-        ramp = BatchRamp.constant(size)
-        plan = RampPlan(
-            ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=number
+        part = RowRange(rows, first, len(rows))
+        loader = BatchLoader(
+            source=part,
+            plan=RampPlan(
+                ramp=BatchRamp.constant(size),
+                splitter=splitter,
+                num_devices=mesh.size,
+                total_steps=number,
+            ),
+            mesh=mesh,
+            order=SampleOrder(len(part), seed=None),
+            options=BatchOptions(batch_axes=part_axes),
+            types=types,
         )
-        yield from step_batches(
-            RowRange(rows, first, len(rows)),
-            plan,
-            mesh,
-            batch_axes=part_axes,
-            batched=batched,
-        )
+        yield from StepBatches(loader.batches(), part, None, warns=warns)
+        warns = False
 
 
 def stream_batches(
@@ -563,10 +618,8 @@ def stream_batches(
     *,
     start: int = 0,
     stop: int | None = None,
-    batched: bool | None = None,
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
-    chunk_size: int | None = None,
-    batch_axes: BatchAxes | None = None,
+    drop_remainder: bool = False,
+    options: BatchOptions | None = None,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step from rows that come one after the other;
     see `TrainStep.stream`.
@@ -576,9 +629,28 @@ def stream_batches(
     step. The caller restores it. With `batched=True`, the rest of a batch that two
     steps share is kept for the second and lost in a resumption.
 
+    A finite source has fewer steps than an endless one, and the plan says how many: a
+    source that ends before the plan is an error, in all processes at the same step. To
+    train on rows that are left over, with the mean over them alone, end the ramp with a
+    phase of their number: 100 rows in steps of 16 are "0:16 96:4" and 7 steps.
+
+    Args:
+        source: rows, or batches of rows (rows, ...), of this process.
+        plan: says how many rows a step takes, and how they are split.
+        mesh: the devices.
+        start: the first step.
+        stop: the step to stop before; None = the end of the plan.
+        drop_remainder: end without an error after the last step for which there are
+            rows; the rest of them, less than a step, is left out.
+        options: `batched`, and what else is in `BatchOptions` but for the last two.
+
+    Yields:
+        The `Batch` of each step: rows (microbatches, rows of a microbatch, ...).
+
     Raises:
-        DataError: the source ends inside a step, its rows differ in structure or shape,
-            or it is a batched Grain dataset without `batched=True`.
+        DataError: the source ends before the plan, its rows differ in structure or
+            shape or have numbers that do not fit the types of the first batch, a row
+            cannot be read, or it is a batched Grain dataset without `batched=True`.
 
     Example:
         >>> import rampup
@@ -587,88 +659,178 @@ def stream_batches(
         >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
         >>> [b.chunks[0][: b.num_microbatches].ravel().tolist() for b in stream_batches(iter(range(8)), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 6, 7]]
+        >>> len(list(stream_batches(range(7), plan, mesh, drop_remainder=True)))
+        2
     """
-    check_plan_fits(plan, mesh, batch_axes)
-    if not batched:
+    options = options or BatchOptions()
+    check_plan_fits(plan, mesh, options.batch_axes)
+    if isinstance(source, type):
+        raise DataError(
+            f"the source is the class {source.__name__}",
+            fix=f"give an object of it, such as {source.__name__}(...)",
+        )
+    if not options.batched:
         check_not_batched(source, "give batched=True")
-    rows, pending, count = iter(source), [], 0
+    rows = _Stream(source, options.batched, plan)
+    types = FieldTypes(mesh)
+    owners = {device.process_index for device in mesh.devices.flat}
     for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
-        split = position.split if split_for is None else split_for(position)
-        needed = split.num_microbatches * len(
-            process_rows(
-                mesh, split.data_parallel_size * split.microbatch_size, batch_axes
-            )
+        if options.split_for is not None:
+            position = replace(position, split=options.split_for(position))
+        split = position.split
+        in_microbatch = process_rows(
+            mesh, split.data_parallel_size * split.microbatch_size, options.batch_axes
         )
-        while count < needed:
-            try:
-                item = next(rows)
-            except StopIteration:
-                if count:
-                    message = (
-                        f"step {number} needs {needed} rows in this process, but the"
-                        f" source ended after {count} of them"
-                    )
-                    raise DataError(message) from None
+        name = f"row {{:,}} of step {number:,}".format
+        found, problem = None, None
+        try:
+            found = rows.take(split.num_microbatches * len(in_microbatch), number)
+            found = types.cast(found, name)
+        except DataError as error:
+            problem = error
+        # No process begins a step for which another one has no rows.
+        if len(owners) == jax.process_count() > 1:
+            words = first_problem(json.dumps(_told(problem)) if problem else "")
+            problem = problem or _heard(words)
+        if problem is not None:
+            if drop_remainder and isinstance(problem, DataEndedError):
                 return
-            if item is None:
-                raise DataError(
-                    f"the source yielded None instead of a row, at step {number}"
-                )
-            # Copied: a source may yield the same array again, filled with the next
-            # rows.
-            pending.append(jax.tree.map(np.array, item))
-            if number == start and count == 0 and batched is None:
-                warn_of_batches(pending[0])
-            sizes = {
-                leaf.shape[:1] if batched else (1,)
-                for leaf in jax.tree.leaves(pending[-1])
-            }
-            if len(sizes) != 1 or () in sizes:
-                found = (
-                    ", ".join(str(size[0]) if size else "no" for size in sorted(sizes))
-                    or "no"
-                )
-                raise DataError(
-                    f"step {number}: the source yielded arrays of {found} rows, which"
-                    " must be one number for all"
-                )
-            count += sizes.pop()[0]
-        name = f"{'batch' if batched else 'row'} {{}} of step {number:,}".format
-        ready = stack_rows(pending, name, np.concatenate if batched else np.array)
-        # What the next step begins with: the rest of a batch that two steps share.
-        pending = (
-            [jax.tree.map(lambda x, used=needed: x[used:], ready)]
-            if count > needed
-            else []
-        )
-        count -= needed
-        batch_nR = in_microbatches(
-            jax.tree.map(lambda x, used=needed: x[:used], ready), split.num_microbatches
-        )
+            raise problem
         yield put_batch(
-            batch_nR,
-            replace(position, split=split),
+            in_microbatches(found, split.num_microbatches),
+            position,
             plan,
             mesh,
-            batch_axes=batch_axes,
-            chunk_size=chunk_size,
+            batch_axes=options.batch_axes,
+            chunk_size=options.chunk_size,
         )
 
 
-@functools.wraps(step_batches, assigned=())
-def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
+class _Stream:
+    """Rows that come one after the other, taken as many at a time as a step needs."""
+
+    def __init__(
+        self, source: Iterable[Any], batched: bool | None, plan: RampPlan
+    ) -> None:
+        self._rows, self._batched, self._plan = iter(source), batched, plan
+        self._pending: list[Any] = []  # what is read and not yet taken
+        self._count = 0  # rows of it
+        self._taken = 0
+
+    def take(self, needed: int, step: int) -> Any:
+        """Return the next rows as arrays (needed, ...).
+
+        Raises:
+            DataEndedError: there are fewer.
+            DataError: a row cannot be read, or is not like the others.
+        """
+        while self._count < needed:
+            self._read(needed, step)
+        stack = np.concatenate if self._batched else np.array
+        what = "batch" if self._batched else "row"
+        name = f"{what} {{}} of step {step:,}".format
+        ready = stack_rows(self._pending, name, stack)
+        # What the next step begins with: the rest of a batch that two steps share.
+        rest = jax.tree.map(lambda x: x[needed:], ready)
+        self._count -= needed
+        self._taken += needed
+        self._pending = [rest] if self._count else []
+        return jax.tree.map(lambda x: x[:needed], ready)
+
+    def _read(self, needed: int, step: int) -> None:
+        place = self._taken + self._count
+        try:
+            item = next(self._rows)
+        except StopIteration:
+            raise DataEndedError(
+                f"step {step} needs {needed} rows in this process, but the source ended"
+                f" after {self._count} of them, {place:,} in all; the plan has"
+                f" {self._plan.total_steps:,} steps",
+                fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
+                " end there",
+            ) from None
+        except RampupError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"row {place:,} of the stream, of step {step:,}, cannot be read:"
+                f" {error!r:.300}"
+            ) from error
+        if item is None:
+            raise DataError(f"the source yielded None instead of a row, at step {step}")
+        # Copied: a source may yield the same array again, filled with the next rows.
+        row = own_arrays(item, batched=bool(self._batched))
+        if place == 0 and self._batched is None:
+            warn_of_batches(row)
+        self._pending.append(row)
+        self._count += self._num_rows(row, step)
+
+    def _num_rows(self, row: Any, step: int) -> int:
+        leaves = jax.tree.leaves(row)
+        sizes = {leaf.shape[:1] if self._batched else (1,) for leaf in leaves}
+        # A later row without fields is told from the first one when they are stacked.
+        if len(self._pending) > 1 and not sizes and not self._batched:
+            return 1
+        if len(sizes) != 1 or () in sizes:
+            known = [str(size[0]) if size else "no" for size in sorted(sizes)]
+            raise DataError(
+                f"step {step}: the source yielded arrays of"
+                f" {', '.join(known) or 'no'} rows, which must be one number for all"
+            )
+        return int(sizes.pop()[0])
+
+
+def _told(problem: DataError) -> dict[str, Any]:
+    """Return what the other processes are told of an error of this one's rows."""
+    return {
+        "process": jax.process_index(),
+        "words": str(problem),
+        "has_ended": isinstance(problem, DataEndedError),
+    }
+
+
+def _heard(words: str) -> DataError | None:
+    """Return the error about the rows of another process, or None."""
+    if not words:
+        return None
+    told = json.loads(words)
+    kind = DataEndedError if told["has_ended"] else DataError
+    return kind(f"process {told['process']}: {told['words']}")
+
+
+def microbatches(
+    source: Any,
+    plan: RampPlan,
+    mesh: Mesh,
+    *,
+    start: int | PlanPosition = 0,
+    stop: int | None = None,
+    seed: int | None = None,
+    num_epochs: int | None = None,
+    options: BatchOptions | None = None,
+) -> Iterator[Any]:
     """Yield one microbatch after another, for a training step of your own: one shape
     throughout a `fixed` ramp.
 
     Use it with `multi_steps`: the optimizer then steps when a global batch is complete.
 
     Args:
-        args, options: those of `step_batches` except for `chunk_size`.
+        source: the rows; see `step_batches`.
+        plan: says how many microbatches a step has, and of how many rows.
+        mesh: the devices.
+        start: the first step, or a position of the plan.
+        stop: the step to stop before; None = the end of the plan.
+        seed: shuffles every epoch in a new order; None keeps the source's order.
+        num_epochs: passes over the source; None = unlimited.
+        options: how rows are read; its `chunk_size` is not used.
 
     Yields:
         Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the
         axes of the rows.
+
+    Raises:
+        DataError: see `step_batches`.
 
     Example:
         >>> import rampup
@@ -678,6 +840,15 @@ def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
         >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    for batch in step_batches(*args, **options, chunk_size=1):
+    for batch in step_batches(
+        source,
+        plan,
+        mesh,
+        start=start,
+        stop=stop,
+        seed=seed,
+        num_epochs=num_epochs,
+        options=replace(options or BatchOptions(), chunk_size=1),
+    ):
         for chunk in batch.chunks:
             yield jax.tree.map(lambda x: x[0], chunk)

@@ -9,14 +9,14 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
 import jax
 import numpy as np
 
-from rampup.engine.sums import differing_leaves
+from rampup.data.fields import own_arrays, stack_rows
 from rampup.errors import (
     DataError,
     DataWarning,
@@ -188,18 +188,15 @@ class ItemRows:
         for row in rows.tolist():
             item = self.items[row]
             if item is None:
-                problem = (
+                raise DataError(
                     f"{self.describe(row)} is None, as `MapDataset.filter` makes of the"
-                    " rows that it drops"
+                    " rows that it drops",
+                    fix="filter the rows before they are numbered, or train on"
+                    " ds.to_iter_dataset() with step.stream",
                 )
-                fix = (
-                    "filter the rows before they are numbered, or train on"
-                    " ds.to_iter_dataset() with step.stream"
-                )
-                raise DataError(f"{problem}; {fix}")
             # Copied before the next one is read: a source may return the same array
             # again, filled with the next row.
-            items.append(item if self.are_stored else jax.tree.map(np.array, item))
+            items.append(item if self.are_stored else own_arrays(item))
         return stack_rows(items, lambda i: self.describe(rows[i]))
 
     def describe(self, row: int) -> str:
@@ -220,11 +217,10 @@ class RecordRows(_Tokens):
         try:
             self._records = grain.sources.ArrayRecordDataSource(list(paths))
         except ImportError as error:
-            problem = (
+            raise MissingDependencyError(
                 "dataset_type=arrayrecord needs the package array-record: pip install"
                 " array-record"
-            )
-            raise MissingDependencyError(problem) from error
+            ) from error
         except Exception as error:
             raise DataError(
                 f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}"
@@ -236,12 +232,11 @@ class RecordRows(_Tokens):
     def _row(self, row: int) -> np.ndarray:
         record, size = self._records[row], self._dtype.itemsize
         if len(record) % size or not 2 <= len(record) // size <= self._length + 1:
-            problem = f"{self.describe(row)} has {len(record)} bytes"
-            fix = (
-                f"it must be 2 to {self._length + 1} tokens of {size} bytes"
-                " (max_target_length + 1, token_dtype)"
+            raise DataError(
+                f"{self.describe(row)} has {len(record)} bytes",
+                fix=f"it must be 2 to {self._length + 1} tokens of {size} bytes"
+                " (max_target_length + 1, token_dtype)",
             )
-            raise DataError(f"{problem}; {fix}")
         return np.frombuffer(record, self._dtype)
 
     def describe(self, row: int) -> str:
@@ -338,42 +333,6 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
         return _read_rows(source, rows)
 
 
-def stack_rows(
-    items: Sequence[Any],
-    name: Callable[[int], str],
-    stack: Callable[..., np.ndarray] = np.array,
-) -> Any:
-    """Return rows as arrays, or with `np.concatenate` batches of rows, and refuse those
-    that differ. `name` names an item.
-    """
-    try:
-        # `np.array` stacks small arrays in a third of the time of `np.stack`.
-        return jax.tree.map(lambda *leaves: stack(leaves), *items)
-    except (TypeError, ValueError) as error:
-        skipped = 0 if stack is np.array else 1
-        fix = "all rows must have the same fields and shapes: pad or crop them"
-        for place, item in enumerate(items):
-            for leaf, was, now in differing_leaves(
-                items[0], item, lambda x: np.shape(x)[skipped:]
-            ):
-                here, there = (
-                    "absent" if shape is None else f"of shape {list(shape)}"
-                    for shape in (now, was)
-                )
-                problem = (
-                    f"{name(place)}: {leaf or 'the array'} is {here}, but {there} in"
-                    f" {name(0)}"
-                )
-                raise DataError(f"{problem}; {fix}") from error
-            if (now := jax.tree.structure(item)) != (
-                was := jax.tree.structure(items[0])
-            ):
-                raise DataError(
-                    f"{name(place)} is {now}, but {name(0)} is {was}; {fix}"
-                ) from error
-        raise
-
-
 def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
     """Refuse a source whose rows differ when they are read once more. `found` is what
     the first reading has returned.
@@ -383,24 +342,18 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
     for (path, first), second in zip(
         jax.tree.leaves_with_path(found), again, strict=True
     ):
+        # Fewer rows may have another type, such as that of whole numbers.
+        second = np.asarray(second, np.asarray(first).dtype)
         for place, row in enumerate(rows):
-            if (
-                np.asarray(first[place]).tobytes()
-                != np.asarray(second[place]).tobytes()
-            ):  # a NaN is not equal to itself
-                where = f"batch{jax.tree_util.keystr(path)}"
-                problem = (
-                    f"{source.describe(int(row))} is another one when it is read again,"
-                    f" in {where}"
-                )
-                why = "no run could be repeated or resumed with the same rows"
-                fix = (
-                    "make random numbers from the row's number, such as"
-                    " np.random.default_rng((seed, row)), and no state"
-                )
+            # In bytes, as a NaN is not equal to itself.
+            if np.asarray(first[place]).tobytes() != second[place].tobytes():
                 raise DataError(
-                    f"{problem}: {why}; {fix}, or train on step.stream(...), which"
-                    " promises no rows"
+                    f"{source.describe(int(row))} is another one when it is read again,"
+                    f" in batch{jax.tree_util.keystr(path)}: no run could be repeated"
+                    " or resumed with the same rows",
+                    fix="make random numbers from the row's number, such as"
+                    " np.random.default_rng((seed, row)), and no state, or train on"
+                    " step.stream(...), which promises no rows",
                 )
 
 
@@ -417,16 +370,13 @@ def warn_of_batches(row: Any) -> None:
     # Matrices of pairs belong to a sequence.
     if size > 1 and not any(size in shape[1:] for shape in shapes):
         found = ", ".join(str(list(shape)) for shape in shapes[:4])
-        problem = (
-            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
-            f" step takes {size} times as many"
-        )
-        fix = (
-            "train with step.stream(source, batched=True). If it is one row, such as a"
-            " sequence, say so with batched=False"
-        )
         warnings.warn(
-            f"{problem} rows as the plan says: {fix}", DataWarning, stacklevel=3
+            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
+            f" step takes {size} times as many rows as the plan says: train with"
+            " step.stream(source, batched=True). If it is one row, such as a sequence,"
+            " say so with batched=False",
+            DataWarning,
+            stacklevel=3,
         )
 
 
@@ -436,13 +386,13 @@ def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     except RampupError:
         raise
     except Exception as error:
-        for row in rows.tolist():
-            try:
-                source.read(np.array([row]))
-            except Exception as cause:
-                raise DataError(
-                    f"{source.describe(row)} cannot be read: {cause!r:.300}"
-                ) from cause
+        if len(rows) == 1:
+            raise DataError(
+                f"{source.describe(int(rows[0]))} cannot be read: {error!r:.300}"
+            ) from error
+        # One of them is to blame, and has a name.
+        for row in rows:
+            _read_rows(source, row[None])
         raise DataError(
             f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}"
         ) from error
@@ -460,44 +410,49 @@ def as_source(source: Any) -> RowSource:
     """Return `source` if it is a RowSource, otherwise one for anything that can be
     indexed by row, or refuse what cannot.
     """
+    if isinstance(source, type):
+        raise DataError(
+            f"the source is the class {source.__name__}",
+            fix=f"give an object of it, such as {source.__name__}(...)",
+        )
     if hasattr(source, "read") and hasattr(source, "describe"):
         return source
     if isinstance(source, Mapping) and 0 not in source:
         kind = type(source).__name__
         names = ", ".join(map(repr, source))[:100]
-        fix = (
-            "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x"
-            " in arrays.items()})"
-        )
-        problem = f"a {kind} of arrays ({names}) is not indexed by row"
         raise DataError(
-            f"{problem}; give its rows, as a list or with grain.MapDataset.source, or"
-            f" {fix}"
+            f"a {kind} of arrays ({names}) is not indexed by row",
+            fix="give its rows, as a list or with grain.MapDataset.source, or"
+            " grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name,"
+            " x in arrays.items()})",
         )
     if isinstance(source, tuple):
         shapes = [getattr(column, "shape", ()) for column in source]
         sizes = {shape[:1] for shape in shapes}
         if len(shapes) > 1 and len(sizes) == 1 and max(sizes) > (len(shapes),):
             found = ", ".join(str(list(shape)) for shape in shapes[:4])
-            problem = (
-                f"a tuple of arrays of shape {found} looks like columns, and a source"
-                " is indexed by row"
-            )
             raise DataError(
-                f"{problem}; give its rows, list(zip(*columns)); if each array is one"
-                " row, give a list of them"
+                f"a tuple of arrays of shape {found} looks like columns, and a source"
+                " is indexed by row",
+                fix="give its rows, list(zip(*columns)); if each array is one row, give"
+                " a list of them",
             )
     check_not_batched(
         source, "train with step.stream(dataset.to_iter_dataset(), batched=True)"
     )
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        fix = (
-            "give a list, a Grain data source or a grain.MapDataset, or train on rows"
-            " that come one after the other"
-        )
         raise DataError(
-            f"{a_type(source)} cannot be indexed by row; {fix} with step.stream(source)"
+            f"{a_type(source)} cannot be indexed by row",
+            fix="give a list, a Grain data source or a grain.MapDataset, or train on"
+            " rows that come one after the other with step.stream(source)",
         )
+    try:
+        len(source)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the length of {a_type(source)} is no number of rows: {error}",
+            fix="let __len__ return the number of rows",
+        ) from error
     return ItemRows(source)
 
 
@@ -516,13 +471,11 @@ def check_not_batched(source: Any, other_way: str) -> None:
         ):
             continue
         if "batch" in kind.__name__.lower():
-            problem = (
-                f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of"
-                " its elements is several rows"
-            )
             raise DataError(
-                f"{problem}, but the plan decides how many rows a step has; leave out"
-                f" .batch(...), or {other_way}"
+                f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of"
+                " its elements is several rows, but the plan decides how many rows a"
+                " step has",
+                fix=f"leave out .batch(...), or {other_way}",
             )
         # The names of Grain 0.2. With others, nothing is found and nothing is refused.
         for name in (

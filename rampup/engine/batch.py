@@ -155,6 +155,10 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
             f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of"
             " numbers, and encode texts"
         )
+    if dtype.itemsize > {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize):
+        raise DataError(
+            f"{name_row(0)} has {dtype}, which no device has", fix="cast it to float64"
+        )
     if 0 in shape:
         raise DataError(
             f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it"

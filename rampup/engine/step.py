@@ -432,21 +432,23 @@ class TrainStep:
         shapes of this step; see `step_batches`.
         """
         # Imported here: the engine needs nothing that reads data.
-        from rampup.data.batches import step_batches
+        from rampup.data.batches import BatchOptions, step_batches
 
-        reading: dict[str, Any] = {
-            "num_threads": num_threads,
-            "read_ahead": read_ahead,
+        options = BatchOptions(
+            batched=batched,
+            num_threads=num_threads,
+            read_ahead=read_ahead,
             **self._batch_options,
-        }
-        order: dict[str, Any] = {
-            "start": int(start),
-            "stop": stop,
-            "seed": seed,
-            "num_epochs": num_epochs,
-        }
+        )
         return step_batches(
-            source, self._plan, self._mesh, batched=batched, **order, **reading
+            source,
+            self._plan,
+            self._mesh,
+            start=int(start),
+            stop=stop,
+            seed=seed,
+            num_epochs=num_epochs,
+            options=options,
         )
 
     def stream(
@@ -456,11 +458,12 @@ class TrainStep:
         stop: int | None = None,
         *,
         batched: bool | None = None,
+        drop_remainder: bool = False,
     ) -> Iterator[Batch]:
         """Yield the batch of every step from rows that come one after another, from
         those of `start`; see `stream_batches`.
         """
-        from rampup.data.batches import stream_batches
+        from rampup.data.batches import BatchOptions, stream_batches
 
         return stream_batches(
             source,
@@ -468,8 +471,8 @@ class TrainStep:
             self._mesh,
             start=int(start),
             stop=stop,
-            batched=batched,
-            **self._batch_options,
+            drop_remainder=drop_remainder,
+            options=BatchOptions(batched=batched, **self._batch_options),
         )
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
@@ -486,9 +489,11 @@ class TrainStep:
         needed = split.num_microbatches * len(
             process_rows(self._mesh, _num_rows(split), self._batch_axes)
         )
+        from rampup.data.fields import own_arrays
+
         # Copied: the caller may fill the same arrays with the next rows while the
         # devices still read these.
-        rows = jax.tree.map(np.array, rows)
+        rows = own_arrays(rows, batched=True)
         found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
         if found != {(needed,)}:
             lengths = (

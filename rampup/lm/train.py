@@ -30,7 +30,7 @@ from rampup.config.schema import (
     OptimizerKeys,
     RunKeys,
 )
-from rampup.data.batches import BatchLoader, Loading, SampleOrder
+from rampup.data.batches import BatchLoader, BatchOptions, Loading, SampleOrder
 from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss, random_key
@@ -447,11 +447,13 @@ class Run:
             plan=plan,
             mesh=setup.mesh,
             order=sample_order(config, len(train_rows), num_samples),
-            split_for=split_for,
-            # `multi_steps` calls its program once per microbatch.
-            chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
-            num_threads=config.grain_num_threads,
-            read_ahead=config.grain_prefetch_buffer_size,
+            options=BatchOptions(
+                split_for=split_for,
+                # `multi_steps` calls its program once per microbatch.
+                chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
+                num_threads=config.grain_num_threads,
+                read_ahead=config.grain_prefetch_buffer_size,
+            ),
             loading=loading,
         )
         evaluation = None

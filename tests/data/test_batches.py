@@ -11,7 +11,13 @@ from helpers import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.data.batches import BatchLoader, SampleOrder, microbatches, step_batches
+from rampup.data.batches import (
+    BatchLoader,
+    BatchOptions,
+    SampleOrder,
+    microbatches,
+    step_batches,
+)
 from rampup.data.sources import ItemRows
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
@@ -148,7 +154,9 @@ def test_step_batches_reads_no_row_twice_for_another_split():
             position.split.global_batch_size, plan.splits[0].microbatch_size
         )
 
-    batches = list(step_batches(source, plan, mesh, split_for=first_shape))
+    batches = list(
+        step_batches(source, plan, mesh, options=BatchOptions(split_for=first_shape))
+    )
     assert any(
         batch.position.split != plan.position(batch.position.step).split
         for batch in batches

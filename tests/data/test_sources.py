@@ -14,6 +14,7 @@ import pytest
 from helpers.toy import all_tokens, mesh_of, open_rows, plan_for, rows, start
 
 import rampup
+from rampup.data.batches import BatchOptions
 from rampup.data.sources import TokenRows, as_source
 from rampup.errors import DataError
 
@@ -76,7 +77,7 @@ def test_stream_takes_no_more_rows_than_its_steps():
         match="step 0 needs 16 rows in this process, but the source ended after 5",
     ):
         next(step.stream(rows()[:5]))
-    assert len(list(step.stream(rows()[:32]))) == 2
+    assert len(list(step.stream(rows()[:32], drop_remainder=True))) == 2
 
 
 COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
@@ -98,7 +99,11 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
             {},
             r"of shape \[64, 2\], \[64\] looks like columns.* list\(zip\(\*columns\)\)",
         ),
-        (rows(), {"batched": True}, "step.stream\\(source, batched=True\\)"),
+        (
+            rows(),
+            {"options": BatchOptions(batched=True)},
+            "step.stream\\(source, batched=True\\)",
+        ),
         (
             COLUMNS,
             {},
@@ -287,7 +292,10 @@ def test_a_source_is_read_by_one_thread_and_each_row_is_copied(tmp_path):
     source, mesh = OneFile(tmp_path / "rows"), mesh_of("one")
     plan = plan_for(mesh, "0:16", steps=40)
     for one, other in zip(
-        *(rampup.step_batches(source, plan, mesh, num_threads=4) for _ in range(2)),
+        *(
+            rampup.step_batches(source, plan, mesh, options=BatchOptions(num_threads=4))
+            for _ in range(2)
+        ),
         strict=True,
     ):
         start = one.position.consumed_samples

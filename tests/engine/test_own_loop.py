@@ -27,6 +27,7 @@ from helpers.toy import (
 )
 
 import rampup
+from rampup.data.batches import BatchOptions
 from rampup.errors import ConfigError, DataError, RampupError
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, find_checkpoint
 
@@ -104,7 +105,9 @@ def test_accumulate_in_a_jitted_step_of_ones_own(mesh_name):
         )
 
     chunk_size = max(plan.max_microbatches.values())
-    for batch in rampup.step_batches(rows(), plan, mesh, chunk_size=chunk_size):
+    for batch in rampup.step_batches(
+        rows(), plan, mesh, options=BatchOptions(chunk_size=chunk_size)
+    ):
         state, _ = own_step(state, batch.chunks[0], batch.num_microbatches)
     assert own_step._cache_size() <= 2
     step = rampup.train_step(plain_loss_fn, tx, plan, mesh)

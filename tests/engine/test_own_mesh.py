@@ -12,6 +12,7 @@ from helpers.toy import history, loss_fn, plain_loss_fn, plan_for, rows
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup
+from rampup.data.batches import BatchOptions
 
 MAXTEXT_AXES = (
     "data",
@@ -164,7 +165,11 @@ def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(
         _, metrics = step(state.replace(step=state.step * 0), batch)
         jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, before, before)
         assert np.isfinite(float(metrics["loss"] / metrics["weight"]))
-        chunk = next(rampup.microbatches(rows(), plan, mesh, batch_axes=axes))
+        chunk = next(
+            rampup.microbatches(
+                rows(), plan, mesh, options=BatchOptions(batch_axes=axes)
+            )
+        )
         own = jax.jit(lambda params, batch: explicit_loss_fn(params, batch, None)[0])
         evaluated = rampup.EvalStep(explicit_loss_fn, mesh, batch_axes=axes)(
             rampup.create_state(before, tx, mesh), batch

@@ -9,7 +9,7 @@ import optax
 import pytest
 from helpers import toy
 
-from rampup.data.batches import step_batches
+from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.optimizer import (
     AdamSchedule,
     LearningRate,
@@ -36,7 +36,11 @@ def train(plan, mesh, tx_at, **options):
     """
     steps, state = {}, None
     for batch in step_batches(
-        toy.rows(), plan, mesh, seed=5, chunk_size=1 if "engine" in options else None
+        toy.rows(),
+        plan,
+        mesh,
+        seed=5,
+        options=BatchOptions(chunk_size=1 if "engine" in options else None),
     ):
         tx = tx_at(batch.position)
         step = steps.setdefault(

@@ -12,6 +12,7 @@ from helpers import toy
 from jax.sharding import PartitionSpec as P
 
 import rampup
+from rampup.data.batches import BatchOptions
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
@@ -196,7 +197,9 @@ def test_accumulate_and_evaluation_see_the_whole_batch():
     )
     plan = plan_of(mesh, microbatch_size=2)
     batch = next(rampup.step_batches(ROWS, plan.with_whole_batches(), mesh))
-    many = next(rampup.step_batches(ROWS, plan, mesh, chunk_size=4))
+    many = next(
+        rampup.step_batches(ROWS, plan, mesh, options=BatchOptions(chunk_size=4))
+    )
     value, grads = jax.jit(jax.value_and_grad(two_means))(START, toy.stacked(ROWS[:16]))
 
     @jax.jit

@@ -12,7 +12,7 @@ from faults import toy_run
 from helpers import toy
 from helpers.runs import metrics_of
 
-from rampup.data.batches import step_batches
+from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.state import create_state
 from rampup.engine.update import select_step
 from rampup.errors import NonFiniteError
@@ -30,7 +30,7 @@ def states_of(engine, source, *, skips=True, mesh="one"):
     state = create_state(toy.new_params(mesh), step.tx, mesh)
     states, metrics = [jax.tree.map(np.array, jax.device_get(state))], []
     for batch in step_batches(
-        source, plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]
+        source, plan, mesh, options=BatchOptions(chunk_size=toy_run.CHUNK_SIZE[engine])
     ):
         state, values = step(state, batch)
         # A flag that nobody has to wait for.

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from helpers import toy
 
-from rampup.data.batches import step_batches
+from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.loop.checkpoint import CheckpointOptions
@@ -77,7 +77,11 @@ def run(
         plan=plan,
         step=step,
         batches=lambda start: step_batches(
-            source, plan, mesh, start=start, chunk_size=CHUNK_SIZE[engine]
+            source,
+            plan,
+            mesh,
+            start=start,
+            options=BatchOptions(chunk_size=CHUNK_SIZE[engine]),
         ),
         folder=folder,
         metrics=MetricOptions(
