@@ -148,8 +148,6 @@ __all__ = list(_HOME)
 _SHOWN = {
     "BatchRamp": "rampup.plan.ramp",
     "RampPlan": "rampup.plan.plan",
-    "RolloutPlan": "rampup.contrib.rl.plan",
-    "Verdict": "rampup.contrib.check.verdict",
 }
 
 

@@ -17,7 +17,7 @@ from helpers.tiny import TINY, command_line
 
 import rampup
 import rampup.errors
-from rampup.cli import COMMANDS, main
+from rampup.cli import ALL, main
 from rampup.config.schema import KEYS
 from rampup.contrib.rl.config import (
     ROLLOUT_KEYS,
@@ -174,7 +174,7 @@ def test_generated_pages_are_complete():
     assert [
         name for name in ROLLOUT_KEYS if f"`{name}`\n: " not in generator.rollout_keys()
     ] == []
-    assert [name for name in COMMANDS if f"## rampup {name}\n" not in commands] == []
+    assert [name for name in ALL if f"## rampup {name}\n" not in commands] == []
     presets = {path.stem for path in (ROOT / "configs").glob("*.yml")} - {"base", "rl"}
     assert [name for name in presets if f"`{name}`\n" not in generator.presets()] == []
 
@@ -218,11 +218,11 @@ def test_readme_snippet_compiles_once_and_learns(capsys):
         "plan configs/rl.yml --devices 4",
         "check --from skyrl my_skyrl.yml",
         "check --from maxtext configs/base.yml",
-        "timetable --stages 4 --microbatches 8",
+        "plan configs/base.yml --devices 8 ici_pipeline_parallelism=4 --timetable",
         "suggest --train-tokens 300B --params 7B",
         "suggest --system verl --params 7B",
         "explain steps",
-        "fix my.yml --devices 4",
+        "plan my.yml --devices 4 --fix",
         "plot configs/base.yml -o ramp.png",
         "report configs/base.yml -o ramp.html",
         "plan configs/base.yml steps=0",
@@ -244,7 +244,7 @@ def test_json_output_of_runs_is_documented(workplace, capsys):
         f" {' '.join(TRAINED)}"
     )
     commands = [
-        "rows configs/base.yml --step 3",
+        "plan configs/base.yml --rows 3",
         "generate runs/run --prompt a",
         "report runs/run -o run.html",
     ]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.tiny import TINY, command_line
 
 import rampup
 
@@ -22,19 +23,6 @@ UPWARD = {
     ("engine/step.py", "rampup.data.batches"),
     ("engine/step.py", "rampup.data.fields"),
     ("engine/step.py", "rampup.checks.loss"),
-}
-# What the core still imports of `contrib`.
-TIED = {
-    "cli/common.py",
-    "cli/draw.py",
-    "cli/look.py",
-    "cli/plan.py",
-    "cli/run.py",
-    "cli/sizes.py",
-    "show/console.py",
-    "show/notebook.py",
-    "show/progress.py",
-    "show/report.py",
 }
 PURE = ("errors", "plan", "config")
 IMPURE = {
@@ -82,8 +70,6 @@ def test_imports_point_down(path):
     for name in imported(path):
         if name.startswith("rampup.") and (str(file), name) not in UPWARD:
             other = name.split(".")[1]
-            if other == "contrib" and str(file) in TIED:
-                continue
             assert other == own or RANK[other] < RANK[own], f"{own} imports {name}"
         assert own not in PURE or name.split(".")[0] not in IMPURE, (
             f"{own} imports {name}"
@@ -227,6 +213,21 @@ if importlib.util.find_spec("libtpu"):
     rampup.contrib.lab.topology_devices("v5e:1x1")
     check("topology_devices")
 """
+
+
+def test_training_on_text_loads_no_reinforcement_learning(tmp_path):
+    """`rampup train base.yml` trains without a module of `contrib`."""
+    settings = command_line(TINY | {"steps": 1, "base_output_directory": tmp_path})
+    code = f"""
+import sys
+from rampup.cli import main
+assert main(["train", "base", *{list(map(str, settings))!r}]) == 0
+print([name for name in sys.modules if name.startswith("rampup.contrib.")])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_process_of_the_caller_stays_as_it_is(tmp_path):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rampup.cli import COMMANDS, make_parser
+from rampup.cli import ALL, make_parser
 from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
 from rampup.config.schema import PRESETS
 from rampup.contrib.rl.config import ROLLOUT_FILE
@@ -209,9 +209,7 @@ def _head(path: Path) -> str:
 
 def command_line() -> str:
     """Return every command with its usage and options."""
-    return "\n".join(
-        line for name in COMMANDS for line in _command(name, make_parser(name))
-    )
+    return "\n".join(line for name in ALL for line in _command(name, make_parser(name)))
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:

@@ -2,8 +2,8 @@
 messages and exit codes.
 
 A command is a function that takes its arguments and returns a `Result`, with a table of
-its arguments in capitals: `plan` and `PLAN`. It is in the module of its name, or in
-that of `HOMES`, which alone is imported. Exit codes: 0 success, 1 failed, 2 refused,
+its arguments in capitals: `plan` and `PLAN`. It is in the module of `HOMES`, which
+alone is imported. Exit codes: 0 success, 1 failed, 2 refused,
 130 interrupted, 141 the output was closed early.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextvars
 import difflib
-import importlib
 import io
 import json
 import logging
@@ -31,48 +30,44 @@ from rampup.cli import common
 from rampup.errors import NonFiniteError, RampupError, StorageError
 from rampup.loop.events import ctrl_c_stops
 
-# Each command, with one line of help.
+# Each command, with one line of help: those of the core, and what is optional.
 COMMANDS = {
-    "plan": "show every phase of a run before it starts",
     "train": "train the language model",
     "generate": "continue a text with a trained model",
-    "timetable": "show a pipeline schedule and its bubble",
+    "plan": "show every phase of a run before it starts",
+    "explain": "explain a configuration key and its legal values",
     "plot": "draw a plan, its learning rate or pipeline, or the metrics of runs",
     "report": "write a self-contained HTML report of a plan or a run",
-    "check": "explain and check another system's configuration",
+}
+OPTIONAL = {
     "suggest": "show batch sizes by scaling laws, or starting sizes for RL",
-    "fix": "find the nearest legal configuration, as a patch",
-    "explain": "explain a configuration key and its legal values",
     "design": "design a ramp from the measurements of a run",
     "critical": "find the critical batch size of a run by training branches of it",
     "tune": "find the largest microbatch that fits and the fastest settings",
     "inspect": "show what a compiled program sends, sums, updates and stores",
-    "rows": "show exactly which rows an optimizer step reads",
+    "check": "explain and check another system's configuration",
 }
-# The commands in the order of `rampup --help`.
-GROUPS = {
-    "run": ("train", "generate"),
-    "look": ("plan", "timetable", "plot", "report", "rows", "inspect", "explain"),
-    "choose sizes": ("tune", "suggest", "design", "critical", "fix"),
-    "other systems": ("check",),
-}
-# The modules of commands that are not in one of their own name. Those of `contrib` are
-# imported by this table alone.
+ALL = COMMANDS | OPTIONAL
+# The module of each command. Those of `contrib` are imported by this table alone.
 HOMES = {
-    "train": "cli.run",
-    "generate": "cli.run",
-    "timetable": "cli.look",
-    "rows": "cli.look",
-    "inspect": "cli.look",
-    "explain": "cli.look",
-    "plot": "cli.draw",
-    "report": "cli.draw",
-    "suggest": "cli.sizes",
-    "fix": "cli.sizes",
-    "check": "contrib.check.command",
-    "critical": "contrib.lab.critical_command",
-    "design": "contrib.lab.design_command",
-    "tune": "contrib.lab.tune_command",
+    "train": "rampup.cli.run",
+    "generate": "rampup.cli.run",
+    "plan": "rampup.cli.plan",
+    "explain": "rampup.cli.explain",
+    "plot": "rampup.cli.draw",
+    "report": "rampup.cli.draw",
+    "suggest": "rampup.contrib.lab.suggest_command",
+    "design": "rampup.contrib.lab.design_command",
+    "critical": "rampup.contrib.lab.critical_command",
+    "tune": "rampup.contrib.lab.tune_command",
+    "inspect": "rampup.contrib.lab.inspect_command",
+    "check": "rampup.contrib.check.command",
+}
+# Commands that there were, and what is there instead.
+GONE = {
+    "timetable": "rampup plan CONFIG.yml --timetable",
+    "rows": "rampup plan CONFIG.yml --rows STEP",
+    "fix": "rampup plan CONFIG.yml --fix",
 }
 # The commands that compute.
 ON_DEVICES = ("train", "generate", "critical", "tune")
@@ -166,52 +161,52 @@ def _report_unraisable(problem: Any) -> None:
 
 def make_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
-    parser = _Parser(
-        prog=f"rampup {name}", description=COMMANDS[name], allow_abbrev=False
-    )
+    parser = _Parser(prog=f"rampup {name}", description=ALL[name], allow_abbrev=False)
     parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON object, and everything else on standard error",
     )
-    for flags, options in getattr(_home(name), name.upper()).items():
+    for flags, options in getattr(common.load(HOMES[name]), name.upper()).items():
         parser.add_argument(*flags.split(), **options)
     return parser
 
 
-def _home(name: str) -> Any:
-    return importlib.import_module(f"rampup.{HOMES.get(name, f'cli.{name}')}")
+def _help() -> str:
+    """Return what `rampup --help` prints."""
+    width = max(map(len, ALL))
+    lines = ["usage: rampup COMMAND CONFIG.yml [key=value ...] [options]"]
+    for title, group in (("commands", COMMANDS), ("optional", OPTIONAL)):
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<{width}}  {words}" for name, words in group.items()]
+    lines += [
+        "",
+        "rampup COMMAND --help describes a command; rampup --version prints the"
+        " version.",
+    ]
+    return "\n".join(lines)
+
+
+def _require_command(name: str) -> None:
+    """Refuse a command that there is not, with the one that is meant."""
+    if name in ALL:
+        return
+    if name in GONE:
+        raise common.usage_error(f"rampup {name} is now `{GONE[name]}`")
+    close = difflib.get_close_matches(name, ALL, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(ALL)}"
+    raise common.usage_error(f"unknown command {name!r}; {hint}", nearest=tuple(ALL))
 
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: rampup COMMAND CONFIG.yml [key=value ...] [options]")
-        width = max(map(len, COMMANDS))
-        for title, names in GROUPS.items():
-            print(
-                "",
-                f"{title}:",
-                *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names),
-                sep="\n",
-            )
-        print(
-            "\nrampup COMMAND --help describes a command; rampup --version prints the"
-            " version."
-        )
+        print(_help())
         return 0
     if arguments[0] == "--version":
         print(f"rampup {rampup.__version__}")
         return 0
     name, *rest = arguments
-    if name not in COMMANDS:
-        close = "".join(
-            f"; did you mean {known}?"
-            for known in difflib.get_close_matches(name, COMMANDS, n=1)
-        )
-        problem = (
-            f"unknown command {name!r}{close or '; choose from ' + ', '.join(COMMANDS)}"
-        )
-        raise common.usage_error(problem, nearest=tuple(COMMANDS))
+    _require_command(name)
     command: list[str] = []
     if name == "check" and "--" in rest:  # what follows is a command of another system
         rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
@@ -224,7 +219,7 @@ def _dispatch(arguments: list[str]) -> int:
         "force_terminal": False if is_for_a_log() else None,
     }
     console = args.console = _Console(stderr=args.json, **PLAIN, **options)
-    result: common.Result = getattr(_home(name), name)(args)
+    result: common.Result = getattr(common.load(HOMES[name]), name)(args)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
     if args.json and result.facts is not None:

@@ -1,10 +1,11 @@
-"""What commands share: their result, exit codes, arguments, and the devices that they
-mean.
+"""What commands share: their result, exit codes, arguments, the devices that they mean,
+and where they find what is in `contrib`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -28,8 +29,13 @@ from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
 
-if TYPE_CHECKING:
-    from rampup.contrib.rl.config import RolloutConfig
+# What commands find in `contrib`, by these names alone.
+ROLLOUTS = "rampup.contrib.rl.commands"  # the commands of a rollout's file or run
+SYSTEMS = "rampup.contrib.check.command"  # those of another system's file
+EXPORTS = "rampup.contrib.check.export"
+SCALING_LAWS = "rampup.contrib.lab.scaling_laws"
+PREDICTIONS = "rampup.contrib.lab.prediction"
+TOPOLOGIES = "rampup.contrib.lab.topology_command"
 
 SWITCH = "RAMPUP_HUGE_PAGES"  # 0 leaves the pages as they are; see `enable_huge_pages`
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
@@ -108,18 +114,30 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != SWITCH}
 
 
-def is_rollout_file(path: str | Path) -> bool:
-    """Return whether a file configures a rollout; `rampup.contrib.rl` is imported only if a
-    name needs it.
+def load(name: str) -> Any:
+    """Return a module of `contrib`, or of a command, by its name."""
+    return importlib.import_module(name)
+
+
+def commands_of(path: str | Path) -> Any:
+    """Return the module with the commands of a file whose keys are not base.yml's; None
+    if they are. It is imported only if a name in the file needs it.
     """
     if names_in(path) <= KEYS.keys():
-        return False
-    from rampup.contrib.rl import config
+        return None
+    rollouts = load(ROLLOUTS)
+    return rollouts if rollouts.is_rollout_file(path) else None
 
-    return config.is_rollout_file(path)
+
+class HasDevices(Protocol):
+    """A configuration of a run: its devices, -1 = those of the machine."""
+
+    @property
+    def num_devices(self) -> int:
+        """The key."""
 
 
-def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:
+def count_devices(args: argparse.Namespace, config: HasDevices) -> int:
     """Return the devices of `--topology`, `--devices`, the configuration, or this
     machine; only the last needs JAX.
     """
@@ -285,20 +303,3 @@ def use_fake_devices(number: int | None) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", number)
-
-
-def check_picture(path: str | None) -> None:
-    """Refuse a picture with another suffix, in no folder or without matplotlib, before
-    the work.
-    """
-    if path is None:
-        return
-    from rampup.show.figures import check_format, import_matplotlib
-
-    check_format(path)
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(
-            f"cannot write {path}: there is no folder {Path(path).absolute().parent}",
-            key="output",
-        )
-    import_matplotlib("figure")

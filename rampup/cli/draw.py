@@ -1,6 +1,4 @@
-"""`rampup plot` and `rampup report`: a plan, runs or a verdict as a picture or as one
-HTML page.
-"""
+"""`rampup plot` and `rampup report`: a plan or runs as a picture or as one HTML page."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import rampup
 from rampup.cli import common
@@ -16,10 +15,8 @@ from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import with_slices
 from rampup.config.load import load_config
 from rampup.config.schema import Config, OptimizerKeys
-from rampup.contrib.lab.prediction import compare_prediction
-from rampup.contrib.rl import config as rl
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import CONFIG_FILE, as_path
+from rampup.loop.run_folder import CONFIG_FILE, PREDICTION_FILE, as_path
 from rampup.plan.describe import advice
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
@@ -73,6 +70,9 @@ def plot(args: argparse.Namespace) -> Result:
     if kind == "runs":
         figures.draw_runs(inputs.read_runs(), output, **size)
     else:
+        if (others := inputs.commands()) is not None:
+            result: Result = others.plot(args)
+            return result
         config = inputs.read_config()
         plan = rampup.build_plan(config, common.count_devices(args, config))
         if kind == "rate":
@@ -113,36 +113,20 @@ def gather_report(args: argparse.Namespace) -> Report:
     """
     inputs = parse_inputs(args.sources)
     topology = common.named_topology(args)
+    others = None
     if args.system is not None:
-        from rampup.contrib.check import check_file
-
         if inputs.config is None:
             raise usage_error(
                 "--from needs another system's file, not the folder of a run",
                 key="from",
             )
-        verdict = check_file(inputs.config, args.system, inputs.overrides)
-        notes = advice(verdict.plan) if isinstance(verdict.plan, RampPlan) else ()
-        return Report(
-            title=Path(inputs.config).name,
-            plan=verdict.plan,
-            notes=notes,
-            verdict=verdict,
-        )
-    file = inputs.file
-    run = inputs.read_runs()[0] if inputs.runs and file.is_file() else None
-    if file.is_file() and rl.is_rollout_file(file):
-        settings = rl.load_rollout_config(
-            file, inputs.overrides, environ={} if inputs.runs else common.environment()
-        )
-        rollout = rl.build_rollout_plan(settings, common.count_devices(args, settings))
-        return Report(
-            title=inputs.name,
-            plan=rollout,
-            notes=rl.rollout_notes(settings, rollout),
-            config=settings,
-            run=run,
-        )
+        others = common.load(common.SYSTEMS)
+    else:
+        others = inputs.commands()
+    if others is not None:
+        report: Report = others.gather_report(args, inputs)
+        return report
+    run = inputs.read_run()
     config = with_slices(inputs.read_config(), topology)
     plan = rampup.build_plan(config, common.count_devices(args, config))
     rates, prediction = learning_rates(config, plan), None
@@ -158,7 +142,9 @@ def gather_report(args: argparse.Namespace) -> Report:
         rates[plan.learning_rate_clock] = lambda step: (
             had[step] if step in had else planned(step)
         )
-        prediction = compare_prediction(inputs.runs[0], config, run)
+        if (inputs.runs[0] / PREDICTION_FILE).exists():
+            predictions = common.load(common.PREDICTIONS)
+            prediction = predictions.compare_prediction(inputs.runs[0], config, run)
     notes = [
         *advice(plan),
         *([] if topology is None else [common.describe_topology(topology)]),
@@ -211,17 +197,26 @@ class CliInputs:
                 " metrics alone can be drawn: "
             )
             raise usage_error(f"{rule}rampup plot {self.runs[0]} -o FILE")
-        if self.config is not None and rl.is_rollout_file(self.config):
-            rule = (
-                "a step of reinforcement learning has no ramp to draw; `rampup plan`"
-                " and `rampup report` show it"
-            )
-            raise ConfigError(rule, path=self.config)
         return load_config(
             self.config or self.file,
             self.overrides,
             environ={} if self.runs else common.environment(),
         )
+
+    def commands(self) -> Any:
+        """Return the module with the commands of `file`; None if it is a base.yml, or a
+        run has none.
+        """
+        if self.config is None and not self.file.is_file():
+            return None
+        return common.commands_of(self.file)
+
+    def read_run(self) -> RunMetrics | None:
+        """Return the metrics of a run with its configuration; None of a
+        configuration.
+        """
+        has_both = bool(self.runs) and self.file.is_file()
+        return self.read_runs()[0] if has_both else None
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""

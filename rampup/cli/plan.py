@@ -1,29 +1,31 @@
-"""`rampup plan`: the phases of a run, compared with another plan, or with a token
-budget.
+"""`rampup plan`: the phases of a run, compared with another plan, with a token budget,
+its pipeline's timetable, the rows of a step, or the nearest legal configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 
+import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
+from rampup.config.fix import find_fix
 from rampup.config.resume import list_devices, possible_devices
-from rampup.contrib.lab.scaling_laws import batch_notes
+from rampup.config.schema import Config
 from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
+from rampup.plan.pipeline import SCHEDULES, Timetable
+from rampup.plan.plan import RampPlan
 from rampup.show import console as tables
-
-if TYPE_CHECKING:
-    from rampup.contrib.check.export import Exported
-
 
 PLAN = {
     **common.CONFIG,
@@ -44,6 +46,17 @@ PLAN = {
     "--measured": arg(
         "RUN_DIR", "with --budget: the throughput of a run's metrics.jsonl"
     ),
+    "--timetable": arg(
+        "SCHEDULE",
+        "show the pipeline of the last phase, and its bubble in every phase; with"
+        f" another schedule than the plan's: {', '.join(SCHEDULES)}",
+        nargs="?",
+        const="",
+    ),
+    "--rows": arg("STEP", "show the rows that an optimizer step reads", type=int),
+    "--fix": arg(
+        None, "show the nearest legal configuration, as a patch for `patch -p0`"
+    ),
     "--export": arg(
         "SYSTEM",
         "the sizes in the keys of another system: maxtext, megatron, levanter or"
@@ -54,158 +67,256 @@ PLAN = {
 
 
 def plan(args: argparse.Namespace) -> Result:
-    """Plan a configuration."""
-    rollout = common.is_rollout_file(args.config)
-    _check_options(args, rollout=rollout)
-    if rollout:
-        from rampup.contrib.rl import config as rl
+    """Show a plan, or what an option asks of it."""
+    _check_options(args)
+    if args.fix:
+        return _fix(args)
+    if (others := common.commands_of(args.config)) is not None:
+        result: Result = others.plan(args)
+        return result
+    view = given_options(args, tuple(VIEWS))
+    return VIEWS[view[0]](args) if view else _phases(args)
 
-        config = rl.load_rollout_config(
-            args.config, args.overrides, environ=common.environment()
-        )
-        num_devices = common.count_devices(args, config)
-        schedule = rl.build_rollout_schedule(config, num_devices)
-        plan = schedule.stages[-1][1]
-        if args.export is not None:
-            from rampup.contrib.check.export import export_rollout
 
-            return _export(export_rollout(config, plan, num_devices, args.export), args)
-        notes = rl.rollout_notes(config, plan)
-        facts = {
-            **plan.to_dict(),
-            "total_optimizer_steps": schedule.optimizer_steps("policy"),
-            "stages": schedule.stage_rows(),
-        }
-        return Result(
-            facts={**facts, "notes": list(notes)},
-            show=lambda console: tables.print_rollout(schedule, console, notes=notes),
-        )
+def _phases(args: argparse.Namespace) -> Result:
+    """Show every phase, and on request its hyperparameters and other devices."""
     topology = common.named_topology(args)
     config, plan = common.read_plan(args, args.config, args.overrides)
-    max_phases = None if args.all else tables.MAX_PHASES
-    if args.diff is not None:
-        if common.is_rollout_file(args.diff):
-            raise ConfigError(
-                "--diff is for pre-training plans, not for a rollout",
-                key="diff",
-                path=args.diff,
-            )
-        other, other_plan = common.read_plan(args, args.diff, ())
-        changed = config.differences(other)
-        names = (" ".join([args.config, *args.overrides]), args.diff)
-        return Result(
-            facts={
-                "a": plan.to_dict(),
-                "b": other_plan.to_dict(),
-                "changed_keys": changed,
-            },
-            show=lambda console: tables.print_comparison(
-                (plan, other_plan), names, changed, console, max_phases=max_phases
-            ),
-        )
+    facts = plan.to_dict()
     length = config.max_target_length
-    if args.budget is not None:
-        if plan.auto_schedule == "follow":
-            text = (
-                "--budget needs batches that are known before the run;"
-                " batch_size_schedule=auto decides them during it"
-            )
-            raise usage_error(text, key="budget")
-        tokens = parse_count(args.budget, what="budget", key="budget")
-        throughput = None
-        if args.measured is not None:
-            from rampup.loop.run_folder import measured_throughput
-
-            throughput = measured_throughput(args.measured)
-        elif (
-            text := args.tokens_per_second
-        ) is not None:  # with a suffix as for a count, or with decimals
-            name = "tokens-per-second"
-            parse = (
-                parse_count if text.strip()[-1:].upper() in SUFFIXES else exact_fraction
-            )
-            rate = Fraction(parse(text, what=name, key=name))
-            if rate <= 0:
-                raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
-            throughput = dict.fromkeys(plan.ramp.sizes, rate)
-        budget = token_budget(
-            plan.ramp,
-            tokens=tokens,
-            tokens_per_sample=length,
-            tokens_per_second=throughput,
-        )
-        return Result(
-            facts={**plan.to_dict(), "budget": budget},
-            show=lambda console: tables.print_budget(
-                budget, plan, console, measured=throughput or {}
-            ),
-        )
-    if args.export is not None:
-        from rampup.contrib.check.export import export_plan
-
-        return _export(export_plan(config, plan, args.export), args)
-    rows = devices = None
-    notes = batch_notes(
+    notes = common.load(common.SCALING_LAWS).batch_notes(
         plan.consumed_samples * length, max(plan.of_all_sizes.ramp.sizes) * length
     )
-    facts = plan.to_dict() | ({"notes": list(notes)} if notes else {})
+    if notes:
+        facts["notes"] = list(notes)
     if topology is not None:
         facts["topology"] = topology_facts(topology)
+    rows: list[dict[str, float]] = []
     if args.hyperparameters:
         from rampup.lm.train import phase_hyperparameters
 
         rows = phase_hyperparameters(config, plan)
-        facts["phases"] = [
-            {**phase, **row} for phase, row in zip(plan.phase_rows(), rows, strict=True)
-        ]
+        pairs = zip(plan.phase_rows(), rows, strict=True)
+        facts["phases"] = [{**phase, **row} for phase, row in pairs]
+    devices = ""
     if args.other_devices:
-        devices = facts["possible_devices"] = possible_devices(config, plan)
+        possible = facts["possible_devices"] = possible_devices(config, plan)
+        devices = list_devices(possible)
+    max_phases = None if args.all else tables.MAX_PHASES
 
     def show(console: Console) -> None:
         tables.print_plan(plan, console, max_phases=max_phases)
         tables.print_notes(notes, console)
-        if rows is not None:
+        if rows:
             tables.print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:
             console.print(common.describe_topology(topology))
-        if devices is not None:
-            console.print(
-                "Numbers of devices that can run these batches:"
-                f" {list_devices(devices)}"
-            )
+        if devices:
+            console.print(f"Numbers of devices that can run these batches: {devices}")
 
     return Result(facts=facts, show=show)
 
 
-def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
-    """Refuse options that exclude each other."""
-    names = (
-        "diff",
-        "budget",
-        "hyperparameters",
-        "other_devices",
-        *(() if rollout else ("export",)),
-    )
-    given = [name.replace("_", "-") for name in names if getattr(args, name)]
-    rates = [
-        name.replace("_", "-")
-        for name in ("tokens_per_second", "measured")
-        if getattr(args, name) is not None
-    ]
-    if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
-        raise usage_error(
-            f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave"
-            " one out",
-            key=given[0],
+def _diff(args: argparse.Namespace) -> Result:
+    """Compare the plan with another one."""
+    if common.commands_of(args.diff) is not None:
+        raise ConfigError(
+            "--diff is for pre-training plans, not for a rollout",
+            key="diff",
+            path=args.diff,
         )
+    config, plan = common.read_plan(args, args.config, args.overrides)
+    other, other_plan = common.read_plan(args, args.diff, ())
+    changed = config.differences(other)
+    names = (" ".join([args.config, *args.overrides]), args.diff)
+    facts = {"a": plan.to_dict(), "b": other_plan.to_dict(), "changed_keys": changed}
+    max_phases = None if args.all else tables.MAX_PHASES
+    return Result(
+        facts=facts,
+        show=lambda console: tables.print_comparison(
+            (plan, other_plan), names, changed, console, max_phases=max_phases
+        ),
+    )
+
+
+def _budget(args: argparse.Namespace) -> Result:
+    """Show what a number of tokens means for the ramp."""
+    config, plan = common.read_plan(args, args.config, args.overrides)
+    if plan.auto_schedule == "follow":
+        raise usage_error(
+            "--budget needs batches that are known before the run;"
+            " batch_size_schedule=auto decides them during it",
+            key="budget",
+        )
+    tokens = parse_count(args.budget, what="budget", key="budget")
+    throughput: Mapping[int, Fraction] = {}
+    if args.measured is not None:
+        from rampup.loop.run_folder import measured_throughput
+
+        throughput = measured_throughput(args.measured)
+    elif args.tokens_per_second is not None:
+        rate = _throughput(args.tokens_per_second)
+        throughput = dict.fromkeys(plan.ramp.sizes, rate)
+    budget = token_budget(
+        plan.ramp,
+        tokens=tokens,
+        tokens_per_sample=config.max_target_length,
+        tokens_per_second=throughput,
+    )
+    return Result(
+        facts={**plan.to_dict(), "budget": budget},
+        show=lambda console: tables.print_budget(
+            budget, plan, console, measured=throughput
+        ),
+    )
+
+
+def _throughput(text: str) -> Fraction:
+    """Return tokens per second, with a suffix as for a count, or with decimals."""
+    name = "tokens-per-second"
+    is_count = text.strip()[-1:].upper() in SUFFIXES
+    parse = parse_count if is_count else exact_fraction
+    rate = Fraction(parse(text, what=name, key=name))
+    if rate <= 0:
+        raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
+    return rate
+
+
+def _timetable(args: argparse.Namespace) -> Result:
+    """Show the pipeline of the last phase, and its bubble in every phase."""
+    _, plan = common.read_plan(args, args.config, args.overrides)
+    found: dict[int, Timetable] = {}  # by pipeline microbatches
+    for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
+        number = split.num_pipeline_microbatches
+        if phase.start_step < plan.total_steps and number not in found:
+            found[number] = _scheduled(plan.timetable(phase.index), args.timetable)
+    rows = [
+        {
+            "phase": phase.index,
+            "start_step": phase.start_step,
+            "accumulation_steps": split.accumulation_steps,
+            "num_pipeline_microbatches": split.num_pipeline_microbatches,
+            "makespan": float(table.makespan),
+            "bubble_fraction": float(table.bubble_fraction),
+        }
+        for phase, split in zip(plan.ramp.phases, plan.splits, strict=True)
+        if (table := found.get(split.num_pipeline_microbatches)) is not None
+        and phase.start_step < plan.total_steps
+    ]
+    last = found[rows[-1]["num_pipeline_microbatches"]]
+
+    def show(console: Console) -> None:
+        tables.print_timetable(last, console)
+        console.print("one pass of every phase:")
+        tables.print_passes(rows, console)
+
+    return Result(facts={**last.to_dict(), "phases": rows}, show=show)
+
+
+def _scheduled(table: Timetable, schedule: str) -> Timetable:
+    """Return the timetable of a pass with another schedule, if one is named."""
+    if not schedule:
+        return table
+    return Timetable.build(
+        schedule,  # type: ignore[arg-type]  # it checks the name
+        num_stages=table.num_stages,
+        num_microbatches=table.num_microbatches,
+        num_repeats=table.num_repeats,
+    )
+
+
+def _rows(args: argparse.Namespace) -> Result:
+    """List the rows that an optimizer step reads."""
+    from rampup.lm.train import rows_of_step
+
+    config, plan = common.read_plan(args, args.config, args.overrides)
+    found = rows_of_step(config, plan, args.rows)
+    lines = "\n".join(f"sample {row['sample']:,}: {row['source']}" for row in found)
+    facts = {"step": args.rows, "global_batch_size": len(found), "rows": found}
+    return Result(facts=facts, show=lambda console: console.print(lines))
+
+
+def _fix(args: argparse.Namespace) -> Result:
+    """Find the nearest legal configuration."""
+    if _is_rollout(args.config):
+        raise ConfigError(
+            "--fix is for a pre-training configuration; `rampup plan` shows what is"
+            " wrong with a rollout",
+            path=args.config,
+        )
+
+    def check(config: Config) -> RampPlan:
+        return rampup.build_plan(config, common.count_devices(args, config))
+
+    found = find_fix(
+        args.config, args.overrides, environ=common.environment(), check=check
+    )
+    facts = {
+        "legal": not found.changes,
+        "problems": found.problems,
+        "changes": [dataclasses.asdict(change) for change in found.changes],
+        "patch": found.patch,
+    }
+    return Result(facts=facts, show=lambda console: tables.print_fix(found, console))
+
+
+def _is_rollout(path: str) -> bool:
+    """Return whether a file is a rollout's. One that cannot be read yet, because its
+    base is misspelled, is none.
+    """
+    try:
+        return common.commands_of(path) is not None
+    except ConfigError:
+        return False
+
+
+def _exported(args: argparse.Namespace) -> Result:
+    """Print the sizes in another system's keys."""
+    config, plan = common.read_plan(args, args.config, args.overrides)
+    exported = common.load(common.EXPORTS).export_plan(config, plan, args.export)
+    return show_export(exported, args)
+
+
+# What an option asks of a plan. They exclude each other.
+VIEWS = {
+    "diff": _diff,
+    "budget": _budget,
+    "timetable": _timetable,
+    "rows": _rows,
+    "export": _exported,
+}
+# Those of a pre-training plan only.
+NOT_FOR_ROLLOUTS = (
+    "diff",
+    "budget",
+    "timetable",
+    "rows",
+    "hyperparameters",
+    "other_devices",
+)
+
+
+def given_options(args: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+    """Return which of these options are given, as one writes them."""
+    values = {name.replace("_", "-"): getattr(args, name) for name in names}
+    return [
+        name
+        for name, value in values.items()
+        if value is not None and value is not False  # step 0 is given, too
+    ]
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that exclude each other."""
+    given = given_options(args, (*VIEWS, "fix", "hyperparameters", "other_devices"))
+    if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
+        listed = " and ".join(f"--{name}" for name in given)
+        raise usage_error(f"{listed} exclude each other; leave one out", key=given[0])
     if args.output is not None and args.export is None:
         raise usage_error(
             "-o is the file of --export; add --export SYSTEM", key="output"
         )
-    if rollout and given:
-        raise usage_error(
-            f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0]
-        )
+    rates = given_options(args, ("tokens_per_second", "measured"))
     if rates and args.budget is None:
         raise usage_error(
             f"--{rates[0]} gives the time of a token budget; add --budget", key=rates[0]
@@ -218,7 +329,7 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
         )
 
 
-def _export(exported: Exported, args: argparse.Namespace) -> Result:
+def show_export(exported: Any, args: argparse.Namespace) -> Result:
     """Print the sizes in another system's keys, or write them into a file."""
     shown = text = exported.to_yaml(args.export)
     if args.output is not None:

@@ -1,11 +1,15 @@
-"""`rampup train` and `generate`: the model, trained on text or by reinforcement
-learning, and text that it continues.
+"""`rampup train` and `generate`: a model trained on text, and text that it
+continues.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import rampup
 from rampup.cli.common import (
@@ -14,14 +18,13 @@ from rampup.cli.common import (
     OVERRIDES,
     Result,
     arg,
+    commands_of,
     environment,
     run_config,
     use_fake_devices,
 )
-from rampup.config.schema import Config
-from rampup.contrib.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import absolute_path, as_path
+from rampup.loop.run_folder import CONFIG_FILE, absolute_path, as_path
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
 
@@ -33,18 +36,11 @@ JSON_KEYS = (
     "num_compilations",
     "ramp_steps",
     "tokens_per_second",
+    "checkpoint",
+    "seconds",
+    "first_eval_loss",
+    "final_eval_loss",
 )
-JSON_KEYS += ("checkpoint", "seconds", "first_eval_loss", "final_eval_loss")
-ROLLOUT_JSON_KEYS = (
-    "steps",
-    "samples",
-    "accuracy_before",
-    "accuracy_after",
-    "reward_first",
-    "reward_last",
-)
-ROLLOUT_JSON_KEYS += ("num_compilations", "seconds", "seconds_by_part", "checkpoint")
-AUTO_KEYS = ("batch_size_schedule",)  # only with `batch_size_schedule: auto`
 TRAIN = {
     "config": arg(
         "CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a run to resume"
@@ -71,64 +67,74 @@ GENERATE = {
 
 def train(args: argparse.Namespace) -> Result:
     """Train, and return the summary of the run."""
-    config = _read_config(args)
+    if (others := commands_of(_config_file(args))) is not None:
+        result: Result = others.train(args)
+        return result
+    config = read_run_config(args, rampup.load_config)
     use_fake_devices(args.fake_devices)
-    if isinstance(config, RolloutConfig):
-        from rampup.contrib.rl.train import train
+    # With JAX, which a configuration that is refused need not load.
+    from rampup.lm.train import train as train_model
 
-        json_keys = ROLLOUT_JSON_KEYS
-    else:
-        from rampup.lm.train import train
+    return run_to_end(args, config, train_model, (*JSON_KEYS, "batch_size_schedule"))
 
-        json_keys = JSON_KEYS + AUTO_KEYS
-    options = (
-        "" if args.fake_devices is None else f" --fake-devices {args.fake_devices}"
-    )
-    progress = TrainProgress(
+
+def run_to_end(
+    args: argparse.Namespace,
+    config: Any,
+    train: Callable[..., Any],
+    json_keys: tuple[str, ...],
+    progress: type[TrainProgress] = TrainProgress,
+) -> Result:
+    """Train as configured, show it, and return the summary, of which `json_keys` are
+    printed with `--json`.
+    """
+    options = ""
+    if args.fake_devices is not None:
+        options = f" --fake-devices {args.fake_devices}"
+    shown = progress(
         args.console,
         log_period=config.log_period,
         quiet=args.quiet,
         resume_options=options,
     )
     try:
-        summary = train(config, on_event=progress)
+        summary = train(config, on_event=shown)
     finally:
-        progress.close()
-    exit_code = EXIT_INTERRUPTED if summary.interrupted else 0
-    from rampup.engine.processes import (
-        is_primary,  # with JAX, which a configuration that is refused need not load
-    )
+        shown.close()
+    from rampup.engine.processes import is_primary
 
+    exit_code = EXIT_INTERRUPTED if summary.interrupted else 0
     if not is_primary():
         return Result(facts=None, exit_code=exit_code)
     facts = dataclasses.asdict(summary)
+    if facts.get("batch_size_schedule", "") is None:  # only `auto` has one
+        del facts["batch_size_schedule"]
+    known = {name: fact for name, fact in facts.items() if fact is not None}
     return Result(
-        facts={
-            name: facts[name]
-            for name in json_keys
-            if name not in AUTO_KEYS or facts[name] is not None
-        },
-        show=lambda console: print_facts(
-            {name: fact for name, fact in facts.items() if fact is not None}, console
-        ),
+        facts={name: facts[name] for name in json_keys if name in facts},
+        show=lambda console: print_facts(known, console),
         exit_code=exit_code,
     )
 
 
-def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
+def _config_file(args: argparse.Namespace) -> Path:
+    """Return the configuration's file, of a run the one in its folder."""
+    folder = as_path(args.config)
+    return run_config(folder) if folder.is_dir() else folder
+
+
+def read_run_config(args: argparse.Namespace, read: Callable[..., Any]) -> Any:
     """Return the configuration: a file with its settings, or that of a run's folder,
     which the run then resumes in.
     """
     folder = as_path(args.config)
-    file = run_config(folder) if folder.is_dir() else folder
     for setting in args.overrides if folder.is_dir() else ():
         if (key := setting.partition("=")[0]) in ("run_name", "base_output_directory"):
             raise ConfigError(
                 f"{setting}: the run in {folder} keeps its folder; leave {key} out",
                 key=key,
             )
-    read = load_rollout_config if is_rollout_file(file) else rampup.load_config
-    config = read(file, args.overrides, environ=environment())
+    config = read(_config_file(args), args.overrides, environ=environment())
     if not folder.is_dir():
         return config
     # The folder may have been moved since, and config.yml must not name it relative to
@@ -143,9 +149,21 @@ def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
 
 def generate(args: argparse.Namespace) -> Result:
     """Load a checkpoint and sample from it."""
-    from rampup.contrib.rl.train import load  # loads both kinds of runs
+    from rampup.lm.load import load, named_checkpoint
 
-    loaded = load(args.run)
+    file = named_checkpoint(args.run)[0] / CONFIG_FILE
+    others = None
+    # A loop of one's own may have a config.yml of any kind.
+    with contextlib.suppress(ConfigError):
+        others = commands_of(file) if file.is_file() else None
+    if others is not None:
+        result: Result = others.generate(args)
+        return result
+    return show_text(load(args.run), args)
+
+
+def show_text(loaded: Any, args: argparse.Namespace) -> Result:
+    """Return what a `LoadedRun` continues the prompt with."""
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     text = loaded.generate(args.prompt, args.tokens, **options)
     facts = {

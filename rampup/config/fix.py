@@ -8,11 +8,8 @@ value that was hidden behind another problem may be refused too.
 
 from __future__ import annotations
 
-import codecs
 import difflib
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -185,26 +182,6 @@ def find_fix(
         changes=tuple(draft.changes.values()),
         problems=tuple(map(str, found)),
     )
-
-
-def write_fix(fix: Fix) -> None:
-    """Write the fixed text to the file, atomically and with the file's permissions, or
-    raise a ConfigError.
-    """
-    target = fix.file.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        mark = (
-            codecs.BOM_UTF8 if target.read_bytes().startswith(codecs.BOM_UTF8) else b""
-        )
-        temporary.write_bytes(mark + fix.text.encode())
-        shutil.copymode(target, temporary)
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(
-            f"cannot write the file: {error.strerror or error}", path=str(fix.file)
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

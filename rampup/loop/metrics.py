@@ -289,7 +289,7 @@ class Metrics:
                 rows = options.describe_rows(line["step"])
                 end = line["consumed_samples"]
                 more = (
-                    f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)"
+                    f", and {len(rows) - NAMED_ROWS} more (rampup plan --rows lists them)"
                     if len(rows) > NAMED_ROWS
                     else ""
                 )

@@ -431,7 +431,7 @@ class Timetable:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the timetable as `rampup timetable --json` prints it."""
+        """Return the timetable as `rampup plan --timetable --json` prints it."""
         return {
             "schedule": self.schedule,
             "num_ticks": self.num_ticks,

@@ -1,5 +1,5 @@
-"""Plans, comparisons, budgets, timetables, rollouts and configuration keys as text for
-a terminal; plain if it is piped.
+"""Plans, comparisons, budgets, timetables and configuration keys as text for a terminal;
+plain if it is piped.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.contrib.lab.scaling_laws import ADVISED
 from rampup.plan import describe
 from rampup.plan.plan import RampPlan
 from rampup.show.format import (
     describe_split,
-    format_bytes,
     format_count,
-    format_si,
     format_value,
 )
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
-    from rampup.contrib.rl.schedule import RolloutSchedule
-    from rampup.contrib.rl.starting_sizes import Suggestion
     from rampup.plan.pipeline import Operation, Timetable
 
 
@@ -366,52 +361,6 @@ def print_budget(
     print_facts(rows, console)
 
 
-def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
-    """Print the batch that each scaling law gives, with its source, and the ranges."""
-    model = "" if found["params"] is None else f", {found['params']:,} parameters"
-    console.print(f"{found['train_tokens']:,} tokens{model}: batch size in tokens")
-    for kind in ("optimal", "critical"):
-        laws = [law for law in found["laws"] if law["kind"] == kind]
-        shares = (
-            ["batch"]
-            if kind == "optimal"
-            else [f"+{name}" for name in laws[0]["batch_tokens_at_overhead"]]
-        )
-        rates = {
-            "learning_rate": "rate",
-            "learning_rate_from_tuned": "rate of\nyour pair",
-        }
-        columns = {
-            name: title
-            for name, title in rates.items()
-            if any(name in law for law in laws)
-        }
-        steps = "steps" if kind == "optimal" else f"steps\nat +{ADVISED}"
-        table = make_table(console, [kind, *shares, steps, *columns.values()], left=1)
-        for law in laws:
-            sizes = law.get("batch_tokens_at_overhead", {"": law["batch_tokens"]})
-            count = (
-                law["steps"] if kind == "optimal" else law["steps_at_overhead"][ADVISED]
-            )
-            own = [f"{law[name]:.2g}" if name in law else "" for name in columns]
-            formula = f"{law['name']}: {law['formula']} ({law['source']})"
-            if law["outside"] is not None:
-                formula += f"; {law['outside']}"
-            table.add_row(formula, *map(format_si, sizes.values()), f"{count:,}", *own)
-        console.print(table)
-    critical, optimal = (
-        " to ".join(map(format_si, found[f"{kind}_batch_tokens"]))
-        for kind in ("critical", "optimal")
-    )
-    recommended = format_si(found["recommended_batch_tokens"])
-    console.print(
-        f"recommended: {recommended}, the median of {critical} for {ADVISED} more"
-        f" tokens; optimal {optimal}"
-    )
-    for note in found["notes"]:
-        console.print(f"- {note}")
-
-
 def print_timetable(table: Timetable, console: Console) -> None:
     """Print a pipeline timetable: a row per stage, a column per tick, in blocks that
     fit the width, and the totals.
@@ -472,6 +421,19 @@ def print_timetable(table: Timetable, console: Console) -> None:
         ),
     }
     print_facts(facts, console)
+
+
+def print_passes(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
+    """Print one pass through the pipeline in every phase, as `rampup plan --timetable`
+    finds it.
+    """
+    titles = {"phase": "phase", **TITLES, "makespan": "time of\na pass"}
+    names = ("phase", "start_step", "accumulation_steps", "num_pipeline_microbatches")
+    names += ("makespan", "bubble_fraction")
+    table = make_table(console, [titles[name] for name in names])
+    for row in rows:
+        table.add_row(*(phase_cell(row, name) for name in names))
+    console.print(table)
 
 
 def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
@@ -609,141 +571,3 @@ def operation_label(operation: Operation, num_repeats: int) -> str:
         "abcdefghijklmnopqrstuvwxyz"[operation.repeat % 26] if num_repeats > 1 else ""
     )
     return f"{operation.kind}{operation.microbatch}{letter}"
-
-
-def print_rollout(
-    schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()
-) -> None:
-    """Print the sizes of every stage of a batch that grows, and a step of reinforcement
-    learning of the last one.
-    """
-    plan, stages = schedule.stages[-1][1], schedule.stage_rows()
-    sizes = (
-        f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses ="
-        f" {plan.samples_per_step:,} samples"
-    )
-    steps = format_count(plan.num_steps, "step")
-    total = format_count(schedule.optimizer_steps("policy"), "optimizer step")
-    if len(stages) > 1:
-        titles = (
-            "from\nstep",
-            "steps",
-            "prompts",
-            "responses\neach",
-            "samples",
-            "samples per\nmini batch",
-            "optimizer\nsteps",
-        )
-        names = (
-            "start_step",
-            "num_steps",
-            "prompts_per_step",
-            "samples_per_prompt",
-            "samples_per_step",
-        )
-        names += ("mini_batch_samples", "optimizer_steps")
-        console.print(f"{steps} of a batch that grows; {total} of the policy")
-        console.print(
-            make_table(
-                console,
-                titles,
-                [[phase_cell(row, name) for name in names] for row in stages],
-            )
-        )
-        console.print(f"in the last stage, a step of {sizes}:")
-    else:
-        console.print(f"{steps} of {sizes}; {total} of the policy")
-    console.print(
-        "a step, from top to bottom; each line is done as often within the one"
-        " above it:"
-    )
-    table = make_table(
-        console,
-        ["one step", "number", "prompts\neach", "samples\neach", "tokens\neach", "how"],
-        left=1,
-    )
-    depths = {
-        "prompts": 0,
-        "responses": 1,
-        "mini batches": 1,
-        "microbatches": 2,
-        "optimizer step": 2,
-    }
-    table.collapse_padding = console.is_terminal
-    for row in plan.timetable():
-        *model, what = row["what"].split(": ")
-        if model and what == "mini batches":
-            table.add_row(f"  {model[0]}", *[""] * 5)
-        name = "  " * (depth := depths[what]) + "-> " * (depth > 0) + what
-        table.add_row(
-            name,
-            *(
-                phase_cell(row, key)
-                for key in ("number", "prompts", "samples", "tokens")
-            ),
-            row["how"],
-        )
-    table.add_row("-> weights to the generator", *[""] * 5)
-    console.print(table)
-    if plan.eval_prompts:
-        console.print(
-            f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples"
-        )
-    if lag := plan.policy_updates.optimizer_steps - 1:
-        console.print(
-            "policy lag: the last optimizer step trains on samples of weights"
-            f" {format_count(lag, 'update')} older"
-        )
-    else:
-        console.print(
-            "on-policy: each sample is trained on by the weights that generated it"
-        )
-    for model, rows in {
-        each.model: each.padded_samples for each in plan.order if each.padded_samples
-    }.items():
-        console.print(
-            f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})"
-        )
-    if stored := plan.to_dict()["experience"]:
-        step, replica = (
-            format_bytes(stored[f"bytes_per_{what}"]) for what in ("step", "replica")
-        )
-        per_sample = f"{stored['bytes_per_sample']:,} bytes per sample at full length"
-        console.print(
-            f"stored experience: {per_sample}, {step} per step, {replica} per replica"
-        )
-    print_notes(notes, console)
-
-
-def print_suggestion(suggestion: Suggestion, console: Console) -> None:
-    """Print starting sizes: the published ones and those of the repository, the memory
-    behind them, and notes.
-    """
-    console.print(
-        f"{suggestion.params:,} parameters, {suggestion.system}: a starting point"
-    )
-    if suggestion.published is not None:
-        columns = {f"published for {suggestion.published_for}": suggestion.published}
-        if suggestion.repository is not None:
-            columns["the repository uses"] = suggestion.repository
-        rows = [
-            (name, *(phase_cell(sizes, name) for sizes in columns.values()))
-            for name in suggestion.published
-        ]
-        console.print(make_table(console, ("key", *columns), rows, left=1))
-    if suggestion.memory is not None:
-        memory = suggestion.memory
-        state = (
-            f"{memory['state_gib']:,.1f} GiB, at least"
-            f" {format_count(memory['least_devices'], 'device')}"
-        )
-        free = (
-            f"{memory['free_gib_per_device']:,.1f} GiB on each for activations and"
-            " generation"
-        )
-        console.print(
-            f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves"
-            f" {free}"
-        )
-    for note in suggestion.notes:
-        console.print(f"- {note}")

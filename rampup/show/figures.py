@@ -484,6 +484,21 @@ def check_format(path: str | Path) -> None:
         )
 
 
+def check_picture(path: str | Path | None) -> None:
+    """Refuse a picture with another suffix, in no folder or without matplotlib, before
+    the work.
+    """
+    if path is None:
+        return
+    check_format(path)
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(
+            f"cannot write {path}: there is no folder {folder}", key="output"
+        )
+    import_matplotlib("figure")
+
+
 def line_style(number: int) -> dict[str, Any]:
     """Return the colour and the dashes of a line by its number."""
     return {name: LINES[number % len(LINES)][name] for name in ("color", "linestyle")}

@@ -10,11 +10,8 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from types import MappingProxyType
 
-from rampup.contrib.check.verdict import Verdict
-from rampup.contrib.rl.plan import RolloutPlan
 from rampup.plan import describe
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -119,52 +116,3 @@ def _(plan: RampPlan) -> str:
     return html_table(
         describe.phase_table(plan), caption="; ".join(describe.summary(plan))
     ) + html_list(remarks)
-
-
-@to_html.register
-def _(plan: RolloutPlan) -> str:
-    return html_facts(
-        {
-            name: value
-            for name, value in plan.to_dict().items()
-            if isinstance(value, int)
-        }
-    )
-
-
-@to_html.register
-def _(verdict: Verdict) -> str:
-    facts = {
-        "system": verdict.system,
-        "validator": verdict.validator,
-        "run": verdict.run,
-    }
-    derived = {
-        name: value if isinstance(value, int | float) else str(value)
-        for name, value in verdict.derived.items()
-    }
-    names = ("rule", "keys", "what is wrong", "nearest", "found by")
-    broken = (
-        (
-            v.rule,
-            ", ".join(v.keys),
-            v.message,
-            ", ".join(map(format_value, v.nearest)),
-            v.found_by,
-        )
-        for v in verdict.violations
-    )
-    tables = {
-        "what is wrong": html_table(
-            [dict(zip(names, values, strict=True)) for values in broken]
-        ),
-        "what the file means": html_table(
-            [asdict(meaning) for meaning in verdict.meanings]
-        ),
-        "what follows": html_facts(derived) if derived else "",
-        "phases": html_table(verdict.phases or ()),
-        "notes": html_list(verdict.notes),
-    }
-    return html_facts(facts) + "".join(
-        f"<h4>{title}</h4>{table}" for title, table in tables.items() if table
-    )

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from rampup.contrib.rl.schedule import RolloutSchedule
 from rampup.loop import events
 from rampup.plan.noise_scale import NoiseEstimate
-from rampup.show.console import PLAIN, is_for_a_log, print_plan, print_rollout
+from rampup.show.console import PLAIN, is_for_a_log, print_plan
 from rampup.show.format import describe_split, format_count
 
 RECENT_STEPS = 20
@@ -126,9 +125,16 @@ class TrainProgress:
     """Shows the events of a run: a bar in a terminal or a notebook, elsewhere a line
     every `log_period` steps.
 
-    Pass it as `on_event`. It prints on `console`, None = standard output, or nothing if
-    `quiet`. `resume_options` are those of the command that resumes a run of `rampup
-    train`.
+    Args:
+        console: prints; None = standard output.
+        log_period: steps between two lines, where there is no bar.
+        quiet: print nothing.
+        resume_options: those of the command that resumes a run of `rampup train`.
+
+    >>> import rampup
+    >>> show = rampup.TrainProgress(log_period=10)  # Loop(..., on_event=show)
+    >>> show(rampup.loop.events.RunStopping(step=40))
+    stops at step 40
     """
 
     def __init__(
@@ -159,16 +165,17 @@ class TrainProgress:
         self._bar = None if quiet else make_bar(self._console)
 
     def __call__(self, event: events.Event) -> None:
-        """Show one event."""
+        """Show one event.
+
+        Args:
+            event: an event of the run, see `rampup.loop.events`.
+        """
         if self._quiet:
             return
         match event:
             case events.RunPlanned():
                 self._plan, self._has_command = event.plan, True
-                if isinstance(event.plan, RolloutSchedule):
-                    print_rollout(event.plan, self._console)
-                else:
-                    print_plan(event.plan, self._console)
+                self.show_plan(event.plan)
                 parameters = format_count(event.num_parameters, "parameter")
                 devices = f"{len(event.devices)} {event.devices[0].device_kind}"
                 self._console.print(
@@ -176,17 +183,9 @@ class TrainProgress:
                 )
             case events.RunStarted() if event.step >= event.plan.total_steps:
                 self._plan = event.plan
-                longer = (
-                    "train_samples"
-                    if getattr(event.plan, "budget_samples", None)
-                    else "steps"
-                )
-                longer = (
-                    "num_batches" if isinstance(event.plan, RolloutSchedule) else longer
-                )
                 self._console.print(
                     f"the run in {event.folder} is finished: nothing to do; a larger"
-                    f" {longer} trains longer"
+                    f" {self.length_key()} trains longer"
                 )
             case events.RunStarted():
                 self._unit = "samples" if event.tokens_per_sample == 1 else "tokens"
@@ -229,27 +228,7 @@ class TrainProgress:
                         metrics["consumed_samples"],
                     )
                 )
-                line = f"step {metrics['step']:,} of {self._plan.total_steps:,}"
-                line += (
-                    f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
-                )
-                line += f", phase {metrics['phase']}" if self._has_phases else ""
-                line += (
-                    f", batch {metrics['global_batch_size']:,}, loss"
-                    f" {_format_loss(metrics['loss'])}"
-                )
-                line += f", {metrics['tokens_per_second']:,.0f} {self._unit}/s"
-                if metrics.get("reward") is not None:
-                    line += f", reward {metrics['reward']:.3f}"
-                if metrics.get("noise_scale_samples_low") is not None:
-                    value, low, high = (
-                        metrics[f"noise_scale_samples{end}"]
-                        for end in ("", "_low", "_high")
-                    )
-                    line += (
-                        ", noise scale"
-                        f" {NoiseEstimate(value=value, low=low, high=high)} samples"
-                    )
+                line = self.describe_step(metrics)
                 if self._bar is not None:
                     self._bar.move(metrics["consumed_samples"], self._time_left(), line)
                 elif metrics["step"] % self._log_period == 0:
@@ -261,23 +240,12 @@ class TrainProgress:
                 if self._recent and not self._has_evaluated:
                     self._compile_seconds = time.monotonic() - self._recent[-1][0]
                 self._has_evaluated = True
-                if "accuracy" in event.metrics:
-                    found = f"{event.metrics['accuracy']:.1%} of the answers are right"
-                    if (greedy := event.metrics.get("greedy_accuracy")) is not None:
-                        found += f", {greedy:.1%} of the greedy ones"
-                    if event.step < 0 and event.metrics["accuracy"] == 0:
-                        found += (
-                            "; what is never right has no reward to learn from: a"
-                            " larger warm_start_steps helps"
-                        )
-                else:
-                    found = f"loss {_format_loss(event.metrics['eval_loss'])}"
                 when = (
                     f"after step {event.step:,}"
                     if event.step >= 0
                     else "before training"
                 )
-                self._console.print(f"evaluation {when}: {found}")
+                self._console.print(f"evaluation {when}: {self.describe_result(event)}")
             case events.CheckpointDamaged():
                 text = (
                     f"the checkpoint of step {event.steps:,} is corrupt:"
@@ -338,6 +306,53 @@ class TrainProgress:
                         f" {self._resume(event.folder)}"
                     )
                 self._console.print(text)
+
+    def show_plan(self, plan: Any) -> None:
+        """Print the plan of a run that begins.
+
+        Args:
+            plan: the `RampPlan` of the run.
+        """
+        print_plan(plan, self._console)
+
+    def length_key(self) -> str:
+        """Return the key that makes a run longer."""
+        return (
+            "train_samples" if getattr(self._plan, "budget_samples", None) else "steps"
+        )
+
+    def describe_step(self, metrics: Mapping[str, Any]) -> str:
+        """Return the line about a step that is done.
+
+        Args:
+            metrics: its line of metrics.jsonl.
+        """
+        parts = [f"step {metrics['step']:,} of {self._plan.total_steps:,}"]
+        if self._has_phases:
+            parts.append(f"phase {metrics['phase']}")
+        parts += [
+            f"batch {metrics['global_batch_size']:,}",
+            f"loss {_format_loss(metrics['loss'])}",
+            f"{metrics['tokens_per_second']:,.0f} {self._unit}/s",
+        ]
+        if metrics.get("noise_scale_samples_low") is not None:
+            ends = {"value": "", "low": "_low", "high": "_high"}
+            found = NoiseEstimate(
+                **{
+                    name: metrics[f"noise_scale_samples{end}"]
+                    for name, end in ends.items()
+                }
+            )
+            parts.append(f"noise scale {found} samples")
+        return ", ".join(parts)
+
+    def describe_result(self, event: events.Evaluated) -> str:
+        """Return what an evaluation has found.
+
+        Args:
+            event: the evaluation, with its metrics.
+        """
+        return f"loss {_format_loss(event.metrics['eval_loss'])}"
 
     def close(self) -> None:
         """Stop drawing."""

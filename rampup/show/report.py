@@ -15,9 +15,6 @@ from typing import Any
 import rampup
 from rampup.config.files import describe, yaml_value
 from rampup.config.key import Settings
-from rampup.contrib.check.verdict import Verdict
-from rampup.contrib.lab.prediction import Comparison
-from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ConfigError
 from rampup.plan.describe import phase_table, summary
 from rampup.plan.learning_rate import Clock
@@ -29,8 +26,8 @@ from rampup.show.figures import (
     run_panels,
     svg_element,
 )
-from rampup.show.format import describe_split, format_count, format_value
-from rampup.show.notebook import html_list, html_table, to_html
+from rampup.show.format import describe_split, format_value
+from rampup.show.notebook import html_list, html_table
 from rampup.show.series import RunMetrics
 
 MAX_ROWS = 60  # of longer tables, only the first and the last rows are in the page
@@ -46,19 +43,19 @@ class Report:
     """The content of a report."""
 
     title: str  # the name of a file or a run
-    plan: (
-        RampPlan | RolloutPlan | None
-    )  # the plan of a ramp or of a rollout; None if there is only a verdict
+    plan: RampPlan | None = None
+    sentences: Sequence[str] = ()  # below the title, where there is no plan
     notes: Sequence[str] = ()  # remarks about what is legal but costs something
     config: Settings | None = None  # the configuration, whose keys are listed
     rates: Mapping[Clock, Callable[[int], float]] = field(
         default_factory=dict
     )  # of an optimizer step, by clock
     run: RunMetrics | None = None  # the metrics of the run, if there is one
-    prediction: Comparison | None = (
-        None  # what the design of the run had predicted, if it had one
-    )
-    verdict: Verdict | None = None  # the verdict on another system's file, if it is one
+    # What the design of the run had predicted, if it had one: a
+    # `rampup.contrib.lab.prediction.Comparison`.
+    prediction: Any = None
+    # Sections of what is no ramp: title -> tables in HTML, each by its name.
+    others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def write_report(report: Report, path: str | Path) -> int:
@@ -78,17 +75,15 @@ def write_report(report: Report, path: str | Path) -> int:
 def report_html(report: Report) -> str:
     """Return the page."""
     plan = report.plan
+    sentences = report.sentences if plan is None else summary(plan)
     warnings = (
         f'<div class="notes">{html_list(report.notes)}</div>'
         if report.notes
         else "<p>No warnings.</p>"
-        if plan
+        if sentences
         else ""
     )
     sections = {"Notes": warnings}
-    sentences: tuple[str, ...] = summary(plan) if isinstance(plan, RampPlan) else ()
-    if report.verdict is not None:
-        sections["Verdict"] = _scroll(to_html(report.verdict), "verdict")
     if report.run is not None:
         sections["Run"] = _run(report.run)
     if report.prediction is not None:
@@ -98,7 +93,11 @@ def report_html(report: Report) -> str:
         sections["Prediction"] = html_list(report.prediction.sentences()) + (
             table if report.prediction.rows else ""
         )
-    if isinstance(plan, RampPlan):
+    for title, tables in report.others.items():
+        sections[title] = "".join(
+            _scroll(table, name) for name, table in tables.items()
+        )
+    if plan is not None:
         sections["Ramp"] = _pictures(plan_panels(plan))
         unreached = {
             phase.index: "unreached"
@@ -145,16 +144,6 @@ def report_html(report: Report) -> str:
                 "<p>One pass of the last phase:</p><div"
                 f' class="wide">{_scroll(picture, "timetable")}</div>'
             )
-    elif plan is not None:
-        size = (
-            f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
-        )
-        total = format_count(plan.total_optimizer_steps, "optimizer step")
-        sentences = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
-        sections["Step"] = _scroll(
-            html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable"
-        )
-        sections["Step"] += _scroll(to_html(plan), "sizes")
     sections["Keys"] = _keys(report.config) if report.config else ""
     sections = {name: body for name, body in sections.items() if body}
     links = "".join(

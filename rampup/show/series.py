@@ -62,19 +62,6 @@ def rate_points(
     return [(step, plan.ramp.samples_before(step), rate(step)) for step in steps]
 
 
-# Titles of the curves of reinforcement learning in a report, and the keys of
-# metrics.jsonl.
-CURVES = {
-    "Spread of rewards": "reward_spread",
-    "Share of prompts without spread": "zero_spread_share",
-    "KL divergence": "kl",
-    "Clip fraction": "clip_fraction",
-    "Tokens of a response": "response_length",
-    "Prompts of an update": "num_prompts",
-    "Samples of an update": "num_samples",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:
     """The metrics of one run, one value per step."""
@@ -100,9 +87,8 @@ class RunMetrics:
     seconds: tuple[
         float, ...
     ] = ()  # of each step without its compilation; NaN where unknown
-    curves: Mapping[str, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # of reinforcement learning, by title
+    # More curves of a report, by title.
+    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
@@ -133,7 +119,7 @@ class RunMetrics:
             raise DataError(f"{name} has no steps in its {METRICS_FILE}", key="run")
 
         def values_of(key: str) -> tuple[float, ...]:
-            return tuple(_finite_or_nan(row.get(key)) for row in rows)
+            return tuple(finite_or_nan(row.get(key)) for row in rows)
 
         keys = ("step", "consumed_samples", "global_batch_size", "phase")
         counts = {
@@ -146,31 +132,10 @@ class RunMetrics:
             else ("loss", "eval_loss")
         )
         evals = [
-            (after[row["step"]], _finite_or_nan(row.get(evaluated)))
+            (after[row["step"]], finite_or_nan(row.get(evaluated)))
             for row in eval_lines
             if row["step"] in after
         ]
-        curves = {
-            title: values
-            for title, key in CURVES.items()
-            if not all(map(math.isnan, values := values_of(key)))
-        }
-        if any(row.get("dropped_groups") for row in rows):
-            # Of the prompts of each rollout: those that were read since the one before
-            # it.
-            ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
-            read = {
-                rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()
-            }
-            shares = (
-                (
-                    row["dropped_groups"] / read[row["rollout"]]
-                    if read[row["rollout"]]
-                    else math.nan
-                )
-                for row in rows
-            )
-            curves["Share of dropped prompts"] = tuple(shares)
         seconds = zip(
             values_of("step_seconds"), values_of("compile_seconds"), strict=True
         )
@@ -199,7 +164,6 @@ class RunMetrics:
                 for name, end in noise
             },
             quantity=quantity,
-            curves=curves,
         )
 
     def noise_at(self, place: int) -> str:
@@ -270,7 +234,7 @@ def subsample(items: Sequence[Any], most: int) -> Sequence[Any]:
     ]
 
 
-def _finite_or_nan(value: Any) -> float:
+def finite_or_nan(value: Any) -> float:
     """Return a finite number unchanged, and NaN for anything else."""
     known = (
         isinstance(value, int | float)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,9 @@ from helpers.commands import run_json
 from helpers.runs import metrics_of
 from helpers.tiny import TINY, command_line
 
-from rampup.cli import COMMANDS, main
-from rampup.cli.run import JSON_KEYS, _read_config
+import rampup
+from rampup.cli import ALL, COMMANDS, GONE, OPTIONAL, main
+from rampup.cli.run import JSON_KEYS, read_run_config
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
@@ -42,8 +45,18 @@ REFUSED = {
     "plan RL --devices 7": "batch_size",
     "plan BASE --topology v5e:4x4 --devices 16": "devices",
     "plan BASE --topology v5e:4x4 num_devices=3": "num_devices",
-    "rows BASE": None,
-    "rows BASE --step 1000000": "step",
+    "plan BASE --rows": None,
+    "plan BASE --rows 1000000": "step",
+    "plan BASE --timetable": "ici_pipeline_parallelism",
+    "plan BASE --timetable nice ici_pipeline_parallelism=4 per_device_batch_size=8 --devices 8": (
+        "schedule"
+    ),
+    "plan BASE --timetable --rows 0": "timetable",
+    "plan RL --rows 0": "rows",
+    "plan RL --timetable": "timetable",
+    "timetable --stages=2 --microbatches=8": None,
+    "rows BASE --step 3": None,
+    "fix BASE": None,
     "train BASE --fake-devices 0": "fake-devices",
     "train BASE base_output_directory=out ici_pipeline_parallelism=4 num_pipeline_microbatches=6": (
         "num_pipeline_microbatches"
@@ -55,7 +68,6 @@ REFUSED = {
     "suggest --system trlx": "params",
     "suggest --train-tokens 1B --system trlx": None,
     "suggest --params 7B --train-tokens 1B --memory-gib 8": "memory-gib",
-    "timetable --stages=0 --microbatches=8": "stages",
     "plot": None,
     "plot steps=3": None,
     "plot a.yml b.yml": None,
@@ -80,8 +92,8 @@ REFUSED = {
     "tune BASE --memory-gib 1 --devices 1 ici_context_parallelism=2": "num_devices",
     "tune BASE --memory-gib 1 -o found.txt": "output",
     "tune BASE --memory-gib 1 -o none/found.png": "output",
-    "fix RL": None,
-    "fix BASE banana=1 --write": "banana",
+    "plan RL --fix": None,
+    "plan BASE banana=1 --fix": "banana",
 }
 
 
@@ -102,38 +114,44 @@ def test_wrong_usage_is_a_json_error(words, key, capsys, tmp_path, monkeypatch):
 
 
 def test_help_and_version(capsys):
-    """Help names every command once, in one of four groups, and each command's help its
+    """Help names every command once, what is optional apart, and each command's help its
     options.
     """
     assert main(["--version"]) == main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rampup ")
     assert max(map(len, lines)) <= 80
-    assert [line for line in lines if line.endswith(":")] == [
-        "run:",
-        "look:",
-        "choose sizes:",
-        "other systems:",
-    ]
-    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(
-        COMMANDS
-    )
+    listed = [line.split()[0] for line in lines if re.match(r"  \w|\w+:$", line)]
+    assert listed == ["commands:", *COMMANDS, "optional:", *OPTIONAL]
+    assert len(ALL) == 12
     assert main([]) == 0
     assert capsys.readouterr().out.splitlines() == lines[1:]
-    for name in COMMANDS:
+    for name in ALL:
         with pytest.raises(SystemExit) as caught:
             main([name, "--help"])
         assert caught.value.code == 0
         assert "--json" in capsys.readouterr().out
 
 
+def test_a_command_that_went_names_what_is_there_instead(capsys):
+    """The error says with which option `plan` does it."""
+    for name, instead in GONE.items():
+        assert main([name, BASE]) == 2
+        assert f"rampup {name} is now `{instead}`" in capsys.readouterr().err
+
+
 def test_rows_names_every_row(capsys):
-    """The output has one row per sample of the batch, each with its source."""
-    code, result = run_json(capsys, "rows", BASE, "--step", "140", "--devices", "2")
-    assert (code, result["global_batch_size"]) == (0, len(result["rows"]))
-    assert set(result["rows"][0]) == {"sample", "row", "source"}
-    assert main(["rows", BASE, "--step", "140", "--devices", "2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(result["rows"])
+    """The output has one row per sample of the batch, each with its source, of step 0
+    as well.
+    """
+    for step in ("0", "140"):
+        arguments = ["plan", BASE, "--rows", step, "--devices", "2"]
+        code, result = run_json(capsys, *arguments)
+        assert (code, result["step"]) == (0, int(step))
+        assert result["global_batch_size"] == len(result["rows"])
+        assert set(result["rows"][0]) == {"sample", "row", "source"}
+        assert main(arguments) == 0
+        assert len(capsys.readouterr().out.splitlines()) == len(result["rows"])
 
 
 # On two fake devices, in a process of its own.
@@ -226,7 +244,9 @@ def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(
         ("runs/a", ".", absolute),
     ):
         monkeypatch.chdir(tmp_path / start)
-        config = _read_config(SimpleNamespace(config=folder, overrides=[]))
+        config = read_run_config(
+            SimpleNamespace(config=folder, overrides=[]), rampup.load_config
+        )
         assert (config.base_output_directory, config.run_name) == (wanted, "a")
 
 
@@ -276,40 +296,32 @@ def test_closed_pipe_exits_141():
     )  # 0 if everything fit into the pipe before it was closed
 
 
-def test_timetable(capsys, tmp_path):
-    """The object has the names of the contract; without --json the picture and the
-    totals are printed, and -o draws it.
+def test_timetable(capsys):
+    """The object is the contract's of the last phase's pipeline, with the bubble of
+    every phase; another schedule has the same shape.
     """
-    code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
-    assert (code, table["schedule"], table["num_ticks"], len(table["table"])) == (
-        0,
-        "1f1b",
-        33,
-        4 * 8 * 2,
-    )
-    _, table = run_json(
-        capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2"
-    )
-    assert (table["schedule"], table["peak_live_microbatches"][0]) == (
-        "interleaved",
-        5.5,
-    )
-    assert (
-        main(
-            [
-                "timetable",
-                "--stages=2",
-                "--microbatches=3",
-                "-o",
-                str(tmp_path / "picture.svg"),
-            ]
-        )
-        == 0
-    )
+    plan = ["plan", BASE, "--devices", "8"]
+    plan += ["ici_pipeline_parallelism=4", "per_device_batch_size=8"]
+    _, phases = run_json(capsys, *plan)
+    code, table = run_json(capsys, *plan, "--timetable")
+    last = phases["phases"][-1]
+    number = 4 * last["num_pipeline_microbatches"] * 2
+    assert (code, table["schedule"], len(table["table"])) == (0, "1f1b", number)
+    assert table["bubble_fraction"] == pytest.approx(last["bubble_fraction"])
+    rows = [
+        (row["start_step"], row["num_pipeline_microbatches"])
+        for row in phases["phases"]
+    ]
+    assert rows == [
+        (row["start_step"], row["num_pipeline_microbatches"]) for row in table["phases"]
+    ]
+    _, other = run_json(capsys, *plan, "--timetable", "gpipe")
+    assert (other["schedule"], len(other["table"])) == ("gpipe", number)
+    assert other["peak_live_microbatches"] > table["peak_live_microbatches"]
+    assert main([*plan, "--timetable"]) == 0
     printed = capsys.readouterr().out
-    assert "stage 1 .. F0 B0 == F1 B1 == F2 B2 ==" in printed
-    assert "0.2500 = 1/4" in printed
-    assert "<svg" in (tmp_path / "picture.svg").read_text()
+    assert "stage 3 .. .. .. F0 B0 == F1 B1 ==" in " ".join(printed.split())
+    assert "one pass of every phase:" in printed
 
 
 def test_plan_of_a_rollout(capsys, monkeypatch):
@@ -329,16 +341,6 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
     assert any("4 prompts" in note for note in plan["notes"])
     assert main(["plan", RL, "num_devices=4"]) == 0
     assert "32 prompts * 8 responses = 256 samples" in capsys.readouterr().out
-
-
-def test_suggest_as_text(capsys):
-    """The table of a system's sizes; the laws for tokens, with the option that adds
-    more of them.
-    """
-    assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
-    assert "published for 6B" in capsys.readouterr().out
-    assert main(["suggest", "--train-tokens", "300B"]) == 0
-    assert "--params adds the laws" in capsys.readouterr().out
 
 
 def test_check_takes_devices(capsys, tmp_path):
@@ -555,57 +557,39 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
     assert "2 of 4 batch sizes" in run_text(capsys, monkeypatch, *arguments)
 
 
-def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
-    """Without --write the file stays, and a patch with remarks is printed; with it the
-    file is legal, and nothing is left.
+def test_fix_prints_a_patch_that_patch_applies(capsys, tmp_path, monkeypatch):
+    """The patch has remarks, and is empty where nothing is wrong. A misspelled base is
+    fixed, too.
     """
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "run.yml"
     file.write_text(
         before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n"
     )
-    assert main(["fix", str(file), "--devices", "4"]) == 0
+    fix = ["plan", "run.yml", "--devices", "4", "--fix"]
+    assert main(fix) == 0
     out = capsys.readouterr().out
     assert "# steps: 0 -> 1 " in out
-    assert (
-        "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  #"
-        " few\n+per_device_batch_size: 16\n" in out
-    )
     assert file.read_text() == before
-    code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
-    assert (code, result["written"], result["legal"], len(result["changes"])) == (
-        0,
-        True,
-        False,
-        2,
-    )
-    assert (
-        file.read_text()
-        == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
-    )
-    code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
+    code, result = run_json(capsys, *fix)
+    assert (code, result["legal"], len(result["changes"])) == (0, False, 2)
+    if shutil.which("patch"):
+        subprocess.run(["patch", "-p0"], input=out, text=True, check=True)
+        assert (
+            file.read_text()
+            == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
+        )
+    file.write_text("base_config: base.yml\n")
+    code, result = run_json(capsys, *fix)
     assert (code, result) == (
         0,
-        {"legal": True, "problems": [], "changes": [], "patch": "", "written": False},
+        {"legal": True, "problems": [], "changes": [], "patch": ""},
     )
-    assert main(["fix", str(file), "--devices", "4"]) == 0
+    assert main(fix) == 0
     assert "is legal: nothing to fix" in capsys.readouterr().out
-
-
-def test_fix_writes_only_the_user_s_file(capsys, tmp_path, monkeypatch):
-    """Neither a preset nor a rollout is written; a misspelled base is fixed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rampup.config.load._own_folders", lambda: [tmp_path / "own"])
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "base.yml").write_text("steps: 0\n")
-    code, result = run_json(capsys, "fix", "base", "--devices", "4", "--write")
-    assert (code, (tmp_path / "own" / "base.yml").read_text()) == (2, "steps: 0\n")
-    assert "comes with rampup" in result["error"]["message"]
-    (tmp_path / "run.yml").write_text("base_config: bas.yml\nlog_period: 3\n")
-    (tmp_path / "own" / "base.yml").write_text("steps: 5\n")
-    assert main(["fix", "run.yml", "--devices", "4", "--write"]) == 0
-    assert (
-        tmp_path / "run.yml"
-    ).read_text() == "base_config: base.yml\nlog_period: 3\n"
+    file.write_text("base_config: bas.yml\nlog_period: 3\n")
+    code, result = run_json(capsys, *fix)
+    assert [change["after"] for change in result["changes"]] == ["base.yml"]
 
 
 def test_explain_prints_defaults_and_topologies(capsys, monkeypatch):
@@ -630,7 +614,7 @@ def test_tools_import_no_jax():
     """Commands that only read configurations import no jax."""
     calls = [
         ["plan", BASE, "--budget", "1B", "--devices", "8"],
-        ["fix", BASE, "steps=0", "--devices", "8"],
+        ["plan", BASE, "steps=0", "--devices", "8", "--fix"],
         ["explain", "steps"],
         ["plan", "--devices", "4096", BASE, "steps=9", "--diff", PALM],
         ["plan", RL, "--devices", "8"],

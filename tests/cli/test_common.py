@@ -156,7 +156,7 @@ def test_a_slip_on_the_command_line_gets_a_hint(capsys):
     """A misspelled command, and a key that is written as an option."""
     for arguments, hint in {
         "trian base": "unknown command 'trian'; did you mean train?",
-        "xyz": "unknown command 'xyz'; choose from plan, train",
+        "xyz": "unknown command 'xyz'; choose from train, generate",
         "plan base --steps 10": "set without dashes, steps=10;",
         "plan base --steps=10": "set without dashes, steps=10;",
         "plan base --steps": "set without dashes, steps=VALUE;",

@@ -149,7 +149,6 @@ def test_gather_report_of_another_system(tmp_path, increment, good):
         json.dumps(MAXTEXT | {"per_device_batch_size_increment": increment})
     )
     report = gathered(str(file), "num_target_devices=4", system="maxtext")
-    assert report.verdict.ok == good
     page = report_html(report)
     assert ("accepts" if good else "rejects") in page
     assert "Verdict" in page

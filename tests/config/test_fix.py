@@ -1,7 +1,6 @@
 """Tests of rampup.config.fix."""
 
 import itertools
-import os
 import random
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from faults import random_configs
 from hypothesis import HealthCheck, given, settings
 
 from rampup import build_plan, load_config
-from rampup.config.fix import find_fix, write_fix
+from rampup.config.fix import find_fix
 from rampup.config.schema import KEYS
 from rampup.errors import ConfigError, RampupError
 
@@ -276,37 +275,6 @@ def test_patch_can_be_applied(tmp_path, text):
         stdout=subprocess.DEVNULL,
     )
     assert (tmp_path / "run.yml").read_text() == fix.text
-
-
-def test_write_fix_keeps_permissions_links_and_byte_order_mark(tmp_path):
-    """The target of a link is replaced, with its permissions and its byte order mark,
-    and no other file is left.
-    """
-    file, link = tmp_path / "run.yml", tmp_path / "link.yml"
-    file.write_bytes(b"\xef\xbb\xbfsteps: 0\n")
-    file.chmod(0o640)
-    link.symlink_to(file)
-    write_fix(find_fix(link, check=plan))
-    assert file.read_bytes() == b"\xef\xbb\xbfsteps: 1\n"
-    assert file.stat().st_mode & 0o777 == 0o640
-    assert link.is_symlink()
-    assert sorted(os.listdir(tmp_path)) == ["link.yml", "run.yml"]
-
-
-def test_write_fix_leaves_a_file_that_cannot_be_written(tmp_path, monkeypatch):
-    """The error names the file, which stays as it was, and no other file is left
-    behind.
-    """
-    fix = fixed(tmp_path, "steps: 0\n")
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("rampup.config.fix.os.replace", refuse)
-    with pytest.raises(ConfigError, match="cannot write the file: Permission denied"):
-        write_fix(fix)
-    assert os.listdir(tmp_path) == ["run.yml"]
-    assert (tmp_path / "run.yml").read_text() == "steps: 0\n"
 
 
 @given(random_configs.configs())

@@ -154,9 +154,7 @@ def test_progress_says_how_to_keep_the_learning_rate(length, end):
 
 
 def test_progress_names_phases_only_with_a_ramp():
-    """Without a ramp no line has a phase; one of reinforcement learning has its
-    rollout. Finished and resumed runs say so.
-    """
+    """Without a ramp no line has a phase. Finished and resumed runs say so."""
     plan = build_plan(Config(per_device_batch_size=16), 1)
     started = (
         events.RunStarted(step=step, folder=Path("runs/x"), plan=plan)
@@ -170,16 +168,13 @@ def test_progress_names_phases_only_with_a_ramp():
         "loss": 5.0,
         "tokens_per_second": 9.0,
     }
-    step = events.StepDone(step=0, metrics=metrics | {"rollout": 3})
+    step = events.StepDone(step=0, metrics=metrics)
     assert shown(*started, events.PhaseStarted(step=0, phase=0), step).splitlines() == [
         "the run in runs/x is finished: nothing to do; a larger steps trains longer",
         "resumed after step 29 from a checkpoint",
         "compiling the training step",
         "16 samples per step = 1 replica * 1 microbatch * 16 samples",
-        (
-            "step 0 of 1,000, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples,"
-            " ? left"
-        ),
+        ("step 0 of 1,000, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left"),
     ]
     follows = build_plan(Config(batch_size_schedule="auto", train_samples=160), 1)
     done = shown(
@@ -281,17 +276,3 @@ def test_progress_in_a_notebook():
         "2,000/29,632 samples, ? left<br>",
         "12,345/29,632 samples, 3:21 left<br>&lt;step 7&gt;",
     ]
-
-
-@pytest.mark.parametrize(
-    ("step", "accuracy", "hints"), [(-1, 0.0, True), (-1, 0.2, False), (7, 0.0, False)]
-)
-def test_a_policy_that_is_never_right_is_explained(step, accuracy, hints):
-    """Before the first step, a line says why nothing will be learned."""
-    text = shown(
-        events.Evaluated(
-            step=step, metrics={"accuracy": accuracy, "greedy_accuracy": 0.5}
-        )
-    )
-    assert f"{accuracy:.1%} of the answers are right, 50.0% of the greedy ones" in text
-    assert ("warm_start_steps" in text) == hints

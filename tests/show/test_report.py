@@ -13,6 +13,7 @@ from helpers.html import Page
 import rampup
 from rampup import Config, build_plan
 from rampup.config.schema import KEYS
+from rampup.contrib.check.page import verdict_html
 from rampup.contrib.check.verdict import Meaning, Verdict, Violation
 from rampup.errors import ConfigError
 from rampup.plan.describe import summary
@@ -117,7 +118,8 @@ def test_report_escapes_text():
         meanings=(Meaning(says=EVIL, means=EVIL),),
         phases=({EVIL: EVIL},),
     )
-    text = report_html(replace(report, config=config, verdict=verdict))
+    others = {"Verdict": {"verdict": verdict_html(verdict)}}
+    text = report_html(replace(report, config=config, others=others))
     assert EVIL not in text
     assert "<script>document" not in text
     page = Page(text)

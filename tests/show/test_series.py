@@ -107,28 +107,3 @@ def test_run_metrics_losses_that_are_not_finite_are_gaps(value):
     assert math.isnan(run.losses[0])
     assert mean_of_neighbours(run.samples, run.losses, most=1) == ([16], [1.5], 2)
     assert run.by_phase()[0]["last loss"] == 1.5
-
-
-def test_share_of_dropped_prompts_is_of_those_that_a_rollout_has_read():
-    """In every line of the rollout; without dropped prompts there is no such curve."""
-    line = {
-        "step": 0,
-        "loss": 1.0,
-        "reward": 1.0,
-        "global_batch_size": 4,
-        "phase": 0,
-        "consumed_samples": 8,
-    }
-    lines = [
-        line
-        | {
-            "rollout": rollout,
-            "dropped_groups": dropped,
-            "consumed_prompts": consumed,
-        }
-        for rollout, dropped, consumed in ((0, 2, 4), (0, 2, 4), (1, 6, 12), (2, 0, 12))
-    ]
-    shares = RunMetrics.from_lines("a", lines).curves["Share of dropped prompts"]
-    assert shares[:3] == (0.5, 0.5, 0.75)
-    assert math.isnan(shares[3])
-    assert RunMetrics.from_lines("a", [line | {"dropped_groups": 0}]).curves == {}

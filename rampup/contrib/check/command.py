@@ -7,14 +7,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
+from rampup.cli.draw import CliInputs
+from rampup.plan.describe import advice
+from rampup.plan.plan import RampPlan
 from rampup.show.console import BATCH, SPLIT, WHEN, make_table, phase_cell
 from rampup.show.format import format_count
+from rampup.show.report import Report
 
 if TYPE_CHECKING:
     from rampup.contrib.check.verdict import Verdict
@@ -110,6 +115,31 @@ def check(args: argparse.Namespace) -> Result:
             verdict, console, verbose=args.verbose, all_phases=args.all
         ),
         exit_code=0 if verdict.ok else EXIT_REFUSED,
+    )
+
+
+def gather_report(args: argparse.Namespace, inputs: CliInputs) -> Report:
+    """Return the content of a report of another system's file."""
+    from rampup.contrib.check import check_file
+    from rampup.contrib.check.page import verdict_html
+    from rampup.contrib.rl.commands import sentence_of, step_tables
+    from rampup.contrib.rl.plan import RolloutPlan
+
+    assert inputs.config is not None
+    verdict = check_file(inputs.config, args.system, inputs.overrides)
+    plan = verdict.plan
+    ramp = plan if isinstance(plan, RampPlan) else None
+    sentences: tuple[str, ...] = ()
+    others = {"Verdict": {"verdict": verdict_html(verdict)}}
+    if isinstance(plan, RolloutPlan):
+        sentences = (sentence_of(plan),)
+        others["Step"] = step_tables(plan)
+    return Report(
+        title=Path(inputs.config).name,
+        sentences=sentences,
+        plan=ramp,
+        notes=() if ramp is None else advice(ramp),
+        others=others,
     )
 
 

@@ -94,6 +94,11 @@ class Verdict:
         """True if the file breaks no rule."""
         return not self.violations
 
+    def _repr_html_(self) -> str:
+        from rampup.contrib.check.page import verdict_html
+
+        return verdict_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as `rampup check --json` prints it."""
         result: dict[str, Any] = {

@@ -24,6 +24,7 @@ from rampup.show.console import make_table, print_notes
 from rampup.show.figures import (
     DEFAULT_WIDTH,
     LINES,
+    check_picture,
     line_style,
     new_figure,
     prepare,
@@ -112,7 +113,7 @@ def design(args: argparse.Namespace) -> Result:
             f"{problem}`rampup critical` has measured", key="measured"
         )
     config = rampup.load_config(file, args.overrides, environ=common.environment())
-    common.check_picture(args.output)
+    check_picture(args.output)
     written = None if args.write is None else files.absolute_path(args.write)
     if (
         written is not None

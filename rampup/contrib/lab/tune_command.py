@@ -18,6 +18,7 @@ from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
 from rampup.show.console import PLAIN, TITLES, make_table, print_notes, split_columns
+from rampup.show.figures import check_picture, draw_memory
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
@@ -43,7 +44,7 @@ def tune(args: argparse.Namespace) -> Result:
     config = rampup.load_config(
         args.config, args.overrides, environ=common.environment()
     )
-    common.check_picture(args.output)
+    check_picture(args.output)
     if args.topology is not None:
         from rampup.contrib.lab.topology import use_cpu_as_host
 
@@ -68,8 +69,6 @@ def tune(args: argparse.Namespace) -> Result:
     )
     problem = problem_of(facts)
     if args.output is not None:
-        from rampup.show.figures import draw_memory
-
         sizes = [(row["microbatch_size"], row["bytes"]) for row in facts["candidates"]]
         draw_memory(sizes, args.output, limit_bytes=facts["usable_bytes"])
     return Result(

@@ -522,6 +522,11 @@ class RolloutPlan:
     policy_updates: Updates = field(init=False, repr=False, compare=False)
     critic_updates: Updates | None = field(init=False, repr=False, compare=False)
 
+    def _repr_html_(self) -> str:
+        from rampup.contrib.rl.tables import rollout_html
+
+        return rollout_html(self)
+
     def __post_init__(self) -> None:
         counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
         problems = count_problems({name: getattr(self, name) for name in counts})

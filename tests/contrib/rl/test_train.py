@@ -293,15 +293,15 @@ def test_metrics_show_what_the_plan_knows(whole):
     report = gather_report(
         make_parser("report").parse_args([str(folder), "-o", "x.html"])
     )
-    assert report.run == run
+    assert replace(report.run, curves={}) == run
     page = report_html(report)
-    assert all(title in page for title in ("last reward", *run.curves))
+    assert all(title in page for title in ("last reward", *report.run.curves))
     assert {
         "Spread of rewards",
         "KL divergence",
         "Tokens of a response",
         "Prompts of an update",
-    } <= run.curves.keys()
+    } <= report.run.curves.keys()
 
 
 def test_one_program_per_role(tmp_path):

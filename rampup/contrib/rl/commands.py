@@ -1,0 +1,170 @@
+"""The commands of a rollout's file or run: `rampup train`, `generate`, `plan`, `plot`
+and `report`, which find this module by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rampup.cli import common
+from rampup.cli.common import Result, usage_error
+from rampup.cli.draw import CliInputs
+from rampup.cli.plan import NOT_FOR_ROLLOUTS, given_options, show_export
+from rampup.cli.run import read_run_config, run_to_end, show_text
+from rampup.contrib.rl.config import (
+    ROLLOUT_FILE as ROLLOUT_FILE,  # which `rampup explain` reads
+)
+from rampup.contrib.rl.config import (
+    build_rollout_plan,
+    build_rollout_schedule,
+    load_rollout_config,
+    rollout_notes,
+)
+from rampup.contrib.rl.config import is_rollout_file as is_rollout_file
+from rampup.contrib.rl.plan import RolloutPlan
+from rampup.contrib.rl.progress import RolloutProgress
+from rampup.contrib.rl.tables import print_rollout, rollout_html
+from rampup.errors import ConfigError
+from rampup.loop.run_folder import METRICS_FILE, read_lines
+from rampup.show.format import format_count
+from rampup.show.notebook import html_table
+from rampup.show.report import MAX_ROWS, Report
+from rampup.show.series import finite_or_nan
+
+JSON_KEYS = (
+    "steps",
+    "samples",
+    "accuracy_before",
+    "accuracy_after",
+    "reward_first",
+    "reward_last",
+    "num_compilations",
+    "seconds",
+    "seconds_by_part",
+    "checkpoint",
+)
+# Titles of the curves of a report, and the keys of metrics.jsonl.
+CURVES = {
+    "Spread of rewards": "reward_spread",
+    "Share of prompts without spread": "zero_spread_share",
+    "KL divergence": "kl",
+    "Clip fraction": "clip_fraction",
+    "Tokens of a response": "response_length",
+    "Prompts of an update": "num_prompts",
+    "Samples of an update": "num_samples",
+}
+
+
+def train(args: argparse.Namespace) -> Result:
+    """Train by reinforcement learning, and return the summary of the run."""
+    config = read_run_config(args, load_rollout_config)
+    common.use_fake_devices(args.fake_devices)
+    # With JAX, which a configuration that is refused need not load.
+    from rampup.contrib.rl.train import train as train_policy
+
+    return run_to_end(args, config, train_policy, JSON_KEYS, progress=RolloutProgress)
+
+
+def generate(args: argparse.Namespace) -> Result:
+    """Load a checkpoint of a policy and sample from it."""
+    from rampup.contrib.rl.train import load
+
+    return show_text(load(args.run), args)
+
+
+def plan(args: argparse.Namespace) -> Result:
+    """Show the sizes of a step, or export them."""
+    if given := given_options(args, NOT_FOR_ROLLOUTS):
+        raise usage_error(
+            f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0]
+        )
+    config = load_rollout_config(
+        args.config, args.overrides, environ=common.environment()
+    )
+    num_devices = common.count_devices(args, config)
+    schedule = build_rollout_schedule(config, num_devices)
+    step = schedule.stages[-1][1]
+    if args.export is not None:
+        export = common.load(common.EXPORTS).export_rollout
+        return show_export(export(config, step, num_devices, args.export), args)
+    notes = rollout_notes(config, step)
+    facts = {
+        **step.to_dict(),
+        "total_optimizer_steps": schedule.optimizer_steps("policy"),
+        "stages": schedule.stage_rows(),
+        "notes": list(notes),
+    }
+    return Result(
+        facts=facts,
+        show=lambda console: print_rollout(schedule, console, notes=notes),
+    )
+
+
+def plot(args: argparse.Namespace) -> Result:
+    """Refuse: there is no ramp."""
+    raise ConfigError(
+        "a step of reinforcement learning has no ramp to draw; `rampup plan` and"
+        " `rampup report` show it",
+        path=args.sources[0],
+    )
+
+
+def gather_report(args: argparse.Namespace, inputs: CliInputs) -> Report:
+    """Return the content of a report of a rollout's configuration or run."""
+    environ = {} if inputs.runs else common.environment()
+    config = load_rollout_config(inputs.file, inputs.overrides, environ=environ)
+    step = build_rollout_plan(config, common.count_devices(args, config))
+    run = inputs.read_run()
+    if run is not None:
+        lines = list(read_lines(Path(inputs.runs[0]) / METRICS_FILE))
+        run = replace(run, curves=curves(lines))
+    return Report(
+        title=inputs.name,
+        sentences=(sentence_of(step),),
+        notes=rollout_notes(config, step),
+        config=config,
+        run=run,
+        others={"Step": step_tables(step)},
+    )
+
+
+def sentence_of(step: RolloutPlan) -> str:
+    """Return the samples of a step and the steps of the run in one line."""
+    size = f"{step.prompts_per_step:,} prompts * {step.samples_per_prompt:,} responses"
+    total = format_count(step.total_optimizer_steps, "optimizer step")
+    return f"{format_count(step.num_steps, 'step')} of {size}, {total}"
+
+
+def step_tables(step: RolloutPlan) -> dict[str, str]:
+    """Return the HTML tables of a step, by name."""
+    timetable = html_table(step.timetable(), max_rows=MAX_ROWS)
+    return {"timetable": timetable, "sizes": rollout_html(step)}
+
+
+def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Return what lines of metrics.jsonl have besides loss and reward, by title; NaN
+    where a line lacks it.
+    """
+    rows = list(lines)
+    found = {
+        title: tuple(finite_or_nan(row.get(key)) for row in rows)
+        for title, key in CURVES.items()
+    }
+    found = {
+        title: values
+        for title, values in found.items()
+        if not all(map(math.isnan, values))
+    }
+    if any(row.get("dropped_groups") for row in rows):
+        # Of the prompts of each rollout: those that were read since the one before it.
+        ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
+        read = {number: end - ends.get(number - 1, 0) for number, end in ends.items()}
+        found["Share of dropped prompts"] = tuple(
+            row["dropped_groups"] / (read[row["rollout"]] or math.nan) for row in rows
+        )
+    return found

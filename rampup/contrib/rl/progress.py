@@ -1,0 +1,47 @@
+"""The progress of a run of reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rampup.contrib.rl.tables import print_rollout
+from rampup.loop import events
+from rampup.show.progress import TrainProgress
+
+
+class RolloutProgress(TrainProgress):
+    """Shows the events of a run of reinforcement learning, as `TrainProgress` does those
+    of another: with rollouts and rewards, and evaluations as right answers.
+    """
+
+    def show_plan(self, plan: Any) -> None:
+        """Print the schedule of rollouts of a run that begins."""
+        print_rollout(plan, self._console)
+
+    def length_key(self) -> str:
+        """Return the key that makes a run longer."""
+        return "num_batches"
+
+    def describe_step(self, metrics: Mapping[str, Any]) -> str:
+        """Return the line about a step that is done, with its rollout and its reward."""
+        line = super().describe_step(metrics)
+        step, rest = line.split(", ", 1)
+        if "rollout" in metrics:
+            line = f"{step}, rollout {metrics['rollout']:,}, {rest}"
+        if metrics.get("reward") is not None:
+            line += f", reward {metrics['reward']:.3f}"
+        return line
+
+    def describe_result(self, event: events.Evaluated) -> str:
+        """Return the share of right answers that an evaluation has found."""
+        accuracy = event.metrics["accuracy"]
+        found = f"{accuracy:.1%} of the answers are right"
+        if (greedy := event.metrics.get("greedy_accuracy")) is not None:
+            found += f", {greedy:.1%} of the greedy ones"
+        if event.step < 0 and accuracy == 0:
+            found += (
+                "; what is never right has no reward to learn from: a larger"
+                " warm_start_steps helps"
+            )
+        return found
