@@ -255,3 +255,22 @@ def dropped_prompts(job: RolloutJob) -> Iterator[str]:
             f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped"
             " in each pass over the data set."
         )
+
+
+def group_note(responses: int) -> str:
+    """Return the note on groups whose responses are all right or all wrong: they have
+    no advantage.
+
+    At a success rate p, the share of them is p^n + (1 - p)^n for n responses.
+    """
+    if responses == 1:
+        return (
+            "one response per prompt has nothing to be compared with: the advantage"
+            " comes from a critic or another baseline."
+        )
+    rates = (0.1, 0.3, 0.5)
+    shares = [f"{p**responses + (1 - p) ** responses:.1%}" for p in rates]
+    return (
+        f"groups of {responses:,} responses that teach nothing, as all are right or all"
+        f" wrong: {', '.join(shares)} of them at success rates of 0.1, 0.3 and 0.5."
+    )

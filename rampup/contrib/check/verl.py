@@ -1,8 +1,9 @@
-"""veRL: its versions, its keys, its numbers by its own formulas, its words, and its
+"""veRL: its generations, its keys, its numbers by its own formulas, its words, and its
 rules.
 
 Batch and mini batch count prompts; sizes per gpu count samples of one data-parallel
-replica. Sources: veRL `trainer/ppo`, `workers/engine_workers.py`.
+replica. Sources: veRL `trainer/ppo`, `workers/engine_workers.py`, and until 0.7
+`workers/fsdp_workers.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.known import load_known_keys, with_lines
 from rampup.contrib.check.reading import (
-    PARENT,
     Entry,
     Launch,
     Reading,
@@ -37,6 +37,7 @@ from rampup.contrib.check.rollout import (
     TrainedModel,
     batch_meanings,
     dropped_prompts,
+    group_note,
 )
 from rampup.contrib.check.rules import (
     Dialect,
@@ -62,15 +63,11 @@ PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
 TRAIN, GEN = (f"data.{name}_batch_size" for name in ("train", "gen"))
 RESPONSES = f"{ROLLOUT}.n"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-MINIS = {
-    "actor": f"{ACTOR}.ppo_mini_batch_size",
-    "critic": "critic.ppo_mini_batch_size",
-}
+MINIS = {name: f"{PREFIXES[name]}.ppo_mini_batch_size" for name in ("actor", "critic")}
 MINI, CRITIC_MINI = MINIS.values()
-BUDGET, EPOCHS = (f"{ACTOR}.ppo_{name}" for name in ("max_token_len_per_gpu", "epochs"))
-# The kinds of passes, and of each: the key of its samples and replica, the deprecated
-# one of the whole job, and whether it is filled by tokens instead (null = as the
-# actor's).
+EPOCHS = f"{ACTOR}.ppo_epochs"
+# The kinds of passes. Of each: the key of its samples and replica, the deprecated one
+# of the whole job, whether it is filled by tokens, and how many. Null = as the actor's.
 _PASSES = {
     "actor": f"{ACTOR}.ppo_",
     "rollout": f"{ROLLOUT}.log_prob_",
@@ -83,58 +80,41 @@ DYNAMICS = {
     kind: f"{start.removesuffix('ppo_')}use_dynamic_bsz"
     for kind, start in _PASSES.items()
 }
-MODEL = {
-    kind: "actor" if kind == "rollout" else kind for kind in _PASSES
-}  # that makes the passes
-MICRO, OLD_MICRO, DYNAMIC = (keys["actor"] for keys in (MICROS, OLD_MICROS, DYNAMICS))
+BUDGETS = {kind: f"{start}max_token_len_per_gpu" for kind, start in _PASSES.items()}
+MODEL = {"actor": "actor", "rollout": "actor", "ref": "ref", "critic": "critic"}
+MICRO, OLD_MICRO, DYNAMIC, BUDGET = (
+    keys["actor"] for keys in (MICROS, OLD_MICROS, DYNAMICS, BUDGETS)
+)
 LOG_PROB = MICROS["rollout"]
 WORKERS = f"{ROLLOUT}.agent.num_workers"
-_FSDP = {
-    "actor": f"{ACTOR}.fsdp_config",
-    "critic": "critic.fsdp",
-    "ref": f"{REF}.fsdp_config",
-}
 # Devices that share a sequence with FSDP: the key of today and its deprecated name.
 SEQUENCE = {
-    model: f"{section}.ulysses_sequence_parallel_size"
-    for model, section in _FSDP.items()
+    "actor": f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+    "critic": "critic.fsdp.ulysses_sequence_parallel_size",
+    "ref": f"{REF}.fsdp_config.ulysses_sequence_parallel_size",
 }
 OLD_SEQUENCE = {
     model: f"{prefix}.ulysses_sequence_parallel_size"
+    for model, prefix in PREFIXES.items()
+}
+MEGATRON = {
+    model: tuple(
+        f"{prefix}.megatron.{name}_parallel_size"
+        for name in ("tensor_model", "pipeline_model", "context")
+    )
     for model, prefix in PREFIXES.items()
 }
 ROLLOUT_SIZES = tuple(
     f"{ROLLOUT}.{name}_parallel_size"
     for name in ("tensor_model", "data", "pipeline_model")
 )
-MEGATRON_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
-TORCHTITAN_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-)
-TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
-# The sizes that multiply to the devices that share a sample, by backend; with FSDP it
-# is a sequence's.
-MODEL_SIZES = {
-    "megatron": MEGATRON_SIZES,
-    "torchtitan": TORCHTITAN_SIZES,
-    "veomni": ("ulysses_parallel_size",),
-}
-STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
 # The groups of veRL's base files, which decide the backend of all models.
-ENGINES = {
-    "dp": "fsdp",
-    "megatron": "megatron",
-    "veomni": "veomni",
-    "torchtitan": "torchtitan",
-}
+ENGINES = {"dp": "fsdp", "megatron": "megatron"}
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
 FILTER = "algorithm.filter_groups.enable"
 REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
+LOSS = f"{ACTOR}.loss_agg_mode"
+SUM = "token-sum"
 # Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
 ASYNC = "async_training."
 ASYNC_BATCHES, ASYNC_SYNC = (
@@ -147,22 +127,61 @@ PACKING = {
     "actor": "actor_rollout_ref.model.use_remove_padding",
     "critic": "critic.model.use_remove_padding",
 }
+SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 MODES = ("sync", "colocate_async", "separate_async")
+LAST = "trainer.total_training_steps"
 WORD = "verl_version"
-VERSIONS = tuple(f"0.{number}" for number in range(1, 10))
-NEWEST = len(VERSIONS)  # 0.9, of August 2026; versions are counted from 0.1
+
+
+class Generation(NamedTuple):
+    """What a version of veRL does otherwise than that of August 2026."""
+
+    number: int  # of the version in the table of keys, where 0.1 is 1
+    nearest_to: tuple[int, ...] = ()  # versions that have no rules of their own here
+    defaults: Mapping[str, Any] = {}
+    # Workers that divide the whole job's micro sizes, and whose last mini batch and
+    # pass may be smaller.
+    old_workers: bool = False
+    # Only FSDP is covered; each sample is trained on once, the critic's mini batch
+    # counts samples, and there is always a reference policy.
+    early: bool = False
+
+
+_OLD = {PACKING["actor"]: False, PACKING["critic"]: False, "trainer.use_v1": False}
+GENERATIONS = {
+    "0.2": Generation(2, (1,), _OLD, old_workers=True, early=True),
+    "0.4": Generation(4, (3, 5, 6, 7), _OLD, old_workers=True),
+    "0.9": Generation(9, (8,)),
+}
+NEWEST = 9
 
 
 def _parallel_sizes(model: str, default: int | None) -> dict[str, Entry]:
-    role = PREFIXES[model]
+    """Return the sizes of a model's backends; null is as the actor's."""
+    shares = "devices that share a sequence"
     return {
-        OLD_SEQUENCE[model]: entry(default, "deprecated: devices that share a sequence"),
-        SEQUENCE[model]: entry(1, "devices that share a sequence"),
-        f"{role}.veomni.ulysses_parallel_size": entry(default, "devices that share a sequence; null = as the actor"),
-        **{f"{role}.megatron.{name}": entry(default, f"Megatron's {name}") for name in MEGATRON_SIZES},
-        **{f"{role}.torchtitan.{name}": entry(default, f"TorchTitan's {name}")
-           for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)},
-    }  # fmt: skip
+        OLD_SEQUENCE[model]: entry(default, f"deprecated: {shares}"),
+        SEQUENCE[model]: entry(1, shares),
+        **{
+            key: entry(default, "devices of Megatron that share a sample")
+            for key in MEGATRON[model]
+        },
+    }
+
+
+def _pass_sizes(kind: str) -> dict[str, Entry]:
+    """Return the sizes of a kind of passes."""
+    follows = None if kind != "actor" else False
+    return {
+        MICROS[kind]: entry(None, "samples of a pass and replica", unit="samples"),
+        OLD_MICROS[kind]: entry(None, "deprecated: of the whole job", unit="samples"),
+        DYNAMICS[kind]: entry(follows, "fill these passes by tokens", kind="bool"),
+        BUDGETS[kind]: entry(
+            {"actor": 16_384, "critic": 32_768}.get(kind),
+            "tokens of a pass and device",
+            unit="tokens",
+        ),
+    }
 
 
 KEYS: dict[str, Entry] = {
@@ -171,130 +190,108 @@ KEYS: dict[str, Entry] = {
     LENGTHS[0]: entry(512, "longest prompt", unit="tokens"),
     LENGTHS[1]: entry(512, "longest response", unit="tokens"),
     RESPONSES: entry(1, "responses per prompt", unit="samples"),
-    "model_engine": entry(None, "backend of all models; null = by strategy", kind="text", choices=tuple(ENGINES)),
-    f"{ACTOR}.strategy": entry(None, "backend of the actor; null = as model_engine", kind="text", choices=STRATEGIES),
-    f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts"),
-    f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples"),
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples"),
-    f"{ACTOR}.use_dynamic_bsz": entry(False, "fill passes by tokens", kind="bool"),
-    f"{ACTOR}.ppo_max_token_len_per_gpu": entry(16384, "token budget of a training pass", unit="tokens"),
-    f"{ACTOR}.ppo_epochs": entry(1, "times that a step's samples are trained on"),
-    f"{ACTOR}.use_kl_loss": entry(False, "a reference policy in the loss", kind="bool"),
-    **_parallel_sizes("actor", 1),
-    "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
-    OLD_MICROS["rollout"]: entry(None, "deprecated: samples, whole job", unit="samples"),
-    MICROS["rollout"]: entry(None, "samples of a log-probability pass", unit="samples"),
-    DYNAMICS["rollout"]: entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
-    OLD_MICROS["ref"]: entry(None, "deprecated: samples, whole job", unit="samples"),
-    MICROS["ref"]: entry(None, "samples of a log-probability pass", unit="samples"),
-    DYNAMICS["ref"]: entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
-    **_parallel_sizes("ref", None),
-    f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
-    f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
-    f"{ROLLOUT}.pipeline_model_parallel_size": entry(1, "pipeline stages of an inference engine"),
-    f"{ROLLOUT}.agent.num_workers": entry(8, "processes that generate"),
-    "critic.enable": entry(None, "whether there is a critic; null = for gae", kind="bool"),
-    "critic.strategy": entry(None, "backend of the critic; null = as the actor", kind="text", choices=STRATEGIES),
-    "critic.ppo_mini_batch_size": entry(None, "prompts of a critic update; null = as the actor", unit="prompts"),
-    "critic.ppo_micro_batch_size": entry(None, "deprecated: samples of a critic pass", unit="samples"),
-    "critic.ppo_micro_batch_size_per_gpu": entry(None, "samples of a critic pass", unit="samples"),
-    "critic.use_dynamic_bsz": entry(None, "fill the critic's passes by tokens; null = as the actor", kind="bool"),
+    "model_engine": entry(None, "backend of all; null = by strategy", kind="text"),
+    f"{ACTOR}.strategy": entry(None, "the actor's backend", kind="text"),
+    "critic.strategy": entry(None, "the critic's backend", kind="text"),
+    MINI: entry(256, "prompts of an actor update", unit="prompts"),
+    CRITIC_MINI: entry(None, "prompts of a critic update", unit="prompts"),
+    EPOCHS: entry(1, "times that a step's samples are trained on"),
     "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
+    f"{ACTOR}.use_kl_loss": entry(False, "a reference in the loss", kind="bool"),
+    LOSS: entry("token-mean", "how losses are averaged", kind="text"),
+    **_pass_sizes("actor"),
+    **_pass_sizes("rollout"),
+    **_pass_sizes("ref"),
+    **_pass_sizes("critic"),
+    **_parallel_sizes("actor", 1),
+    **_parallel_sizes("ref", None),
     **_parallel_sizes("critic", 1),
-    "algorithm.adv_estimator": entry("gae", "how advantages are estimated", kind="text", nullable=True),
-    "algorithm.use_kl_in_reward": entry(False, "a reference policy in the reward", kind="bool"),
-    FILTER: entry(False, "DAPO: generate again for prompts whose responses are all alike", kind="bool"),
+    PACKING["actor"]: entry(True, "pack sequences without padding", kind="bool"),
+    PACKING["critic"]: entry(True, "pack the critic's sequences", kind="bool"),
+    ROLLOUT_SIZES[0]: entry(2, "devices of an inference engine"),
+    ROLLOUT_SIZES[1]: entry(1, "data-parallel size of an inference engine"),
+    ROLLOUT_SIZES[2]: entry(1, "pipeline stages of an inference engine"),
+    WORKERS: entry(8, "processes that generate"),
+    "critic.enable": entry(None, "a critic; null = for gae", kind="bool"),
+    "algorithm.adv_estimator": entry(
+        "gae", "how advantages are estimated", kind="text", nullable=True
+    ),
+    "algorithm.use_kl_in_reward": entry(
+        False, "a reference in the reward", kind="bool"
+    ),
+    FILTER: entry(False, "DAPO: generate until responses differ", kind="bool"),
     REFILL: entry(False, "generate again for prompts without responses", kind="bool"),
-    ASYNC_BATCHES: entry(None, "mini batches of a step of fully asynchronous training; there 1 by default"),
-    ASYNC_SYNC: entry(None, "steps between two updates of its generator's weights; there 4 by default", unit="steps"),
-    ROLLOUT_DEVICES: entry(None, "devices per node that only generate", minimum=0, unit="devices"),
+    ASYNC_BATCHES: entry(None, "mini batches of an asynchronous step"),
+    ASYNC_SYNC: entry(None, "steps between two updates of the generator"),
+    ROLLOUT_DEVICES: entry(
+        None, "devices per node that only generate", minimum=0, unit="devices"
+    ),
     ROLLOUT_NODES: entry(None, "nodes that only generate", minimum=0, unit="nodes"),
-    FSDP_SIZE: entry(-1, "devices over which FSDP shards a copy; -1 = all", unit="devices"),
-    "trainer.n_gpus_per_node": entry(8, "devices per node", unit="devices"),
+    FSDP_SIZE: entry(-1, "devices of a copy of the model; -1 = all", unit="devices"),
+    DEVICES: entry(8, "devices per node", unit="devices"),
     "trainer.nnodes": entry(1, "nodes", unit="nodes"),
-    "trainer.balance_batch": entry(True, "give each replica samples of like total length", kind="bool"),
     "trainer.total_epochs": entry(30, "times that the data set is read"),
+    LAST: entry(None, "training steps at most"),
     "trainer.use_v1": entry(True, "the newer trainer, which pads", kind="bool"),
-    "trainer.v1.trainer_mode": entry("sync", "how generation and training overlap", kind="text", choices=MODES),
-    **{f"trainer.v1.{mode}.parameter_sync_step": entry(4 if mode == "separate_async" else 1, "parts of a step")
-       for mode in MODES},
-    "trainer.use_legacy_worker_impl": entry("auto", "0.6 and 0.7: disable = the workers of 0.8", kind="text"),
-    "critic.model.use_remove_padding": entry(True, "pack the critic's sequences without padding", kind="bool"),
-    "critic.ppo_max_token_len_per_gpu": entry(32_768, "token budget of a critic pass, read until 0.7", unit="tokens"),
-    f"{ROLLOUT}.mode": entry("async", "whether agents generate", kind="text"),
-    WORD: entry(VERSIONS[-1], "the version of veRL", kind="text", choices=VERSIONS),
-    "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
-}  # fmt: skip
+    "trainer.v1.trainer_mode": entry(
+        "sync", "how generation and training overlap", kind="text", choices=MODES
+    ),
+    SYNC_STEP: entry(4, "parts of a step"),
+    WORD: entry("0.9", "the version", kind="text", choices=tuple(GENERATIONS)),
+    "num_prompts": entry(
+        None, "prompts of the data set; given as num_prompts=N", unit="prompts"
+    ),
+}
 # The sizes that veRL's base files set, where they differ from its defaults, as of
 # August 2026.
-_DP: dict[str, Any] = {"model_engine": "dp"}
-_MEGATRON: dict[str, Any] = {PARENT: "ppo_megatron_trainer"}
 _OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
-_DAPO = {**_OLDER, GEN: f"${{{TRAIN}}}"}
-_BOTH: dict[str, dict[str, Any]] = {
-    "fully_async_ppo": {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1,
-                        ASYNC_SYNC: 4, ASYNC_BATCHES: 1},
-    "one_step_off_ppo": {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8},
-    "transfer_queue_ppo": {}, "dapo": _DAPO, "dapo_qat": _DAPO,
-}  # fmt: skip
-BASES: dict[str, dict[str, Any]] = {
-    "ppo_trainer": _DP,
-    "ppo_megatron_trainer": {"model_engine": "megatron"},
-    **{f"{name}{kind}": {PARENT: f"ppo{kind}", **sizes}
-       for kind in ("_trainer", "_megatron_trainer") for name, sizes in _BOTH.items()},
-    **{f"{name}_trainer": {**_DP, **_DAPO} for name in ("entropy", "flowrl")},
-    "dapo_transfer_queue_trainer": {**_MEGATRON, **_DAPO},
-    **{f"{name}_trainer": {**_DP, **_OLDER} for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
-    **{f"{name}_trainer": _DP for name in ("dynamo", "rob_ppo", "specRL")},
-    "prime_trainer": {**_DP, **_OLDER, RESPONSES: 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False},
-    "atropos_trainer": {**_DP, **_OLDER, "algorithm.adv_estimator": "grpo"},
-    **{
-        name: {**(_MEGATRON if "megatron" in name else _DP), TRAIN: 256}
-        | dict.fromkeys(LENGTHS, 2048 if "geo3k" in name else 1024)
-        for name in ("gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_server", "gsm8k_multiturn_grpo_w_interaction",
-                     "retool_multiturn_grpo", "search_multiturn_grpo", "search_multiturn_grpo_one_step_off",
-                     "geo3k_multiturn_grpo", "gsm8k_multiturn_megatron_grpo", "geo3k_multiturn_megatron_grpo")
+_MULTI_TURN = {TRAIN: 256, **dict.fromkeys(LENGTHS, 1024)}
+_TRAINERS: dict[str, dict[str, Any]] = {
+    "ppo{}_trainer": {},
+    "dapo{}_trainer": {**_OLDER, GEN: f"${{{TRAIN}}}"},
+    "one_step_off_ppo{}_trainer": {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8},
+    "fully_async_ppo{}_trainer": {
+        GEN: 1,
+        ASYNC_BATCHES: 1,
+        ASYNC_SYNC: 4,
+        ROLLOUT_NODES: 1,
+        ROLLOUT_DEVICES: 8,
     },
-}  # fmt: skip
+    "gsm8k_multiturn{}_grpo": _MULTI_TURN,
+    "gsm8k_multiturn{}_grpo_server": _MULTI_TURN,
+    "gsm8k_multiturn{}_grpo_w_interaction": _MULTI_TURN,
+    "search_multiturn{}_grpo": _MULTI_TURN,
+    "geo3k_multiturn{}_grpo": {**_MULTI_TURN, **dict.fromkeys(LENGTHS, 2048)},
+}
+BASES: dict[str, dict[str, Any]] = {
+    name.format(infix): {"model_engine": engine, **sizes}
+    for infix, engine in (("", "dp"), ("_megatron", "megatron"))
+    for name, sizes in _TRAINERS.items()
+}
 # The base files that programs start from if no `--config-name` names another.
 PROGRAMS = {
     "fully_async_main": "fully_async_ppo_trainer",
     "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
-    **{
-        f"main_{name.removesuffix('_trainer')}": name
-        for name in BASES
-        if name.endswith("_trainer") and "ppo" not in name
-    },
+    "main_dapo": "dapo_trainer",
     "": "ppo_trainer",
 }
+# The programs of veRL and of its recipes; a fork has others beside them.
+_PROGRAMS = re.compile(
+    r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
+    r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
+)
 LAUNCH = Launch(
     system="veRL",
     program=re.compile(
-        r"\bverl[\w.]*\.\w*main\w*|\bmain_(?:ppo|dapo|\w+po|prime|spin|\w*split)\w*\b|actor_rollout_ref\.\w+\.\w+="
+        r"\bverl[\w.]*\.\w*main\w*|actor_rollout_ref\.\w+\.\w+="
+        r"|\bmain_(?:ppo|dapo|\w+po|prime|spin|\w*split)\w*\b"
     ),
     others=re.compile(r"sft_trainer\w*|main_(?:generation|eval|gkd)\w*|model_merger"),
     example="python3 -m verl.trainer.main_ppo key=value",
     entries=KEYS,
     groups=(
-        *(
-            "reward_model",
-            "reward",
-            "custom_reward_function",
-            "ray_kwargs",
-            "ray_init",
-            "global_profiler",
-            "transfer_queue",
-        ),
-        *(
-            "async_training",
-            "rollout",
-            "distillation",
-            "hydra",
-            "env",
-            "model",
-            "optim",
-            "engine",
-        ),
+        *{name.partition(".")[0] for name in load_known_keys("verl").lives},
+        "hydra",
     ),
     bases=BASES,
     version="August 2026",
@@ -305,13 +302,6 @@ LAUNCH = Launch(
         " and a mini batch counts the rows: give data.train_batch_size as many times as"
         " large"
     ),
-)
-
-
-# The programs of veRL and of its recipes; a fork has others beside them.
-_PROGRAMS = re.compile(
-    r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+"
-    r"|(?:main_[^/]*)?"
 )
 _NUMBER = re.compile(r"v?(\d+)\.(\d+)([\w.]*)")
 _PIN = re.compile(
@@ -327,107 +317,108 @@ _PINNED = (
 )
 _MANY = 50  # a file with so many keys is a base file of its version
 _LAST_OF_OLD_WORKERS = 7
-# Key: its value until a version, that of 0.9 since then.
-_UNTIL: Mapping[str, tuple[int, Any]] = {
-    **{
-        OLD_MICROS[kind]: (1, size)
-        for kind, size in {
-            "actor": 64,
-            "rollout": 128,
-            "ref": 128,
-            "critic": 64,
-        }.items()
-    },
-    **dict.fromkeys(PACKING.values(), (6, False)),
-    f"{ROLLOUT}.mode": (6, "sync"),
-    "trainer.use_v1": (8, False),
-}
-_Evidence = tuple[
-    Collection[int], str
-]  # the versions that are possible, the likeliest first, and why
 
 
-def old_defaults(version: int) -> dict[str, Any]:
-    """Return the sizes that a version has by default, where they differ from those of
-    0.9.
-    """
-    return {key: value for key, (last, value) in _UNTIL.items() if version <= last}
+class Evidence(NamedTuple):
+    """The versions that a source may be for, the likeliest first, and why."""
 
+    numbers: Sequence[int]
+    why: str
 
-def _stated_version(text: str) -> int:
-    """Return the version that a user states, such as `0.4.1` or `head`."""
-    if text == "head":
-        return NEWEST
-    match = _NUMBER.fullmatch(text)
-    if match is None or match[1] != "0" or f"0.{match[2]}" not in VERSIONS:
-        said = (
-            f"{WORD}={text} must be one of {', '.join(VERSIONS)}; {VERSIONS[-1]} or"
-            " head is that of August 2026"
+    def covered(self) -> list[str]:
+        """Return those with rules here."""
+        return [
+            name
+            for number in self.numbers
+            for name, generation in GENERATIONS.items()
+            if generation.number == number
+        ]
+
+    def nearest(self) -> str:
+        """Return the version whose rules are nearest to those of the likeliest."""
+        return next(
+            name
+            for name, generation in GENERATIONS.items()
+            if self.numbers[0] in (generation.number, *generation.nearest_to)
         )
-        raise ConfigError(said, key=WORD, nearest=VERSIONS)
-    return int(match[2])
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source as Hydra does, by the rules of its version, which the user states
-    of a program that is not veRL's.
+    """Read a source as Hydra does, by the rules of its version. A trainer of a fork and
+    a version without rules are asked about; the user's word answers both.
     """
-    stated = [
-        setting.partition("=")[2]
-        for setting in overrides
-        if setting.startswith(f"{WORD}=")
-    ]
-    others = [setting for setting in overrides if not setting.startswith(f"{WORD}=")]
+    stated = [text for text in overrides if text.startswith(f"{WORD}=")]
+    others = [text for text in overrides if text not in stated]
+    keys_of = NEWEST  # the version whose keys the source may have
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
-        texts = stated or (
-            [str(reading.leaves[WORD].value)] if WORD in reading.leaves else []
-        )
-        found = (
-            ([_stated_version(texts[-1])], f"{WORD} says so")
-            if texts
-            else _find_versions(reading, beside)
-        )
-        (version, *possible), why = found
-        name = VERSIONS[version - 1]
-        is_default = version == NEWEST and not why
-        notes = (
-            []
-            if is_default
-            else [
-                f"the rules are those of veRL {name}: {why}. {WORD}=... chooses"
-                " another."
-            ]
-        )
+        nonlocal keys_of
+        words = [text.partition("=")[2] for text in stated]
+        if WORD in reading.leaves:
+            words.insert(0, str(reading.leaves[WORD].value))
+        evidence = _find_versions(reading, beside)
         command = reading.command
-        if is_fork := command is not None and not _PROGRAMS.fullmatch(
-            program_of(command)
-        ):
-            said = (
-                f"this starts {program_of(command)}, a trainer of a fork: its rules may"
-                " differ from those of veRL"
+        program = "" if command is None else program_of(command)
+        is_fork = not _PROGRAMS.fullmatch(program)
+        fork = f"this starts {program}, a trainer of a fork" if is_fork else ""
+        possible = evidence.covered()
+        if words:
+            version, possible = _stated_version(words[-1]), []
+            because = f"{WORD} says so"
+        elif possible and not is_fork:
+            version, *possible = possible
+            because = evidence.why
+        else:
+            name = f"veRL 0.{evidence.numbers[0]} ({evidence.why})"
+            known = ", ".join(GENERATIONS)
+            raise ConfigError(
+                f"unknown{', a fork' * is_fork}: {fork or name}, and its rules may"
+                f" differ from those that rampup has, of {known}",
+                fix=f"if it follows one of them, say which: {WORD}={evidence.nearest()}",
+                key=WORD,
+                path=reading.path,
+                line=command.line or None if command else None,
             )
-            if not stated:
-                said = (
-                    f"unknown, a fork: {said}. If it follows them, say which:"
-                    f" {WORD}={name}"
-                )
-                raise ConfigError(
-                    said, key=WORD, path=command.path, line=command.line or None
-                )
-            notes.append(f"{said}.")
-        defaults = {WORD: name, **old_defaults(version)}
+        # A word that answers a question chooses rules; the keys are those of the source.
+        is_answer = not words or not evidence.covered()
+        keys_of = evidence.numbers[0] if is_answer else GENERATIONS[version].number
+        said = f"the rules are those of veRL {version}: {because}"
+        notes = [f"{said}. {WORD}=... chooses another."] if because else []
+        if is_fork:
+            notes.append(f"{fork}: its rules may differ from those of veRL.")
         return Version(
-            defaults=defaults,
+            defaults={WORD: version, **GENERATIONS[version].defaults},
             notes=notes,
-            others=tuple(VERSIONS[other - 1] for other in possible),
+            others=tuple(possible),
             is_fork=is_fork,
         )
 
-    return read_hydra(source, others, launch, choose)
+    settings = read_hydra(source, others, launch, choose)
+    known = load_known_keys("verl")
+    unknown = {
+        name: place
+        for name, place in settings.looked_up.items()
+        if not known.has(name, keys_of)
+    }
+    return dataclasses.replace(settings, looked_up=unknown)
 
 
-def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
+def _stated_version(text: str) -> str:
+    """Return the version that a user states, such as `0.4.1` or `head`."""
+    match = _NUMBER.fullmatch(text)
+    name = "0.9" if text == "head" else f"0.{match[2]}" if match else text
+    if name not in GENERATIONS or (match and match[1] != "0"):
+        raise ConfigError(
+            f"{WORD}={text} must be one of {', '.join(GENERATIONS)}",
+            fix="0.9 or head is that of August 2026; those between are nearest to 0.4,"
+            " and 0.8 to 0.9",
+            key=WORD,
+            nearest=tuple(GENERATIONS),
+        )
+    return name
+
+
+def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> Evidence:
     """Return the version of a source: that of its version file, a pin, its base file,
     or what its keys fit.
     """
@@ -444,71 +435,49 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence
         for version in range(1, NEWEST + 1)
     }
     if file := next(_statements(reading.path), None):
-        possible, why = file
-        return (
-            sorted(possible, key=lambda version: (len(misfits[version]), -version)),
-            why,
-        )
+        numbers = sorted(file.numbers, key=lambda n: (len(misfits[n]), -n))
+        return file._replace(numbers=numbers)
     leaves = beside or (reading.leaves if reading.command is None else {})
     own = {known.name(key) for key in leaves}
     if len(own) >= _MANY:
         files = {version: known.in_version(version) for version in misfits}
-        best = max(
-            files,
-            key=lambda version: len(own & files[version]) / len(own | files[version]),
-        )
-        return (
-            [best],
-            (
-                f"{_short(Path(next(iter(leaves.values())).path or ''))} has the keys"
-                " of that version"
-            ),
-        )
+        best = max(files, key=lambda n: len(own & files[n]) / len(own | files[n]))
+        file_name = _short(Path(next(iter(leaves.values())).path or ""))
+        return Evidence([best], f"{file_name} has the keys of that version")
     versions, why = [*misfits], ""
     given = {key for key, place in reading.leaves.items() if place.value is not None}
-    old = [
-        key
-        for kind, key in OLD_MICROS.items()
-        if key in given and MICROS[kind] not in reading.leaves
-    ]
-    if old and reading.command is not None:
-        versions, why = (
-            versions[:_LAST_OF_OLD_WORKERS],
-            f"later versions do not read {old[0]}",
-        )
+    if reading.command is not None and (
+        old := [
+            key
+            for kind, key in OLD_MICROS.items()
+            if key in given and MICROS[kind] not in reading.leaves
+        ]
+    ):
+        versions = versions[:_LAST_OF_OLD_WORKERS]
+        why = f"later versions do not read {old[0]}"
     least = min(len(misfits[version]) for version in versions)
     fitting = [version for version in versions if len(misfits[version]) == least][::-1]
     if len(misfits[NEWEST]) > least:
-        unfit = next(
-            name for name in misfits[NEWEST] if name not in misfits[fitting[0]]
-        )
+        others = misfits[fitting[0]]
+        unfit = next(name for name in misfits[NEWEST] if name not in others)
         why = f"{unfit} does not fit later versions"
-    return fitting, why
+    return Evidence(fitting, why)
 
 
-def _statements(path: str) -> Iterator[_Evidence]:
+def _statements(path: str) -> Iterator[Evidence]:
     """Yield the versions that files say, from the source upwards."""
     for file in find_in_repository(path, "verl/version/version"):
         if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
-            yield (
-                _of_version_file(int(match[1]), int(match[2]), match[3]),
-                f"{_short(file)} says {text}",
-            )
+            numbers = _of_version_file(int(match[1]), int(match[2]), match[3])
+            yield Evidence(numbers, f"{_short(file)} says {text}")
     for folder in repository_folders(path):
-        for file in (
-            file
-            for pattern in _PINNED
-            for file in sorted(folder.glob(pattern))
-            if file.is_file()
-        ):
-            if match := _PIN.search(read_text(file)):
-                yield (
-                    [min(max(int(match[2]), 1), NEWEST)],
-                    f"{_short(file)} pins {match[1]}",
-                )
+        for file in (file for name in _PINNED for file in sorted(folder.glob(name))):
+            if file.is_file() and (match := _PIN.search(read_text(file))):
+                number = min(max(int(match[2]), 1), NEWEST)
+                yield Evidence([number], f"{_short(file)} pins {match[1]}")
 
 
-def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
+def _of_version_file(major: int, minor: int, rest: str) -> Sequence[int]:
     """Return what a version file may mean: until 0.5 its `.dev` came after a release,
     since 0.6 before one.
     """
@@ -518,43 +487,29 @@ def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
         return [1, 2]
     if "dev" not in rest:
         return [minor]
-    return {2: [2, 3, 4], 3: [3, 4], 4: [4, 5], 5: [5, 6]}.get(
-        minor, [minor - 1, minor]
-    )
+    after = {2: [2, 3, 4], 3: [3, 4], 4: [4, 5], 5: [5, 6]}
+    return after.get(minor, [minor - 1, minor])
 
 
 def _short(file: Path) -> str:
     return "/".join(file.parts[-3:])
 
 
-CRITIC_BUDGET = 32_768
+CRITIC_BUDGET = (
+    32_768  # tokens of the critic's passes since 0.8, whatever the file says
+)
 COUNTS = (
-    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
-    *(
-        OLD_SEQUENCE["actor"],
-        SEQUENCE["actor"],
-        f"{ACTOR}.veomni.ulysses_parallel_size",
-    ),
-    *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
-    *(
-        f"{ACTOR}.torchtitan.{name}"
-        for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)
-    ),
-    *(OLD_SEQUENCE["ref"], SEQUENCE["ref"], f"{REF}.veomni.ulysses_parallel_size"),
-    *(*ROLLOUT_SIZES, WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
-    *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
+    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC, SYNC_STEP),
+    *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], OLD_SEQUENCE["ref"], SEQUENCE["ref"]),
+    *(*MEGATRON["actor"], *MEGATRON["ref"], *ROLLOUT_SIZES, WORKERS),
+    *(DEVICES, "trainer.nnodes"),
 )
 STATIC_COUNTS = tuple(
     keys[kind] for kind in ("actor", "rollout", "ref") for keys in (OLD_MICROS, MICROS)
 )
 CRITIC_COUNTS = (
     *(CRITIC_MINI, OLD_MICROS["critic"], MICROS["critic"], "critic.ppo_epochs"),
-    *(
-        OLD_SEQUENCE["critic"],
-        SEQUENCE["critic"],
-        "critic.veomni.ulysses_parallel_size",
-    ),
-    *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
+    *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], *MEGATRON["critic"]),
 )
 
 
@@ -563,26 +518,11 @@ class VerlJob(RolloutJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        if any(
-            name.startswith(("actor_rollout_ref.teacher.", "teacher."))
-            for name in settings.others
-        ):
-            raise ConfigError(
-                "the recipe gkd has a trainer of its own, which the rules of veRL do"
-                " not cover",
-                key="teacher",
-            )
-        self.era = VERSIONS.index(self[WORD]) + 1  # the version, counted from 0.1
-        self.version = (
-            "veRL of August 2026 (1dda039)"
-            if self.era == NEWEST
-            else f"veRL {self[WORD]}"
-        )
-        # Whether passes are filled by tokens (dynamic) or by a fixed number of samples
-        # (static).
-        self.dynamic = {
-            kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
-        }
+        self.of = GENERATIONS[self[WORD]]
+        newest = self.of.number == NEWEST
+        self.version = f"veRL {'of August 2026 (1dda039)' if newest else self[WORD]}"
+        # Keys that Hydra looks up and no base file has.
+        self.unknown_keys = with_lines(settings.looked_up)
         self._choose_trainer()
         self._choose_backends()
         self._count_replicas()
@@ -591,124 +531,120 @@ class VerlJob(RolloutJob):
             self._count_updates()
 
     def _choose_trainer(self) -> None:
-        """Decide which trainer and workers run, and which models."""
-        # Workers until 0.7, which read the whole job's micro sizes and whose last mini
-        # batch and pass may be smaller.
-        self.old_workers = (
-            self.era <= _LAST_OF_OLD_WORKERS
-            and self["trainer.use_legacy_worker_impl"] != "disable"
-        )
-        self.has_critic = bool(
-            self._or("critic.enable", self["algorithm.adv_estimator"] == "gae")
-        )
-        has_ref = (
-            self.era <= 3
-            or self["algorithm.use_kl_in_reward"]
-            or self[f"{ACTOR}.use_kl_loss"]
-        )
-        self.models = (
-            "actor",
-            *(["critic"] if self.has_critic else []),
-            *(["ref"] if has_ref else []),
-        )
-        # A file of the fully asynchronous trainer, which builds on the older one and
-        # does not call veRL's check. Other trainers borrow some of its keys, such as
-        # partial_rollout.
+        """Decide which trainer runs, and which models and passes it has."""
+        sections = {name.rpartition(".")[0] for name in self.settings.others}
+        if sections & {"actor_rollout_ref.teacher", "teacher"}:
+            raise ConfigError(
+                "the recipe gkd has a trainer of its own, which the rules of veRL do"
+                " not cover",
+                key="teacher",
+            )
+        self.dynamic = {
+            kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
+        }
+        gae = self["algorithm.adv_estimator"] == "gae"
+        self.has_critic = bool(self._or("critic.enable", gae))
+        kl = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
+        self.models = ["actor"]
+        self.models += ["critic"] if self.has_critic else []
+        self.models += ["ref"] if kl or self.of.early else []
+        # The fully asynchronous trainer builds on the older one and does not call
+        # veRL's check. Other trainers borrow some of its keys, such as partial_rollout.
         given = any(self[key] is not None for key in (ASYNC_BATCHES, ASYNC_SYNC))
-        self.fully_async = given or (
-            self[TRAIN] == 0
-            and any(key.startswith(ASYNC) for key in self.settings.others)
-        )
-        self.v1: bool = (
-            self["trainer.use_v1"] and not self.fully_async and self.era >= 9
-        )  # the newer trainer, which pads
+        borrows = any(key.startswith(ASYNC) for key in self.settings.others)
+        self.fully_async = given or (self[TRAIN] == 0 and borrows)
+        # The newer trainer, which pads.
+        self.v1: bool = self["trainer.use_v1"] and not self.fully_async
+        self.v1 = self.v1 and not self.of.old_workers
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
-        self.sync_step: int = (
-            self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
-        )
+        self.sync_step: int = self[SYNC_STEP] if self.mode == "separate_async" else 1
         # Whether processes generate, each an equal share of the samples.
-        is_older = not self.v1 and not self.fully_async
-        self.has_agents = is_older and (
-            self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async")
-        )
-        # Whether the check looks at the samples of a step: none in 0.1, and since 0.6
-        # only a static one.
-        self.checks_step = self.era >= 2 and (
-            not self.dynamic["actor"] or self.era <= 5
-        )
+        self.has_agents = not (self.v1 or self.fully_async or self.of.old_workers)
+        # Whether the check looks at the samples of a step.
+        self.checks_step = self.of.old_workers or not self.dynamic["actor"]
 
     def _choose_backends(self) -> None:
         """Decide the backend of each model."""
         # That of the base files; None if the source has none, or chooses those of a
         # model by `actor@...=`.
+        engine, strategies = (
+            self["model_engine"],
+            (f"{ACTOR}.strategy", "critic.strategy"),
+        )
+        for key, names in (
+            ("model_engine", ENGINES),
+            *((key, STRATEGIES) for key in strategies),
+        ):
+            if self[key] is not None and self[key] not in names:
+                raise ConfigError(
+                    f"unknown: {key}={self[key]}, and the rules of veRL cover FSDP and"
+                    " Megatron",
+                    fix=f"those of another backend start with {key}={next(iter(names))}",
+                    key=key,
+                    nearest=tuple(names),
+                )
         grouped = any("@" in name for name in self.settings.others)
-        self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
+        self.engine = None if grouped or engine is None else ENGINES[engine]
         # Only FSDP's base files, or none, leave the backend to the strategy. The
         # critic's default is then the actor's.
-        chosen = [
-            self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None
-            for section in (ACTOR, "critic")
-        ]
-        actor: str = chosen[0] or self.engine or "fsdp"
-        self.strategies = {
-            "actor": actor,
-            "critic": chosen[1] or self.engine or actor,
-            "ref": actor,
-        }
-        if self.era <= 3 and "megatron" in self.strategies.values():
-            said = (
-                f"the rules of veRL {self[WORD]} cover FSDP, not Megatron; {WORD}=0.4"
-                " or later covers both"
+        actor, critic = (
+            self[key] if self.engine in (None, "fsdp") else None for key in strategies
+        )
+        actor = actor or self.engine or "fsdp"
+        critic = critic or self.engine or actor
+        self.strategies = {"actor": actor, "critic": critic, "ref": actor}
+        if self.of.early and "megatron" in self.strategies.values():
+            raise ConfigError(
+                f"the rules of veRL {self[WORD]} cover FSDP, not Megatron",
+                fix=f"{WORD}=0.4 or later covers both",
+                key=f"{ACTOR}.strategy",
             )
-            raise ConfigError(said, key=f"{ACTOR}.strategy")
         # Whether veRL's check, which reads the strategy alone, expects Megatron's
         # sizes.
-        self.checked_as_megatron = actor == "megatron" and self[
-            f"{ACTOR}.strategy"
-        ] in (None, "megatron")
-        self.checks_megatron = (
-            self.checked_as_megatron and self.checks_step and not self.fully_async
-        )
+        read = self[f"{ACTOR}.strategy"]
+        self.checked_as_megatron = actor == "megatron" and read in (None, "megatron")
+
+    def is_fsdp(self, model: str) -> bool:
+        """Return whether FSDP runs a model."""
+        return self.strategies[model].startswith("fsdp")
 
     def _count_replicas(self) -> None:
         """Count the devices that share one sample, and replicas; a number of devices
         that does not divide is rounded down.
         """
-        self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
+        self.devices: int = self[DEVICES] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
-        if (
-            self.fully_async
-            or self[ROLLOUT_NODES] is not None
-            or self[ROLLOUT_DEVICES] is not None
-        ):
-            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * self._or(
-                ROLLOUT_DEVICES, 8
-            )
+        own = (self[ROLLOUT_NODES], self[ROLLOUT_DEVICES])
+        if self.fully_async or own != (None, None):
+            nodes, each = self._or(ROLLOUT_NODES, 1), self._or(ROLLOUT_DEVICES, 8)
+            self.rollout_devices = nodes * each
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
-        self.model_sizes: dict[str, int] = {}
-        self.replicas: dict[str, int] = {}
         # Since 0.8 the critic's deprecated key is read by the check alone. The older
-        # workers read no other.
+        # workers read no other, and the actor's for the reference.
         actor = self[OLD_SEQUENCE["actor"]]
-        old = {"actor": actor, "critic": 1, "ref": self._or(OLD_SEQUENCE["ref"], actor)}
-        if self.old_workers:
-            old |= {"critic": self[OLD_SEQUENCE["critic"]], "ref": actor}
-        for model, strategy in self.strategies.items():
-            self.model_sizes[model] = (
-                old[model]
-                if old[model] > 1 or self.old_workers
-                else self[SEQUENCE[model]]
-            )
-            if strategy in MODEL_SIZES:
-                self.model_sizes[model] = self._product(model, MODEL_SIZES[strategy])
-            self.replicas[model] = self.devices // max(self.model_sizes[model], 1)
-            if strategy == "torchtitan":
-                self.replicas[model] = self._product(model, TORCHTITAN_REPLICAS)
+        shared = {
+            "actor": actor,
+            "critic": 1,
+            "ref": self._or(OLD_SEQUENCE["ref"], actor),
+        }
+        if self.of.old_workers:
+            shared |= {"critic": self[OLD_SEQUENCE["critic"]], "ref": actor}
+        self.model_sizes: dict[str, int] = {}
+        for model, size in shared.items():
+            if not self.is_fsdp(model):
+                pairs = zip(MEGATRON[model], MEGATRON["actor"], strict=True)
+                size = math.prod(self._or(key, self[other]) for key, other in pairs)
+            elif size <= 1 and not self.of.old_workers:
+                size = self[SEQUENCE[model]]
+            self.model_sizes[model] = size
+        self.replicas = {
+            model: self.devices // max(size, 1)
+            for model, size in self.model_sizes.items()
+        }
         has_counts = not any(rule.is_broken(self) for rule in POSITIVE)
-        self.usable = has_counts and all(
-            self.replicas[model] >= 1 for model in self.models
-        )
+        has_replicas = all(self.replicas[model] >= 1 for model in self.models)
+        self.usable = has_counts and has_replicas
 
     def _count_step(self) -> None:
         """Count the prompts and samples of a step, with padding."""
@@ -716,122 +652,97 @@ class VerlJob(RolloutJob):
         # The older trainer's data loader returns gen_batch_size prompts if that is set.
         # DAPO's generates until train_batch_size prompts are left, and the asynchronous
         # one waits for some mini batches.
-        self.prompts: int = (
-            self[TRAIN] if self.v1 or self[FILTER] else self._or(GEN, self[TRAIN])
-        )
+        self.prompts: int = self[TRAIN]
         if self.fully_async:
             self.prompts = self._or(ASYNC_BATCHES, 1) * self[MINI]
+        elif not self.v1 and not self[FILTER]:
+            self.prompts = self._or(GEN, self[TRAIN])
         # The newer trainer fetches prompts one by one where the number that it needs is
         # not known before.
-        self.fetches_one = self.v1 and (
-            self.mode != "sync" or self[FILTER] or self[REFILL]
-        )
+        is_open = self.mode != "sync" or self[FILTER] or self[REFILL]
+        self.fetches_one = self.v1 and is_open
         # The check wants the samples of a step to be a multiple of this; None if it
         # cannot compute it.
         self.minimal_batch: int | None = self.devices
         if self.checked_as_megatron:
-            self.minimal_batch = (
-                None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
-            )
-        self.longest: int = sum(
-            self[key] for key in LENGTHS
-        )  # tokens of the longest sequence
+            micro = self[MICRO]
+            self.minimal_batch = micro and self.replicas["actor"] * micro
         # The newer trainer pads each part of a step to what all mini batches and
         # replicas need (trainer_base.py).
         self.part_samples = self.samples // self.sync_step
-        minis = [
-            self[MINI],
-            *([self.effective(CRITIC_MINI)] if self.has_critic else []),
-        ]
-        needed = (
-            math.lcm(
-                self.replicas["actor"],
-                *(mini * self.samples_per_prompt for mini in minis),
-            )
-            if self.v1
-            else 1
-        )
-        self.padded_part_samples = -(-self.part_samples // needed) * needed
-        self.padded_samples = (
-            self.padded_part_samples - self.part_samples
-        ) * self.sync_step
+        needed = 1
+        if self.v1:
+            minis = [self[MINI]]
+            minis += [self.effective(CRITIC_MINI)] if self.has_critic else []
+            sizes = [mini * self.samples_per_prompt for mini in minis]
+            needed = math.lcm(self.replicas["actor"], *sizes)
+        self.padded_part = -(-self.part_samples // needed) * needed
+        self.padded_samples = (self.padded_part - self.part_samples) * self.sync_step
 
     def _count_updates(self) -> None:
         """Count what the actor and the critic train on in an update, and the actor's
         passes.
         """
-        # Tokens of a pass and replica: the budget of all devices that share a sequence.
-        is_dynamic = self.dynamic["actor"]
-        shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        if self.strategies["actor"] != "megatron":
-            shares = self.model_sizes["actor"]
-        self.token_budget: int = self[BUDGET] * shares
         # Samples of a training pass and replica; None with a token budget, or if no key
         # that is used sets it.
-        self.micro = None if is_dynamic else self.pass_size("actor")
-        # FSDP's workers of 0.2 have no loop over epochs.
-        epochs = 1 if self.era == 2 else self[EPOCHS]
-        self.mini_shares: dict[
-            str, int
-        ] = {}  # samples of an update and replica, also if a step has fewer
-        self._train(
-            "actor",
-            self[MINI],
-            micro=self.micro,
-            tokens=self.token_budget if is_dynamic else None,
-            epochs=epochs,
-        )
+        self.micro = None if self.dynamic["actor"] else self.pass_size("actor")
+        self.mini_shares: dict[str, int] = {}  # samples of an update and replica
+        epochs = 1 if self.of.early else self[EPOCHS]
+        tokens = self.token_budget("actor") if self.dynamic["actor"] else None
+        self._train("actor", self[MINI], self.micro, tokens, epochs)
         if self.has_critic:
-            # Its engine since 0.8 fills its passes by tokens in any case.
-            is_static = self.old_workers and not self.dynamic["critic"]
-            micro = self.pass_size("critic") if is_static else None
-            budget = (
-                self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"]
-            )
-            tokens = (
-                None if is_static else budget if self.old_workers else CRITIC_BUDGET
-            )
-            critic_epochs = (
-                epochs if self.era == 2 else self._or("critic.ppo_epochs", epochs)
-            )
-            self._train(
-                "critic",
-                self.effective(CRITIC_MINI),
-                micro=micro,
-                tokens=tokens,
-                epochs=critic_epochs,
-            )
+            micro, tokens = None, CRITIC_BUDGET
+            if self.of.old_workers and self.dynamic["critic"]:
+                tokens = self.token_budget("critic")
+            elif self.of.old_workers:
+                micro, tokens = self.pass_size("critic"), None
+            if not self.of.early:
+                epochs = self._or("critic.ppo_epochs", epochs)
+            self._train("critic", self.effective(CRITIC_MINI), micro, tokens, epochs)
         if self.micro:
-            self.passes = (
-                -(-self.policy.share // self.micro)
-                if self.old_workers
-                else self.policy.share // self.micro
-            )
+            share = self.policy.share
+            whole = share // self.micro
+            self.passes = -(-share // self.micro) if self.of.old_workers else whole
         # The data loader of fully asynchronous training gives prompts one by one: only
         # the end of the run is dropped.
         self.read_data(self["trainer.total_epochs"], joined=self.fully_async)
+        if self[LAST] is not None:
+            steps = self[LAST] if self.training_steps is None else self.training_steps
+            self.training_steps = min(steps, self[LAST])
 
-    def _train(self, name: str, mini_batch: int, **sizes: Any) -> None:
+    def _train(
+        self, name: str, mini: int, micro: int | None, tokens: int | None, epochs: int
+    ) -> None:
         """Add a model that is trained. The older workers round its share of a mini
         batch down, and cut what there is.
         """
         replicas = self.replicas[name]
-        # Until 0.3 the critic's mini batch counts samples.
-        samples = (
-            mini_batch
-            if name == "critic" and self.era <= 3
-            else mini_batch * self.samples_per_prompt
-        )
+        counts_samples = name == "critic" and self.of.early
+        samples = mini if counts_samples else mini * self.samples_per_prompt
         self.mini_shares[name] = samples // replicas
-        if self.old_workers:
+        if self.of.old_workers:
             samples = min(self.mini_shares[name], self.step_share(name)) * replicas
         self.trained[name] = TrainedModel(
             name=name,
-            mini_batch=mini_batch,
+            mini_batch=mini,
             mini_samples=samples,
             replicas=replicas,
-            **sizes,
+            micro=micro,
+            tokens=tokens,
+            epochs=epochs,
         )
+
+    def token_budget(self, kind: str) -> int:
+        """Return the tokens of a pass and replica: the budget of all devices that share
+        a sequence.
+        """
+        model = MODEL[kind]
+        shares: int = self.model_sizes[model]
+        if not self.is_fsdp(model):
+            context = MEGATRON[model][2]
+            shares = self._or(context, self[MEGATRON["actor"][2]])
+        budget: int = self._or(BUDGETS[kind], self[BUDGET])
+        return budget * shares
 
     def pass_size(self, kind: str) -> int | None:
         """Return the samples of a pass: the key of today, or what the older workers
@@ -839,18 +750,14 @@ class VerlJob(RolloutJob):
         """
         own: int | None = self[MICROS[kind]]
         old: int | None = self[OLD_MICROS[kind]]
-        return (
-            old // self.replicas[MODEL[kind]]
-            if self.old_workers and old is not None
-            else own
-        )
+        if self.of.old_workers and old is not None:
+            return old // self.replicas[MODEL[kind]]
+        return own
 
     def is_static(self, kind: str) -> bool:
         """Return whether the check looks at the samples of these passes."""
-        return (
-            MODEL[kind] in self.models
-            and not self.dynamic["critic" if kind == "critic" else "actor"]
-        )
+        decides = "critic" if kind == "critic" else "actor"
+        return MODEL[kind] in self.models and not self.dynamic[decides]
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows
@@ -861,81 +768,41 @@ class VerlJob(RolloutJob):
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
 
-    def foreign_strategy(self, key: str) -> str | None:
-        """Return a model's strategy if its configuration class, that of `model_engine`,
-        is made for another backend.
+    def is_foreign(self, strategy: str) -> bool:
+        """Return whether a model's strategy is another backend than FSDP's base files
+        have; Megatron's have their own, whatever the strategy.
         """
-        given: str | None = self[key]
-        if given is None or self.engine is None or given.startswith(self.engine):
-            return None
-        # FSDP's engine is chosen by the strategy; of the actor's, these two are looked
-        # up by name (engine_workers.py).
-        looked_up = given in ("megatron", "veomni") and key.startswith(ACTOR)
-        return given if self.engine == "fsdp" or looked_up else None
+        return self.engine == "fsdp" and self[strategy] == "megatron"
 
     def foreign_keys(self) -> list[str]:
-        """Return the keys of backends that are not those of the base files, of models
-        that take part.
-        """
+        """Return the keys of the backend that is not that of the base files."""
         if self.engine is None:
             return []
-        sections = [name for name in MODEL_SIZES if name != self.engine]
-        sections += [] if self.engine == "fsdp" else ["fsdp_config", "fsdp"]
-        foreign = tuple(
-            f"{PREFIXES[model]}.{section}."
-            for model in self.models
-            for section in sections
-        )
-        return sorted(
-            name
-            for name in {*self.settings.given, *self.settings.others}
-            if name.startswith(foreign)
-        )
-
-    def unknown_keys(self) -> dict[str, Located]:
-        """Return the keys that Hydra looks up and no base file of this version has."""
-        known = load_known_keys("verl")
-        return {
-            name: place
-            for name, place in self.settings.looked_up.items()
-            if not known.has(name, self.era)
-        }
+        other = ("megatron.",) if self.engine == "fsdp" else ("fsdp_config.", "fsdp.")
+        starts = [
+            f"{PREFIXES[model]}.{part}" for model in self.models for part in other
+        ]
+        names = {*self.settings.given, *self.settings.others}
+        return sorted(name for name in names if name.startswith(tuple(starts)))
 
     def at_version(self, version: str) -> VerlJob:
         """Return the job of the same file with the rules of another version."""
-        before, after = (
-            old_defaults(VERSIONS.index(name) + 1) for name in (self[WORD], version)
-        )
         values = {**self.settings.values, WORD: version}
-        for key in {*before, *after} - self.settings.given:
-            if self[key] == before.get(key, KEYS[key].default):
-                values[key] = after.get(key, KEYS[key].default)
+        for key in _OLD.keys() - self.settings.given:
+            values[key] = GENERATIONS[version].defaults.get(key, KEYS[key].default)
         return VerlJob(dataclasses.replace(self.settings, values=values))
-
-    def _product(self, model: str, names: Iterable[str]) -> int:
-        """Return the product of sizes of a model's backend; an unset one is the
-        actor's.
-        """
-        strategy = self.strategies[model]
-        return math.prod(
-            self._or(
-                f"{PREFIXES[model]}.{strategy}.{name}",
-                self[f"{ACTOR}.{strategy}.{name}"],
-            )
-            for name in names
-        )
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples, with those of the
         padding.
         """
-        if self.old_workers:
+        if self.of.old_workers:
             return -(-self.step_share(model.name) // max(model.share, 1))
-        return self.padded_part_samples // model.mini_samples * self.sync_step
+        return self.padded_part // model.mini_samples * self.sync_step
 
     def step_share(self, model: str = "actor") -> int:
         """Return the samples of a part of a step that one replica of a model gets."""
-        return self.padded_part_samples // self.replicas[model]
+        return self.padded_part // self.replicas[model]
 
     def plan(self) -> RolloutPlan | None:
         """Return the plan of a step that is trained on as generated."""
@@ -943,272 +810,243 @@ class VerlJob(RolloutJob):
             model.mini_samples != model.mini_batch * self.samples_per_prompt
             for model in self.trained.values()
         )
-        return (
-            None
-            if self.padded_samples or self.sync_step > 1 or is_cut
-            else self.rollout_plan()
-        )
+        if self.padded_samples or self.sync_step > 1 or is_cut:
+            return None
+        return self.rollout_plan()
 
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     actor, share = job.policy, job.step_share()
-    prompts = (
-        f"{MINI} * require_batches = {actor.mini_batch:,} *"
-        f" {job.num_mini_batches(actor):,}"
-    )
-    if not job.fully_async:
-        prompts = TRAIN if job.prompts == job[TRAIN] else GEN
+    prompts = TRAIN if job.prompts == job[TRAIN] else GEN
+    if job.fully_async:
+        batches = job.num_mini_batches(actor)
+        prompts = f"{MINI} * require_batches = {actor.mini_batch:,} * {batches:,}"
     yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
-    size = (
-        f"{job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})"
-    )
-    replicas = (
+    shared = f"{job.model_sizes['actor']:,} that share a sample"
+    yield (
+        f"{counted(job.devices, 'device')} / {shared} ({job.strategies['actor']})",
         f"{counted(actor.replicas, 'replica')}; each has"
-        f" {counted(actor.share, 'sample')} of a mini batch"
+        f" {counted(actor.share, 'sample')} of a mini batch",
     )
-    yield f"{counted(job.devices, 'device')} / {size}", replicas
     if job.dynamic["actor"]:
-        yield (
-            BUDGET,
-            (
-                f"about {job.token_budget:,} tokens per replica and pass:"
-                f" {job.passes_text}"
-            ),
-        )
+        tokens = f"about {job.token_budget('actor'):,} tokens per replica and pass"
+        yield BUDGET, f"{tokens}: {job.passes_text}"
     else:
-        yield (
-            MICRO,
-            (
-                f"samples per replica (not per device): {job.passes_text} per optimizer"
-                " step"
-            ),
-        )
-        passes = (
-            counted(-(-share // job[LOG_PROB]), "pass") if job[LOG_PROB] else "not set"
-        )
+        each = "samples per replica (not per device)"
+        yield MICRO, f"{each}: {job.passes_text} per optimizer step"
+        size = job[LOG_PROB]
+        passes = counted(-(-share // size), "pass") if size else "not set"
         yield (
             LOG_PROB,
-            (
-                f"samples per replica in log-probability passes: {passes} over"
-                f" {counted(share, 'sample')}"
-            ),
+            f"samples per replica in log-probability passes: {passes} over"
+            f" {counted(share, 'sample')}",
         )
     if job.padded_samples:
-        yield (
-            "",
-            (
-                f"{counted(job.padded_samples, 'short artificial sample')} added to"
-                " each step"
-            ),
-        )
-    if (
-        ROLLOUT_SIZES[0] in job.settings.given
-        and job.rollout_devices % job.rollout_size == 0
-    ):
-        yield (
-            ROLLOUT_SIZES[0],
-            (
-                f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that"
-                " generate"
-            ),
-        )
-    if job.strategies["actor"].startswith("fsdp") and 0 < job[FSDP_SIZE] < job.devices:
+        added = counted(job.padded_samples, "short artificial sample")
+        yield "", f"{added} added to each step"
+    engines, rest = divmod(job.rollout_devices, job.rollout_size)
+    if ROLLOUT_SIZES[0] in job.settings.given and not rest:
+        yield ROLLOUT_SIZES[0], f"{counted(engines, 'engine')} that generate"
+    if job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices:
         copies = counted(job.devices // job[FSDP_SIZE], "copy")
-        yield (
-            FSDP_SIZE,
-            f"{copies} of the model, each over {counted(job[FSDP_SIZE], 'device')}",
-        )
+        each = counted(job[FSDP_SIZE], "device")
+        yield FSDP_SIZE, f"{copies} of the model, each over {each}"
 
 
 def _outcome(job: VerlJob) -> str:
     """Return what a run does, in a few words."""
     if broken := [rule.name.partition(".")[2] for rule in RULES if rule.is_broken(job)]:
         return f"{', '.join(broken[:2])} broken"
-    updates = (
-        f"{counted(job.updates(job.policy), 'update')} of {job.policy.mini_samples:,}"
-    )
-    passes = [] if job.passes is None else [counted(job.passes, "pass")]
-    padding = (
-        [f"{job.padded_samples:,} artificial samples"] if job.padded_samples else []
-    )
-    return ", ".join([counted(job.samples, "sample"), updates, *passes, *padding])
+    updates = counted(job.updates(job.policy), "update")
+    said = f"{counted(job.samples, 'sample')}, {updates} of {job.policy.mini_samples:,}"
+    if job.passes is not None:
+        said += f", {counted(job.passes, 'pass')}"
+    if job.padded_samples:
+        said += f", {job.padded_samples:,} artificial samples"
+    return said
 
 
 def _other_versions(job: VerlJob) -> Iterator[str]:
     """Yield a note on versions that are possible and decide otherwise."""
-    own, groups = _outcome(job), dict[str, list[str]]()
+    own, found = _outcome(job), []
     for version in job.settings.other_versions:
         with contextlib.suppress(RampupError):
             if (text := _outcome(job.at_version(version))) != own:
-                groups.setdefault(text, []).append(version)
-    if groups:
-        said = "; ".join(
-            f"{', '.join(versions)}: {text}" for text, versions in groups.items()
-        )
+                found.append(f"{version}: {text}")
+    if found:
         yield (
-            f"the source fits other versions of veRL, which decide otherwise ({said});"
-            f" {WORD}=... chooses one."
+            "the source fits other versions of veRL, which decide otherwise"
+            f" ({'; '.join(found)}); {WORD}=... chooses one."
         )
 
 
-def _notes(job: VerlJob) -> Iterator[str]:
-    yield from _other_versions(job)
-    if (
-        only := job.settings.others.get("trainer.val_only")
-    ) is not None and only.value is True:
-        yield "trainer.val_only: the run validates and ends, and trains on nothing."
-    if job.old_workers:
-        rest = job.step_share() % max(job.mini_shares["actor"], 1)
-        if rest and job.step_share() > job.mini_shares["actor"]:
-            last = rest * job.policy.replicas
-            yield (
-                f"the last update of a step has {last:,} samples instead of"
-                f" {job.policy.mini_samples:,}."
-            )
-        elif job.step_share() < job.mini_shares["actor"]:
-            yield (
-                f"{MINI} is more than there is: a step's"
-                f" {counted(job.samples, 'sample')} are one update."
-            )
-        if job.era == 2 and job[EPOCHS] > 1:
-            yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
-        if job.era == 2 and 0 < job[FSDP_SIZE] < job.devices:
-            yield (
-                f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its"
-                " batches are larger than here."
-            )
-    yield (
-        f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples"
-        " of one data-parallel replica."
-    )
-    if job.fully_async:
-        taken = (
-            f"{ASYNC_BATCHES} ="
-            f" {counted(job.num_mini_batches(job.policy), 'mini batch')}"
-        )
-        weights = (
-            "the generator gets new weights every"
-            f" {counted(job[ASYNC_SYNC] or 4, 'step')}"
-        )
-        queue = (
-            f"a step takes {taken} from the queue of generated samples, and {weights}"
-        )
+def _old_worker_notes(job: VerlJob) -> Iterator[str]:
+    """Yield what the older workers do otherwise than the numbers say."""
+    share, mini = job.step_share(), job.mini_shares["actor"]
+    if share > mini and (rest := share % max(mini, 1)):
+        last = f"{rest * job.policy.replicas:,} samples"
+        whole = f"{job.policy.mini_samples:,}"
+        yield f"the last update of a step has {last} instead of {whole}."
+    elif share < mini:
+        samples = counted(job.samples, "sample")
+        yield f"{MINI} is more than there is: a step's {samples} are one update."
+        if not job.dynamic["actor"] and job.micro:
+            planned, made = mini // job.micro, -(-share // job.micro)
+            if made < planned:
+                yield (
+                    f"each pass is divided by the {planned:,} of a full mini batch, and"
+                    f" there are {made:,}: the gradient is {planned / made:.3g} times"
+                    " too small."
+                )
+    if job.of.early and job[EPOCHS] > 1:
+        yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
+    if job.of.early and 0 < job[FSDP_SIZE] < job.devices:
         yield (
-            f"fully asynchronous training, which does not call veRL's check: {queue},"
-            " so samples may be older than that."
+            f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its"
+            " batches are larger than here."
         )
-    for model in job.models:
-        if job.devices % job.model_sizes[model]:
-            devices = f"the {model}'s {job.devices:,} devices"
-            yield (
-                f"{rounded_down(devices, job.model_sizes[model], 'veRL', job.replicas[model])}."
-            )
-    if job.sync_step > 1:
+    if job.of.early and job.critic is not None:
+        yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
+
+
+def _critic_notes(job: VerlJob) -> Iterator[str]:
+    if not job.of.old_workers:
         yield (
-            f"a step is trained on in {job.sync_step:,} parts of"
-            f" {counted(job.part_samples, 'sample')}."
-        )
-    if job.padded_samples:
-        padded = (
-            f"{counted(job.padded_samples, 'short artificial sample')} so that every"
-            " mini batch is full"
-        )
-        loss = "the loss still divides by full mini batches"
-        yield (
-            f"the newer trainer adds {padded}; {loss}. trainer.use_v1=false fails"
-            " instead."
-        )
-    if job.dynamic["actor"]:
-        yield (
-            "with a token budget veRL skips most of its checks of sizes and ignores"
-            " micro batch sizes."
-        )
-        if job.token_budget < job.longest:
-            budget = (
-                f"{BUDGET} * devices that share a sequence = {job.token_budget:,}"
-                " tokens"
-            )
-            yield (
-                f"{budget} is less than the longest sequence, {job.longest:,}: the"
-                " first such sequence stops the run."
-            )
-    if job.critic is not None and not job.old_workers:
-        tokens = (
-            f"{CRITIC_BUDGET:,} of them, regardless of {MICROS['critic']} and"
-            f" {DYNAMICS['critic']}"
-        )
-        yield (
-            "the critic's micro sizes and token budget never reach its engine: it"
-            f" fills its passes by tokens, {tokens}."
+            "the critic's micro sizes and token budget never reach its engine: it fills"
+            f" its passes by tokens, {CRITIC_BUDGET:,} of them, regardless of"
+            f" {MICROS['critic']} and {DYNAMICS['critic']}."
         )
         if job[OLD_SEQUENCE["critic"]] > 1:
             yield (
                 f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's"
                 f" engine reads {SEQUENCE['critic']}."
             )
-    if job.critic is not None:
-        if job.era <= 3:
-            yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
-        if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
-            yield "there is a critic because algorithm.adv_estimator is gae by default."
-    deprecated = [
-        *((OLD_MICROS[kind], MICROS[kind]) for kind in MICROS),
-        (OLD_SEQUENCE["actor"], SEQUENCE["actor"]),
-    ]
-    for old, new in deprecated:
-        if old in job.settings.given and job[old] is not None and not job.old_workers:
-            yield f"{old} is deprecated; use {new}."
-    if (
-        not job.settings.given & set(ROLLOUT_SIZES)
-        and job.rollout_devices % job.rollout_size
-    ):
-        default = f"{ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default"
-        devices = counted(job.rollout_devices, "device")
+    if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
+        yield "there is a critic because algorithm.adv_estimator is gae by default."
+
+
+def _budget_notes(job: VerlJob) -> Iterator[str]:
+    """Yield what a token budget does, and which are below the longest sequence."""
+    longest = sum(job[key] for key in LENGTHS)
+    for kind in ("actor", "rollout", "ref"):
+        if MODEL[kind] not in job.models or not job.dynamic[kind]:
+            continue
+        if (budget := job.token_budget(kind)) < longest:
+            yield (
+                f"{BUDGETS[kind]} * devices that share a sequence = {budget:,} tokens"
+                f" is less than the longest sequence, {longest:,}: the first such"
+                " sequence stops the run."
+            )
+    if job.dynamic["actor"]:
         yield (
-            f"the file does not size the inference engines, and {default}, which does"
-            f" not divide {devices}."
+            "with a token budget veRL skips most of its checks of sizes and ignores"
+            " micro batch sizes."
+        )
+
+
+def _device_notes(job: VerlJob) -> Iterator[str]:
+    for model in job.models:
+        if job.devices % job.model_sizes[model]:
+            devices, size = (
+                f"the {model}'s {job.devices:,} devices",
+                job.model_sizes[model],
+            )
+            yield f"{rounded_down(devices, size, 'veRL', job.replicas[model])}."
+    is_sized = bool(job.settings.given & set(ROLLOUT_SIZES))
+    if not is_sized and job.rollout_devices % job.rollout_size:
+        yield (
+            "the file does not size the inference engines, and"
+            f" {ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default, which does"
+            f" not divide {counted(job.rollout_devices, 'device')}."
         )
     strategy, key = job.strategies["actor"], f"{ACTOR}.strategy"
-    if job[key] not in (None, strategy) and job.foreign_strategy(key) is None:
+    if job[key] not in (None, strategy) and not job.is_foreign(key):
         yield (
             f"{key}={job[key]} is read by the check alone; the engine is {strategy}, by"
             " model_engine."
         )
     sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
-    if sequence > 1 and not strategy.startswith("fsdp"):
-        own = f"{ACTOR}.{strategy}.{'ulysses_parallel_size' if strategy == 'veomni' else 'context_parallel_size'}"
+    if sequence > 1 and strategy == "megatron":
         yield (
-            f"ulysses_sequence_parallel_size={sequence:,} has no effect with"
-            f" {strategy}; devices share a sequence by {own}."
+            f"ulysses_sequence_parallel_size={sequence:,} has no effect with megatron;"
+            f" devices share a sequence by {MEGATRON['actor'][2]}."
         )
-    if not job.fully_async:
-        yield from dropped_prompts(job)
-    generated = job[GEN]
+
+
+def _data_notes(job: VerlJob) -> Iterator[str]:
+    """Yield where the prompts of a step come from, if not from the data loader."""
+    generated, wanted = job[GEN], job[TRAIN]
+    if job.fully_async:
+        batches = counted(job.num_mini_batches(job.policy), "mini batch")
+        yield (
+            "fully asynchronous training, which does not call veRL's check: a step"
+            f" takes {ASYNC_BATCHES} = {batches} from the queue of generated samples,"
+            f" and the generator gets new weights every"
+            f" {counted(job[ASYNC_SYNC] or 4, 'step')}, so samples may be older than"
+            " that."
+        )
+        return
+    yield from dropped_prompts(job)
     if job.fetches_one and generated not in (None, 1):
-        why = (
-            f"trainer_mode={job.mode}"
-            if job.mode != "sync"
-            else FILTER
-            if job[FILTER]
-            else REFILL
-        )
+        why = FILTER if job[FILTER] else REFILL
+        if job.mode != "sync":
+            why = f"trainer_mode={job.mode}"
         yield f"{why} sets {GEN} to 1, regardless of the file."
     elif job[FILTER] and not job.v1:
-        kept = f"{TRAIN}={job[TRAIN]:,} of them have responses that are not all alike"
         yield (
-            f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until"
-            f" {kept}; the rest are dropped."
+            f"DAPO generates for {generated or wanted:,} prompts at a time, until"
+            f" {TRAIN}={wanted:,} of them have responses that are not all alike; the"
+            " rest are dropped."
         )
-    elif (
-        generated is not None
-        and not job.v1
-        and not job.fully_async
-        and job.prompts != job[TRAIN]
-    ):
+    elif not job.v1 and job.prompts != wanted:
         yield (
             f"with the older trainer a step has {GEN}={job.prompts:,} prompts, not"
-            f" {TRAIN}={job[TRAIN]:,}."
+            f" {TRAIN}={wanted:,}."
         )
+
+
+def _notes(job: VerlJob) -> Iterator[str]:
+    """Yield what is special to the file first, and what is always true last."""
+    yield from _other_versions(job)
+    others = job.settings.others
+    if "trainer.val_only" in others and others["trainer.val_only"].value is True:
+        yield "trainer.val_only: the run validates and ends, and trains on nothing."
+    if job.of.old_workers:
+        yield from _old_worker_notes(job)
+    if job[LOSS] == SUM:
+        yield (
+            f"{LOSS}=token-sum adds the losses of all tokens of an update: the gradient"
+            f" grows with its {job.policy.mini_samples:,} samples, so twice the batch"
+            " is twice the gradient. token-mean divides by the tokens."
+        )
+    yield from _device_notes(job)
+    if job.sync_step > 1:
+        part = counted(job.part_samples, "sample")
+        yield f"a step is trained on in {job.sync_step:,} parts of {part}."
+    if job.padded_samples:
+        added = counted(job.padded_samples, "short artificial sample")
+        yield (
+            f"the newer trainer adds {added} so that every mini batch is full; the loss"
+            " still divides by full mini batches. trainer.use_v1=false fails instead."
+        )
+    yield from _budget_notes(job)
+    if job.critic is not None:
+        yield from _critic_notes(job)
+    renamed = [(OLD_MICROS[kind], MICROS[kind]) for kind in MICROS]
+    renamed.append((OLD_SEQUENCE["actor"], SEQUENCE["actor"]))
+    for old, new in renamed:
+        if (
+            old in job.settings.given
+            and job[old] is not None
+            and not job.of.old_workers
+        ):
+            yield f"{old} is deprecated; use {new}."
+    yield from _data_notes(job)
+    yield group_note(job.samples_per_prompt)
+    yield (
+        f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples"
+        " of one data-parallel replica."
+    )
     yield "the learning rate advances once per training step, not per optimizer step."
 
 
@@ -1228,50 +1066,83 @@ def _model_size(model: str) -> Side[VerlJob]:
     )
 
 
+def _checks_megatron(job: VerlJob) -> bool:
+    return job.checked_as_megatron and job.checks_step and not job.fully_async
+
+
 def _model_starts(model: str) -> Rules:
-    """Return the rules that a model has a replica, and Megatron full ones; the check
-    tests only an actor that it reads so.
+    """Return the rules that a model has a replica, and Megatron full ones, which the
+    check tests of an actor alone.
     """
 
-    def is_megatron(job: VerlJob) -> bool:
-        return job.strategies[model] == "megatron"
+    def finds_megatron(job: VerlJob) -> bool:
+        is_checked = model == "actor" and _checks_megatron(job)
+        return not job.is_fsdp(model) and not is_checked
 
-    return apply_if(lambda job: model in job.models, [
-        at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
-            (f"{model}: the {{:,}} devices", lambda job: job.devices),
-            ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
-            when=lambda job: not is_megatron(job) or job.devices % max(job.model_sizes[model], 1) == 0,
-            note=": there is no replica", found_by="run"),
-        multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
-            when=lambda job: is_megatron(job) and (model != "actor" or not job.checks_megatron), found_by="run"),
-    ])  # fmt: skip
+    return apply_if(
+        lambda job: model in job.models,
+        [
+            at_least(
+                f"verl.{model}_has_a_replica",
+                (DEVICES, SEQUENCE[model]),
+                (f"{model}: the {{:,}} devices", lambda job: job.devices),
+                ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
+                when=lambda job: job.is_fsdp(model),
+                note=": there is no replica",
+                found_by="run",
+            ),
+            multiple(
+                f"verl.megatron_starts_{model}",
+                (DEVICES,),
+                _DEVICES,
+                _model_size(model),
+                when=finds_megatron,
+                found_by="run",
+            ),
+        ],
+    )
 
 
 def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is
-    set.
+    set; `total` are the samples that its passes divide.
     """
     old, new = OLD_MICROS[kind], MICROS[kind]
 
-    def follows(
-        job: VerlJob,
-    ) -> bool:  # since 0.5 the default of the critic's micro size is the deprecated key
-        return kind == "critic" and new not in job.settings.given and job.era >= 5
+    def value(job: VerlJob) -> Any:
+        # The critic's size is the deprecated key by default, so that one is of no use.
+        follows = kind == "critic" and not job.of.old_workers
+        return job[new] or (job[old] if follows else None)
 
-    def new_value(job: VerlJob) -> Any:
-        return job[old if follows(job) else new]
+    def start(job: VerlJob) -> list[int]:
+        # The largest divisor up to 8 is a good start.
+        sizes = divisors(total(job))
+        return [*(n for n in sizes[::-1] if n <= 8), *(n for n in sizes if n > 8)]
 
-    return apply_if(lambda job: job.is_static(kind), [
-        Rule(name=f"verl.{kind}_micro_given", keys=(new,), holds=lambda job: job[old] is not None or new_value(job) is not None,
-            message=lambda job: f"{new} must be set (or a token budget used, {DYNAMIC})",
-            # The largest divisor up to 8 is a good start.
-            candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n))),
-        Rule(name=f"verl.{kind}_micro_given_once", keys=(old, new),
-            holds=lambda job: job[old] is None or new_value(job) is None, message=lambda job: (
-                f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; "
-                + ("the second is the first by default, so the first can never be used" if follows(job)
-                   else "the first is deprecated")), candidates=lambda job: [None]),
-    ])  # fmt: skip
+    return apply_if(
+        lambda job: job.is_static(kind),
+        [
+            Rule(
+                name=f"verl.{kind}_micro_given",
+                keys=(new,),
+                holds=lambda job: job[old] is not None or value(job) is not None,
+                message=lambda job: (
+                    f"{new} must be set (or a token budget used, {DYNAMIC})"
+                ),
+                candidates=start,
+            ),
+            Rule(
+                name=f"verl.{kind}_micro_given_once",
+                keys=(old, new),
+                holds=lambda job: job[old] is None or value(job) is None,
+                message=lambda job: (
+                    f"{old}={job[old]:,} and {new}={value(job):,} must not both be set;"
+                    " the first is deprecated"
+                ),
+                candidates=lambda job: [None],
+            ),
+        ],
+    )
 
 
 def _checked_model(name: str) -> Rules:
@@ -1279,123 +1150,158 @@ def _checked_model(name: str) -> Rules:
     counts the samples of the whole job.
     """
     prefix = "" if name == "actor" else "critic_"
-    micro, sequence, packing = (
-        keys[name] for keys in (OLD_MICROS, OLD_SEQUENCE, PACKING)
-    )
+    micro, sequence = OLD_MICROS[name], OLD_SEQUENCE[name]
+    packing = PACKING[name]
     mini: Side[VerlJob] = (
         f"{MINIS[name]}={{:,}}",
         lambda job: job.trained[name].mini_batch,
     )
 
-    def is_fsdp(job: VerlJob) -> bool:
-        return job.strategies[name].startswith("fsdp")
-
     def given(job: VerlJob) -> bool:
         return job.is_static(name) and job[micro] is not None
 
-    def packs(job: VerlJob) -> bool:  # until 0.4 only with the strategy `fsdp` itself
-        reads = name == "actor" or (job.old_workers and job.has_critic)
-        return (
-            reads
-            and job[sequence] > 1
-            and (job.strategies[name] == "fsdp" or (is_fsdp(job) and job.era >= 5))
-        )
+    def reached(job: VerlJob) -> Term:
+        shares = job[sequence] if job.is_fsdp(name) else 1
+        return product({micro: job[micro], sequence: shares})
 
-    def near(job: VerlJob) -> list[int | None]:
-        whole = sorted(
-            divisors(job.trained[name].mini_batch),
-            key=lambda n: (abs(n - job[micro]), n),
+    def packs(job: VerlJob) -> bool:  # until 0.4 only with the strategy `fsdp` itself
+        reads = name == "actor" or (job.of.old_workers and job.has_critic)
+        is_newer = job.is_fsdp(name) and not job.of.old_workers
+        return (
+            reads and job[sequence] > 1 and (is_newer or job.strategies[name] == "fsdp")
         )
-        return [*whole, *range(job.devices, job.devices + 64), None]
 
     return [
-        at_least(f"verl.{prefix}mini_at_most_train", (MINIS[name], TRAIN), TRAIN, mini,
-            when=lambda job: job.is_static(name) and job.era >= 3, note="; both count prompts"),
-        multiple(f"verl.{name}_old_micro_divides_mini", (micro, MINIS[name]), mini, micro, when=given, candidates=near),
-        at_least(f"verl.{name}_old_micro_reaches_every_device", (micro, sequence),
-            lambda job: product({micro: job[micro], sequence: job[sequence] if is_fsdp(job) else 1}), _DEVICES,
-            when=lambda job: given(job) and (name == "actor" or is_fsdp(job)), candidates=near),
-        Rule(name=f"verl.{prefix}sequence_parallel_needs_packing", keys=(packing, sequence), when=packs,
-            holds=lambda job: job[packing], message=lambda job: f"{sequence}={job[sequence]:,} needs {packing}=true",
-            candidates=lambda job: [True]),
-    ]  # fmt: skip
+        at_least(
+            f"verl.{prefix}mini_at_most_train",
+            (MINIS[name], TRAIN),
+            TRAIN,
+            mini,
+            when=lambda job: job.is_static(name) and not job.of.early,
+            note="; both count prompts",
+        ),
+        multiple(
+            f"verl.{name}_old_micro_divides_mini",
+            (micro, MINIS[name]),
+            mini,
+            micro,
+            when=given,
+        ),
+        at_least(
+            f"verl.{name}_old_micro_reaches_every_device",
+            (micro, sequence),
+            reached,
+            _DEVICES,
+            when=lambda job: given(job) and (name == "actor" or job.is_fsdp(name)),
+        ),
+        Rule(
+            name=f"verl.{prefix}sequence_parallel_needs_packing",
+            keys=(packing, sequence),
+            when=packs,
+            holds=lambda job: job[packing],
+            message=lambda job: f"{sequence}={job[sequence]:,} needs {packing}=true",
+            candidates=lambda job: [True],
+        ),
+    ]
 
 
 def _minimal_batch(job: VerlJob) -> Term:
-    text = (
-        "the replicas times the micro batch size"
-        if job.strategies["actor"] == "megatron"
-        else "the devices"
-    )
-    if job.strategies["actor"] != "megatron" and job.replicas["actor"] != job.devices:
-        needed = (
-            f"the run itself would need only the {job.replicas['actor']:,} replicas"
-        )
-        text += f" ({needed}: the check ignores that devices share a sequence)"
+    text = "the replicas times the micro batch size"
+    if job.is_fsdp("actor"):
+        text = "the devices"
+        if job.replicas["actor"] != job.devices:
+            text += (
+                f" (the run itself would need only the {job.replicas['actor']:,}"
+                " replicas: the check ignores that devices share a sequence)"
+            )
     return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
 
 
-def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
-    """Return the rule that a strategy is one of the engine's; the check finds only
-    Megatron's, and with a static batch.
+def _strategy_fits(name: str) -> Rule[VerlJob]:
+    """Return the rule that a strategy is one of the engine's. The check reads the
+    actor's Megatron sizes, and stops; the critic's engine stops later.
     """
     key = f"{PREFIXES[name]}.strategy"
-
-    def applies(job: VerlJob) -> bool:
-        is_read = (
-            name == "actor"
-            and job.foreign_strategy(key) == "megatron"
-            and job.is_static(name)
-            and not job.fully_async
-        )
-        return name in job.models and checked == is_read
-
-    return Rule(name=f"verl.{name}_strategy_fits_engine", keys=("model_engine", key), when=applies,
-        holds=lambda job: job.foreign_strategy(key) is None,
-        message=lambda job: f"{key}={job[key]} is not a backend of model_engine={job['model_engine']}, whose configuration has "
-            f"none of its sizes{'' if checked else ': the engine stops'}",
-        candidates=lambda job: [engine for engine, backend in ENGINES.items() if job[key].startswith(backend)],
-        found_by="validator" if checked else "run")  # fmt: skip
+    return Rule(
+        name=f"verl.{name}_strategy_fits_engine",
+        keys=("model_engine", key),
+        when=lambda job: name in job.models,
+        holds=lambda job: not job.is_foreign(key),
+        message=lambda job: (
+            f"{key}={job[key]} is not a backend of model_engine={job['model_engine']},"
+            " whose configuration has none of its sizes"
+        ),
+        candidates=lambda job: ["megatron"],
+    )
 
 
 # veRL's own check. A token budget skips most of it.
-_CHECK: Rules = apply_if(lambda job: not job.fully_async and job.era >= 2, [
-    multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
-        _model_size("actor"), when=lambda job: job.checks_megatron),
-    multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
-        lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
-        when=lambda job: job.checks_step),
-    *_checked_model("actor"), *_checked_model("critic"),
-])  # fmt: skip
+_CHECK: Rules = apply_if(
+    lambda job: not job.fully_async,
+    [
+        multiple(
+            "verl.megatron_divides_devices",
+            (DEVICES, MEGATRON["actor"][0]),
+            _DEVICES,
+            _model_size("actor"),
+            when=_checks_megatron,
+        ),
+        multiple(
+            "verl.samples_fill_minimal_batch",
+            (TRAIN, RESPONSES),
+            lambda job: product(
+                {TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"
+            ),
+            _minimal_batch,
+            when=lambda job: job.checks_step,
+        ),
+        *_checked_model("actor"),
+        *_checked_model("critic"),
+    ],
+)
+_LOSSES = (
+    "token-mean",
+    *(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm")),
+)
 # The classes of veRL's settings check these, so they hold for every trainer that uses
 # them.
 _CHECK += [
-    _strategy_fits("actor", checked=True),
-    Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
-        message=lambda job: f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={job['model_engine']}, "
-            "whose configuration has no such keys", candidates=lambda job: list(ENGINES)),
-    *apply_if(lambda job: job.era >= 2, [
-        *_one_of_two("actor", lambda job: job.policy.share),
-        Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
-            when=lambda job: job.is_static("actor") and job.checked_as_megatron and job[OLD_MICRO] is not None,
-            holds=lambda job: job[MICRO] is not None,
-            message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
-            division=lambda job: (job.policy.share, 1)),
-        *_one_of_two("rollout", lambda job: job.step_share()),
-        *_one_of_two("ref", lambda job: job.step_share("ref")),
-        *_one_of_two("critic", lambda job: job.trained["critic"].mini_batch),
-    ]),
-    Rule(name="verl.known_keys", keys=("data.train_batch_size",), holds=lambda job: not job.unknown_keys(),
-        message=lambda job: f"{_listed(job.unknown_keys())} must be written with `+`, or left out: no base file of veRL "
-            f"{job[WORD]} has it. A fork with keys of its own: give one on rampup's command line", candidates=lambda job: None),
-]  # fmt: skip
-
-
-def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
-    shown = with_lines(keys)
-    return ", ".join(shown[:most]) + (
-        f" and {len(shown) - most} more" if len(shown) > most else ""
-    )
+    _strategy_fits("actor"),
+    Rule(
+        name="verl.keys_fit_engine",
+        keys=("model_engine",),
+        holds=lambda job: not job.foreign_keys(),
+        message=lambda job: (
+            f"{' and '.join(job.foreign_keys()[:2])} must not be set with"
+            f" model_engine={job['model_engine']}, whose configuration has no such keys"
+        ),
+        candidates=lambda job: list(ENGINES),
+    ),
+    *_one_of_two("actor", lambda job: job.policy.share),
+    *_one_of_two("rollout", lambda job: job.step_share()),
+    *_one_of_two("ref", lambda job: job.step_share("ref")),
+    *_one_of_two("critic", lambda job: job.trained["critic"].mini_batch),
+    Rule(
+        name="verl.loss_is_known",
+        keys=(LOSS,),
+        holds=lambda job: (
+            job[LOSS] in _LOSSES or (job[LOSS] == SUM and not job.of.old_workers)
+        ),
+        message=lambda job: f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}",
+        candidates=lambda job: _LOSSES,
+    ),
+    Rule(
+        name="verl.known_keys",
+        keys=(TRAIN,),
+        holds=lambda job: not job.unknown_keys,
+        message=lambda job: (
+            f"{', '.join(job.unknown_keys[:4])} must be written with `+`, or left out:"
+            f" no base file of veRL {job[WORD]} has it. A fork with keys of its own:"
+            " give one on rampup's command line"
+        ),
+        candidates=lambda job: None,
+    ),
+]
 
 
 def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
@@ -1403,53 +1309,103 @@ def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
     nothing reads it.
     """
     old, new = OLD_MICROS[kind], MICROS[kind]
-    return Rule(name=f"verl.{kind}_micro_per_gpu_needed", keys=(new, old),
-        when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None, message=lambda job: (
-            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
-        division=lambda job: (job.policy.share, 1))  # fmt: skip
+    return Rule(
+        name=f"verl.{kind}_micro_per_gpu_needed",
+        keys=(new, old),
+        when=lambda job: job[old] is not None and when(job),
+        holds=lambda job: job[new] is not None,
+        message=lambda job: (
+            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads"
+            " it and the workers stop silently"
+        ),
+        division=lambda job: (job.policy.share, 1),
+    )
 
 
 def _mini_divides(name: str) -> Rules:
     """Return what a worker asserts of its mini batch."""
-    return apply_if(lambda job: name in job.models, [
-        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES),
-            lambda job: product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples"),
-            _replicas(name)),
-        multiple(f"verl.{name}_mini_divides_share", (TRAIN, MINIS[name]),
-            ("with trainer.use_v1=false each replica's {:,} samples", lambda job: job.samples // job.replicas[name]),
-            ("its mini batch of {:,}", lambda job: job.trained[name].share),
-            when=lambda job: not job.v1 and job.trained[name].mini_samples % job.replicas[name] == 0,
-            note="; the newer trainer would pad them"),
-    ])  # fmt: skip
+
+    def samples(job: VerlJob) -> Term:
+        mini = job.trained[name].mini_batch
+        factors = {MINIS[name]: mini, RESPONSES: job.samples_per_prompt}
+        return product(factors, "samples")
+
+    def divides(job: VerlJob) -> bool:
+        return job.trained[name].mini_samples % job.replicas[name] == 0
+
+    return apply_if(
+        lambda job: name in job.models,
+        [
+            multiple(
+                f"verl.{name}_mini_divides_over_replicas",
+                (MINIS[name], RESPONSES),
+                samples,
+                _replicas(name),
+            ),
+            multiple(
+                f"verl.{name}_mini_divides_share",
+                (TRAIN, MINIS[name]),
+                (
+                    "with trainer.use_v1=false each replica's {:,} samples",
+                    lambda job: job.samples // job.replicas[name],
+                ),
+                ("its mini batch of {:,}", lambda job: job.trained[name].share),
+                when=lambda job: not job.v1 and divides(job),
+                note="; the newer trainer would pad them",
+            ),
+        ],
+    )
 
 
 def _log_prob(kind: str) -> Rule[VerlJob]:
     """Return the rule that log-probability passes have equal sizes."""
     key, model = MICROS[kind], MODEL[kind]
-    return multiple(f"verl.{kind}_micro_divides_share", (key, TRAIN),
-        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
-        when=lambda job: model in job.models and not job.dynamic[kind] and job[key] is not None and not job.old_workers,
-        note=" when log-probabilities are computed")  # fmt: skip
+
+    def applies(job: VerlJob) -> bool:
+        is_set = model in job.models and job[key] is not None
+        return is_set and not job.dynamic[kind] and not job.of.old_workers
+
+    return multiple(
+        f"verl.{kind}_micro_divides_share",
+        (key, TRAIN),
+        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)),
+        key,
+        when=applies,
+        note=" when log-probabilities are computed",
+    )
 
 
 def _equal_chunks(model: str) -> Rule[VerlJob]:
     """Return the rule that samples divide over replicas; the newer trainer pads for the
     actor and the critic only.
     """
-    return multiple(f"verl.samples_divide_over_{model}_replicas", (TRAIN, RESPONSES),
-        ("{:,} samples", lambda job: job.padded_part_samples), _replicas(model), when=lambda job: model in job.models,
-        note=": only equal chunks are dispatched")  # fmt: skip
+    return multiple(
+        f"verl.samples_divide_over_{model}_replicas",
+        (TRAIN, RESPONSES),
+        ("{:,} samples", lambda job: job.padded_part),
+        _replicas(model),
+        when=lambda job: model in job.models,
+        note=": only equal chunks are dispatched",
+    )
 
 
 def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
     """Return the rule that a whole job's size gives each replica a sample; the older
     workers divide it.
     """
-    old = OLD_MICROS[kind]
-    return at_least(f"verl.{kind}_old_micro_reaches_every_replica", (old,), old, _replicas(kind if kind in MINIS else "actor"),
-        when=lambda job: (
-            job.old_workers and job[old] is not None and MODEL[kind] in job.models
-            and (kind in MINIS or not job.dynamic[kind])))  # fmt: skip
+    old, trains = OLD_MICROS[kind], kind in MINIS
+
+    def applies(job: VerlJob) -> bool:
+        is_set = job[old] is not None and MODEL[kind] in job.models
+        return job.of.old_workers and is_set and (trains or not job.dynamic[kind])
+
+    return at_least(
+        f"verl.{kind}_old_micro_reaches_every_replica",
+        (old,),
+        old,
+        _replicas(kind if trains else "actor"),
+        when=applies,
+    )
 
 
 def _old_worker(name: str) -> Rules:
@@ -1461,7 +1417,7 @@ def _old_worker(name: str) -> Rules:
         return (job.pass_size(name) or 0) if job.mini_shares[name] > 0 else 0
 
     def divides(job: VerlJob) -> bool:
-        return job.era not in (2, 3) or job[OLD_MICROS[name]] is not None
+        return not job.of.early or job[OLD_MICROS[name]] is not None
 
     share: Side[VerlJob] = (
         "each replica's {:,} samples of a mini batch",
@@ -1469,86 +1425,206 @@ def _old_worker(name: str) -> Rules:
     )
     micro: Side[VerlJob] = ("the {:,} of a pass", size)
     keys = (MICROS[name], OLD_MICROS[name], MINIS[name])
-    return apply_if(lambda job: job.old_workers and name in job.models, [
-        at_least(f"verl.{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES), share, 1),
-        multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: size(job) > 0 and divides(job),
-            note=", also with a token budget"),
-        at_least(f"verl.{name}_pass_fits_mini", keys, share, micro,
-            when=lambda job: size(job) > 0 and not divides(job) and job.is_static(name),
-            note=": the loss is divided by the passes of a full mini batch, which would be 0"),
-        multiple(f"verl.{name}_minis_fill_share", (TRAIN, MINIS[name]),
-            ("each replica's {:,} samples of a step", lambda job: job.step_share(name)), share,
-            when=lambda job: job.mini_shares[name] > 0 and (job.era == 1 or job.strategies[name] == "megatron")),
-    ])  # fmt: skip
+    return apply_if(
+        lambda job: job.of.old_workers and name in job.models,
+        [
+            at_least(
+                f"verl.{name}_mini_reaches_every_replica",
+                (MINIS[name], RESPONSES),
+                share,
+                1,
+            ),
+            multiple(
+                f"verl.{name}_pass_divides_mini",
+                keys,
+                share,
+                micro,
+                when=lambda job: size(job) > 0 and divides(job),
+                note=", also with a token budget",
+            ),
+            at_least(
+                f"verl.{name}_pass_fits_mini",
+                keys,
+                share,
+                micro,
+                when=lambda job: (
+                    size(job) > 0 and not divides(job) and job.is_static(name)
+                ),
+                note=(
+                    ": the loss is divided by the passes of a full mini batch, which"
+                    " would be 0"
+                ),
+            ),
+            multiple(
+                f"verl.{name}_minis_fill_share",
+                (TRAIN, MINIS[name]),
+                (
+                    "each replica's {:,} samples of a step",
+                    lambda job: job.step_share(name),
+                ),
+                share,
+                when=lambda job: job.mini_shares[name] > 0 and not job.is_fsdp(name),
+            ),
+        ],
+    )
 
 
 # What only the run finds.
 _RUN: Rules = [
     *map(_old_micro_reaches_replicas, ("actor", "critic", "rollout", "ref")),
-    *_old_worker("actor"), *_old_worker("critic"),
-    _strategy_fits("actor", checked=False), _strategy_fits("critic", checked=False),
-    *apply_if(lambda job: not job.old_workers, [
-        Rule(name="verl.dynamic_everywhere", keys=(DYNAMICS["rollout"], DYNAMIC),
-            holds=lambda job: job.dynamic["actor"] == job.dynamic["rollout"],
-            message=lambda job: f"{DYNAMICS['rollout']}={str(job.dynamic['rollout']).lower()} must equal "
-                f"{DYNAMIC}={str(job.dynamic['actor']).lower()}; the workers stop without a message",
-            candidates=lambda job: [job.dynamic["actor"]]),
-        _per_gpu_needed("actor", lambda job: job.is_static("actor") and job.strategies["actor"] != "megatron"),
-        _per_gpu_needed("rollout", lambda job: job.is_static("rollout")),
-        _per_gpu_needed("ref", lambda job: "ref" in job.models and not job.dynamic["ref"]),
-        *_mini_divides("actor"), *_mini_divides("critic"),
-    ]),
-    multiple("verl.micro_divides_mini", (MICRO, MINI), lambda job: Term(
-        f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} // {job.policy.replicas:,} = "
-        f"{job.policy.share:,} samples",
-        job.policy.share), MICRO, when=lambda job: job.micro is not None and not job.old_workers),
-    _log_prob("rollout"), _log_prob("ref"),
+    *_old_worker("actor"),
+    *_old_worker("critic"),
+    _strategy_fits("critic"),
+    *apply_if(
+        lambda job: not job.of.old_workers,
+        [
+            Rule(
+                name="verl.dynamic_everywhere",
+                keys=(DYNAMICS["rollout"], DYNAMIC),
+                holds=lambda job: job.dynamic["actor"] == job.dynamic["rollout"],
+                message=lambda job: (
+                    f"{DYNAMICS['rollout']}={str(job.dynamic['rollout']).lower()} must"
+                    f" equal {DYNAMIC}={str(job.dynamic['actor']).lower()}; the workers"
+                    " stop without a message"
+                ),
+                candidates=lambda job: [job.dynamic["actor"]],
+            ),
+            _per_gpu_needed("actor", lambda job: job.is_static("actor")),
+            _per_gpu_needed("rollout", lambda job: job.is_static("rollout")),
+            _per_gpu_needed(
+                "ref", lambda job: "ref" in job.models and not job.dynamic["ref"]
+            ),
+            *_mini_divides("actor"),
+            *_mini_divides("critic"),
+            multiple(
+                "verl.micro_divides_mini",
+                (MICRO, MINI),
+                lambda job: Term(
+                    f"{MINI} * {RESPONSES} // replicas ="
+                    f" {job.policy.mini_samples:,} // {job.policy.replicas:,} ="
+                    f" {job.policy.share:,} samples",
+                    job.policy.share,
+                ),
+                MICRO,
+                when=lambda job: job.micro is not None,
+            ),
+        ],
+    ),
+    _log_prob("rollout"),
+    _log_prob("ref"),
     *map(_equal_chunks, ("actor", "critic", "ref")),
-    multiple("verl.samples_divide_over_workers", (TRAIN, WORKERS), lambda job: Term(
-        f"{'with trainer.use_v1=false ' if job.era >= 9 else ''}the {job.samples:,} samples of a step", job.samples),
-        WORKERS, when=lambda job: job.has_agents),
-    multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
-    equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
-        lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}),
-        when=lambda job: job.mode == "separate_async", note=" with trainer_mode=separate_async"),
-    multiple("verl.loader_divides_train", (GEN, TRAIN), TRAIN, GEN,
-        when=lambda job: job.v1 and not job.fetches_one and job[GEN] is not None),
-    multiple("verl.engines_divide_devices", ROLLOUT_SIZES, ("the {:,} devices that generate", lambda job: job.rollout_devices),
-        ("an engine's tensor * data * pipeline parallel size = {:,}", lambda job: job.rollout_size),
-        when=lambda job: bool(job.settings.given & set(ROLLOUT_SIZES))),
-    multiple("verl.fsdp_size_divides_devices", (FSDP_SIZE,), _DEVICES, FSDP_SIZE,
-        when=lambda job: job.strategies["actor"].startswith("fsdp") and 0 < job[FSDP_SIZE] < job.devices),
-    equal("verl.torchtitan_fills_devices", (f"{ACTOR}.torchtitan.{TORCHTITAN_REPLICAS[0]}", DEVICES),
-        lambda job: product({"replicas": job.replicas["actor"], "devices of a replica": job.model_sizes["actor"]}), _DEVICES,
-        when=lambda job: job.strategies["actor"] == "torchtitan"),
-    *apply_if(lambda job: job.fully_async, [
-        equal("verl.async_train_batch_is_zero", (TRAIN,), TRAIN, 0, candidates=lambda job: [0],
-            note=" in fully asynchronous training, which has no batch of prompts"),
-        equal("verl.async_gen_batch_is_one", (GEN,), GEN, 1, when=lambda job: job[GEN] is not None,
-            note=" in fully asynchronous training"),
-    ]),
-    at_least("verl.data_set_fills_a_step", ("num_prompts", TRAIN),
-        ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
-        when=lambda job: job["num_prompts"] is not None),
-]  # fmt: skip
+    multiple(
+        "verl.samples_divide_over_workers",
+        (TRAIN, WORKERS),
+        (
+            "with trainer.use_v1=false the {:,} samples of a step",
+            lambda job: job.samples,
+        ),
+        WORKERS,
+        when=lambda job: job.has_agents,
+    ),
+    equal(
+        "verl.part_is_one_mini_batch",
+        (TRAIN, MINI),
+        TRAIN,
+        lambda job: product(
+            {"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}
+        ),
+        when=lambda job: job.mode == "separate_async",
+        note=" with trainer_mode=separate_async",
+    ),
+    multiple(
+        "verl.loader_divides_train",
+        (GEN, TRAIN),
+        TRAIN,
+        GEN,
+        when=lambda job: job.v1 and not job.fetches_one and job[GEN] is not None,
+    ),
+    multiple(
+        "verl.engines_divide_devices",
+        ROLLOUT_SIZES,
+        ("the {:,} devices that generate", lambda job: job.rollout_devices),
+        (
+            "an engine's tensor * data * pipeline parallel size = {:,}",
+            lambda job: job.rollout_size,
+        ),
+        when=lambda job: bool(job.settings.given & set(ROLLOUT_SIZES)),
+    ),
+    multiple(
+        "verl.fsdp_size_divides_devices",
+        (FSDP_SIZE,),
+        _DEVICES,
+        FSDP_SIZE,
+        when=lambda job: job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices,
+    ),
+    *apply_if(
+        lambda job: job.fully_async,
+        [
+            equal(
+                "verl.async_train_batch_is_zero",
+                (TRAIN,),
+                TRAIN,
+                0,
+                candidates=lambda job: [0],
+                note=(" in fully asynchronous training, which has no batch of prompts"),
+            ),
+            equal(
+                "verl.async_gen_batch_is_one",
+                (GEN,),
+                GEN,
+                1,
+                when=lambda job: job[GEN] is not None,
+                note=" in fully asynchronous training",
+            ),
+        ],
+    ),
+    at_least(
+        "verl.data_set_fills_a_step",
+        ("num_prompts", TRAIN),
+        ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
+        ("a step's {:,}", lambda job: job.prompts),
+        when=lambda job: job["num_prompts"] is not None,
+    ),
+]
 _EMPTY = "the run divides by it or stays empty"
+_LAUNCHED = ("trainer.nnodes", DEVICES)  # the check looks at these
 POSITIVE: Rules = [
-    *positive("verl", [TRAIN], f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants 0",
-        when=lambda job: not job.fully_async, found_by="run"),
-    *[rule for key in COUNTS
-      for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
-    *positive("verl", STATIC_COUNTS, "the run divides by it", when=lambda job: job.is_static("actor"), found_by="run"),
-    *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
-    *[rule for role in ("critic", REF) for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)
-      for rule in positive("verl", [f"{role}.torchtitan.{name}"], _EMPTY, found_by="run",
-          when=lambda job: "torchtitan" in job.strategies.values())],
-]  # fmt: skip
+    *positive(
+        "verl",
+        [TRAIN],
+        f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants"
+        " 0",
+        when=lambda job: not job.fully_async,
+        found_by="run",
+    ),
+    *positive("verl", _LAUNCHED, _EMPTY),
+    *positive("verl", set(COUNTS) - {*_LAUNCHED}, _EMPTY, found_by="run"),
+    *positive(
+        "verl",
+        STATIC_COUNTS,
+        "the run divides by it",
+        when=lambda job: job.is_static("actor"),
+        found_by="run",
+    ),
+    *positive(
+        "verl",
+        CRITIC_COUNTS,
+        "the critic needs it",
+        when=lambda job: job.has_critic,
+        found_by="run",
+    ),
+]
 RULES: Rules = [
     *POSITIVE,
-    *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
+    *positive(
+        "verl",
+        ["num_prompts", "trainer.total_epochs", LAST],
+        "nothing would be trained",
+        found_by="run",
+    ),
     *[rule for model in PREFIXES for rule in _model_starts(model)],
     *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
-]  # fmt: skip
+]
 DIALECT = Dialect(
     job=VerlJob,
     rules=RULES,

@@ -680,3 +680,23 @@ def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
         ok=True,
         note="a trainer of a fork",
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{A}fsdp_config.grad_offload=True",
+        f"{R}val_kwargs.max_reward=3.0",
+        f"{A}optim.nonsense=1",
+        f"{R}engine_kwargs.vllm.swap_space=1",
+    ],
+)
+def test_keys_of_sections_are_looked_up_as_hydra_does(key):
+    """Below the third level too, a key that the version does not have is refused, and
+    accepted with `+`.
+    """
+    command = f"{PPO} {NEW}".split()
+    stated = ["verl_version=0.9"]
+    found = check_command([*command, key], "verl", stated)
+    expect(found, rules=["known_keys"], message=f"{key.partition('=')[0]} must be")
+    assert check_command([*command, f"+{key}"], "verl", stated).ok
