@@ -888,6 +888,7 @@ class Version:
     notes: Sequence[str] = ()  # which it is, and why
     others: tuple[str, ...] = ()  # versions that are possible as well
     is_fork: bool = False  # whether the user has said so
+    questions: tuple[ConfigError, ...] = ()  # what must be answered to know it
 
 
 # From what a source sets, and its keys in base files beside it.
@@ -922,6 +923,8 @@ def read_hydra(
         recognized=reading.recognized or bool(bases.named),
     )
     version = choose_version(reading, bases.beside)
+    questions = (*reading.questions, *version.questions)
+    reading = dataclasses.replace(reading, questions=questions)
     known_keys = load_known_keys(launch.keys) if launch.keys else None
     settings = type_settings(reading, launch, {**version.defaults, **bases.shipped})
     notes = [*settings.notes, *version.notes]

@@ -335,11 +335,25 @@ class Evidence(NamedTuple):
         ]
 
     def nearest(self) -> str:
-        """Return the version whose rules are nearest to those of the likeliest."""
-        return next(
+        """Return the likeliest of those, or else the one nearest to the likeliest."""
+        rows = [
             name
             for name, generation in GENERATIONS.items()
             if self.numbers[0] in (generation.number, *generation.nearest_to)
+        ]
+        return [*self.covered(), *rows][0]
+
+    def question(self, fork: str, reading: Reading) -> ConfigError:
+        """Return the question which of the rules a source follows."""
+        what = f"unknown, a fork: {fork}"
+        if not fork:
+            what = f"unknown: this is for veRL 0.{self.numbers[0]} ({self.why})"
+        return ConfigError(
+            f"{what}, and rampup has the rules of {', '.join(GENERATIONS)}",
+            fix=f"if it follows one of them, say which: {WORD}={self.nearest()}",
+            key=WORD,
+            path=reading.path,
+            line=(reading.command and reading.command.line) or None,
         )
 
 
@@ -357,40 +371,27 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         if WORD in reading.leaves:
             words.insert(0, str(reading.leaves[WORD].value))
         evidence = _find_versions(reading, beside)
-        command = reading.command
-        program = "" if command is None else program_of(command)
-        is_fork = not _PROGRAMS.fullmatch(program)
-        fork = f"this starts {program}, a trainer of a fork" if is_fork else ""
         possible = evidence.covered()
-        if words:
-            version, possible = _stated_version(words[-1]), []
-            because = f"{WORD} says so"
-        elif possible and not is_fork:
-            version, *possible = possible
-            because = evidence.why
-        else:
-            name = f"veRL 0.{evidence.numbers[0]} ({evidence.why})"
-            known = ", ".join(GENERATIONS)
-            raise ConfigError(
-                f"unknown{', a fork' * is_fork}: {fork or name}, and its rules may"
-                f" differ from those that rampup has, of {known}",
-                fix=f"if it follows one of them, say which: {WORD}={evidence.nearest()}",
-                key=WORD,
-                path=reading.path,
-                line=command.line or None if command else None,
-            )
+        fork = _fork(reading)
         # A word that answers a question chooses rules; the keys are those of the source.
-        is_answer = not words or not evidence.covered()
-        keys_of = evidence.numbers[0] if is_answer else GENERATIONS[version].number
-        said = f"the rules are those of veRL {version}: {because}"
-        notes = [f"{said}. {WORD}=... chooses another."] if because else []
-        if is_fork:
-            notes.append(f"{fork}: its rules may differ from those of veRL.")
+        keys_of, because, questions = evidence.numbers[0], evidence.why, []
+        if words:
+            version, because = _stated_version(words[-1]), f"{WORD} says so"
+            keys_of = GENERATIONS[version].number if possible else keys_of
+        else:
+            version = evidence.nearest()
+            if fork or not possible:
+                questions = [evidence.question(fork, reading)]
+        notes = (
+            [f"the rules are those of veRL {version}: {because}."] if because else []
+        )
+        notes += [f"{fork}: its rules may differ from those of veRL."] if fork else []
         return Version(
             defaults={WORD: version, **GENERATIONS[version].defaults},
             notes=notes,
-            others=tuple(possible),
-            is_fork=is_fork,
+            others=() if words else tuple(possible[1:]),
+            is_fork=bool(fork),
+            questions=tuple(questions),
         )
 
     settings = read_hydra(source, others, launch, choose)
@@ -401,6 +402,14 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         if not known.has(name, keys_of)
     }
     return dataclasses.replace(settings, looked_up=unknown)
+
+
+def _fork(reading: Reading) -> str:
+    """Return that a source starts a trainer that is none of veRL's; empty if not."""
+    program = "" if reading.command is None else program_of(reading.command)
+    if _PROGRAMS.fullmatch(program):
+        return ""
+    return f"this starts {program}, a trainer of a fork"
 
 
 def _stated_version(text: str) -> str:
@@ -638,7 +647,7 @@ class VerlJob(RolloutJob):
             elif size <= 1 and not self.of.old_workers:
                 size = self[SEQUENCE[model]]
             self.model_sizes[model] = size
-        self.replicas = {
+        self.replicas: dict[str, int] = {
             model: self.devices // max(size, 1)
             for model, size in self.model_sizes.items()
         }
@@ -676,7 +685,7 @@ class VerlJob(RolloutJob):
             minis += [self.effective(CRITIC_MINI)] if self.has_critic else []
             sizes = [mini * self.samples_per_prompt for mini in minis]
             needed = math.lcm(self.replicas["actor"], *sizes)
-        self.padded_part = -(-self.part_samples // needed) * needed
+        self.padded_part: int = -(-self.part_samples // needed) * needed
         self.padded_samples = (self.padded_part - self.part_samples) * self.sync_step
 
     def _count_updates(self) -> None:
@@ -1217,21 +1226,27 @@ def _minimal_batch(job: VerlJob) -> Term:
     return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
 
 
-def _strategy_fits(name: str) -> Rule[VerlJob]:
-    """Return the rule that a strategy is one of the engine's. The check reads the
-    actor's Megatron sizes, and stops; the critic's engine stops later.
+def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
+    """Return the rule that a strategy is one of the engine's; the check finds only the
+    actor's, with a static batch.
     """
     key = f"{PREFIXES[name]}.strategy"
+
+    def applies(job: VerlJob) -> bool:
+        is_read = name == "actor" and job.is_static(name) and not job.fully_async
+        return name in job.models and checked == is_read
+
     return Rule(
         name=f"verl.{name}_strategy_fits_engine",
         keys=("model_engine", key),
-        when=lambda job: name in job.models,
+        when=applies,
         holds=lambda job: not job.is_foreign(key),
         message=lambda job: (
             f"{key}={job[key]} is not a backend of model_engine={job['model_engine']},"
             " whose configuration has none of its sizes"
         ),
         candidates=lambda job: ["megatron"],
+        found_by="validator" if checked else "run",
     )
 
 
@@ -1266,7 +1281,7 @@ _LOSSES = (
 # The classes of veRL's settings check these, so they hold for every trainer that uses
 # them.
 _CHECK += [
-    _strategy_fits("actor"),
+    _strategy_fits("actor", checked=True),
     Rule(
         name="verl.keys_fit_engine",
         keys=("model_engine",),
@@ -1474,7 +1489,8 @@ _RUN: Rules = [
     *map(_old_micro_reaches_replicas, ("actor", "critic", "rollout", "ref")),
     *_old_worker("actor"),
     *_old_worker("critic"),
-    _strategy_fits("critic"),
+    _strategy_fits("actor", checked=False),
+    _strategy_fits("critic", checked=False),
     *apply_if(
         lambda job: not job.of.old_workers,
         [

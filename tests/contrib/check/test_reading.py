@@ -262,11 +262,11 @@ def test_files_of_forks_are_questions_or_have_notes(tmp_path):
         check_file(path, "megatron")
     assert check_file(path, "megatron", ["enable_hetero=null"]).ok
     path.write_text(
-        "defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {sac: {gamma: 1}}}\n"
+        "defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {own: {gamma: 1}}}\n"
     )
     expect(
         check_file(path, "verl"),
-        note="no version of veRL has actor_rollout_ref.actor.sac.gamma (line 2)",
+        note="no version of veRL has actor_rollout_ref.actor.own.gamma (line 2)",
     )
 
 

@@ -23,12 +23,15 @@ from rampup.contrib.check.verl import (
     DYNAMICS,
     FILTER,
     GEN,
+    GENERATIONS,
+    LOSS,
     MICROS,
     MINIS,
     OLD_MICROS,
     REFILL,
     RESPONSES,
     TRAIN,
+    WORD,
     WORKERS,
 )
 from rampup.errors import ConfigError
@@ -70,9 +73,7 @@ MEGATRON = {STRATEGY: "megatron", TP: 2}
 C_MEGATRON = {**CRITIC, "critic.strategy": "megatron"}
 REF_ONLY = {**KL, **BUDGET, REF_LOG: None, SP: 4}
 PACKING = "actor_rollout_ref.model.use_remove_padding"
-DP, BY_MEGATRON, VEOMNI = (
-    {"model_engine": engine} for engine in ("dp", "megatron", "veomni")
-)
+DP, BY_MEGATRON = ({"model_engine": engine} for engine in ("dp", "megatron"))
 COUNTS = (TRAIN, RESPONSES, MINI, MICRO, LOG, SP, f"{A}ppo_epochs", C_MINI, WORKERS)
 verl = checker("verl", BASE)
 BOUNDARIES = [
@@ -90,10 +91,10 @@ BOUNDARIES = [
     ("actor_old_micro_divides_mini", {}, {MICRO: None, OLD: 12}, "rejects"),
     ("actor_old_micro_reaches_every_device", {}, {MICRO: None, OLD: 4}, "rejects"),
     (
-        "megatron_micro_per_gpu_needed",
+        "actor_micro_per_gpu_needed",
         MEGATRON,
         {**MEGATRON, MICRO: None, OLD: 8},
-        "rejects",
+        "accepts",
     ),
     (
         "sequence_parallel_needs_packing",
@@ -187,11 +188,12 @@ BOUNDARIES = [
         {**V0, WORKERS: 257},
         "accepts",
     ),
+    ("loss_is_known", {LOSS: "token-sum"}, {LOSS: "token-product"}, "rejects"),
     (
-        "parts_divide_train",
-        {"trainer.v1.sync.parameter_sync_step": 4},
-        {"trainer.v1.sync.parameter_sync_step": 3},
-        "accepts",
+        "loss_is_known",
+        {WORD: "0.4", LOSS: "seq-mean-token-sum"},
+        {WORD: "0.4", LOSS: "token-sum"},
+        "rejects",
     ),
     (
         "part_is_one_mini_batch",
@@ -229,14 +231,6 @@ BOUNDARIES = [
         "actor_strategy_fits_engine",
         {**DP, **BUDGET},
         {**DP, **BUDGET, STRATEGY: "megatron"},
-        "accepts",
-    ),
-    ("actor_strategy_fits_engine", DP, {**DP, STRATEGY: "veomni"}, "accepts"),
-    ("actor_strategy_fits_engine", VEOMNI, {**VEOMNI, STRATEGY: "megatron"}, "rejects"),
-    (
-        "actor_strategy_fits_engine",
-        BY_MEGATRON,
-        {**BY_MEGATRON, STRATEGY: "veomni"},
         "accepts",
     ),
     ("keys_fit_engine", DP, {**DP, TP: 2}, "rejects"),
@@ -380,39 +374,35 @@ def test_passes_over_a_step_are_counted():
     assert verl(CRITIC).plan.critic.token_budget == 32_768
 
 
-ENGINE = {
-    "dp": {},
-    "megatron": {TP: 2, f"{A}megatron.pipeline_model_parallel_size": 2},
-    "veomni": {f"{A}veomni.ulysses_parallel_size": 4},
-    "torchtitan": {
-        f"{A}torchtitan.tensor_parallel_size": 4,
-        f"{A}torchtitan.data_parallel_shard_size": 2,
-    },
-}
+PP = f"{A}megatron.pipeline_model_parallel_size"
 
 
-@pytest.mark.parametrize(
-    ("engine", "replicas"),
-    [("dp", 8), ("megatron", 2), ("veomni", 2), ("torchtitan", 2)],
-)
-def test_model_engine_chooses_the_backend(engine, replicas):
+def test_model_engine_chooses_the_backend():
     """`model_engine` selects the base files, and with them the backend
     (trainer/config/ppo_trainer.yaml).
     """
-    found = verl(ENGINE[engine], {"model_engine": engine})
-    assert found.ok, rules(found)
-    assert found.derived["data_parallel_size"] == replicas
-    assert found.derived["accumulation_steps"] == 64 // replicas // 4
-    fills = "torchtitan_fills_devices" in rules(
-        verl(ENGINE[engine], {"model_engine": engine, GPUS: 16})
-    )
-    assert fills == (engine == "torchtitan")
-    empty = "critic.torchtitan.data_parallel_shard_size"
-    assert (
-        f"positive.{empty}" in rules(verl(CRITIC, {"model_engine": engine, empty: 0}))
-    ) == (engine == "torchtitan")
-    critic = verl(ENGINE[engine], CRITIC, {"model_engine": engine, GPUS: 6})
-    assert critic.ok == (engine == "dp" and 64 % 6 == 0)
+    for sizes, replicas in ((DP, 8), ({**BY_MEGATRON, TP: 2, PP: 2}, 2)):
+        found = verl(sizes)
+        assert found.ok, rules(found)
+        assert found.derived["data_parallel_size"] == replicas
+        assert found.derived["accumulation_steps"] == 64 // replicas // 4
+        critic = verl(sizes, CRITIC, {GPUS: 6})
+        assert critic.ok == (sizes is DP and 64 % 6 == 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_engine", "veomni"),
+        ("model_engine", "torchtitan"),
+        (STRATEGY, "fsdp_turbo"),
+        ("critic.strategy", "veomni"),
+    ],
+)
+def test_backends_without_rules_are_refused(key, value):
+    """The rules cover FSDP and Megatron; another backend has sizes of its own."""
+    with pytest.raises(ConfigError, match=f"{key}={value}.*cover FSDP and Megatron"):
+        verl({key: value})
 
 
 def test_commands_start_from_the_base_file_of_fsdp():
@@ -535,10 +525,20 @@ EARLY = (
 )
 def test_verdict_equals_the_checks_and_workers_of_each_version(case):
     """The answers are those of the validators and workers of 0.2 to 0.7, run on the
-    same sizes.
+    same sizes; versions without rules of their own have those of the nearest.
     """
-    found = verdict("verl", nested(case["config"]), f"verl_version={case['version']}")
-    expect(found, **case["expect"])
+    number = int(case["version"][2:])
+    nearest = next(
+        name
+        for name, generation in GENERATIONS.items()
+        if number in (generation.number, *generation.nearest_to)
+    )
+    # 0.3 still counts the samples of a critic's mini batch, and since 0.5 the critic's
+    # size is the deprecated key by default.
+    is_critic = case["config"]["algorithm.adv_estimator"] == "gae"
+    if not (is_critic and case["version"] not in GENERATIONS):
+        found = verdict("verl", nested(case["config"]), f"verl_version={nearest}")
+        expect(found, **case["expect"])
 
 
 @pytest.mark.parametrize(
@@ -547,14 +547,14 @@ def test_verdict_equals_the_checks_and_workers_of_each_version(case):
         # A mini batch of more than a step is one update of all samples until 0.2.
         ("0.2", EARLY, {"ok": True, "optimizer_steps": 1, "mini_batch_samples": 128, "note": "more than there is"}),
         # Nothing reads the sizes of the whole job since 0.8.
-        ("0.8", f"{EARLY} {A}ppo_mini_batch_size=8 {A}ppo_micro_batch_size=8", {"validator": "accepts", "run": "fails"}),
+        ("0.9", f"{EARLY} {A}ppo_mini_batch_size=8 {A}ppo_micro_batch_size=8", {"validator": "accepts", "run": "fails"}),
         # Only the newer trainer pads; the older workers take what is left as a last,
         # smaller mini batch.
         ("0.9", f"{NEW} {A}ppo_mini_batch_size=48", {"run": "pads", "padded_samples": 128}),
         ("0.4", f"{NEW} {A}ppo_mini_batch_size=48",
          {"run": "runs", "optimizer_steps": 2, "note": "the last update of a step has 64 samples instead of 192"}),
         # A pass of log-probabilities may be larger than what there is, until 0.7.
-        ("0.6.1", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"ok": True}),
+        ("0.4.1", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"ok": True}),
         ("head", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"rules": ["rollout_micro_divides_share"]}),
     ],
 )  # fmt: skip
@@ -581,15 +581,9 @@ def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
 
     assert check(f"{PPO} {NEW}").version == "veRL of August 2026 (1dda039)"
     found = check(f"{PPO} {EARLY}")  # its sizes of the whole job are read until 0.7
-    assert found.version == "veRL 0.7"
-    expect(
-        found,
-        note=[
-            "later versions do not read",
-            "0.2: 128 samples, 1 update of 128",
-            "verl_version=... chooses one",
-        ],
-    )
+    assert found.version == "veRL 0.4"
+    said = ["later versions do not read", "0.2: 128 samples, 1 update of 128"]
+    expect(found, note=[*said, "verl_version=... chooses one"])
     fitting = "the rules are those of veRL 0.2: +trainer.balance_batch does not fit"
     expect(check(f"{PPO} {NEW} +trainer.balance_batch=True"), note=fitting)
     (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4rc1\n")
@@ -599,9 +593,34 @@ def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
     found = check(f"{PPO} {EARLY}")
     assert (found.version, found.ok) == ("veRL 0.2", True)
     expect(found, note="verl/version/version says 0.0.2")
-    assert check(f"{PPO} {EARLY}", "verl_version=0.3.0.post1").version == "veRL 0.3"
-    with pytest.raises(ConfigError, match=r"verl_version=1\.5 must be one of 0\.1, "):
-        check(f"{PPO} {EARLY}", "verl_version=1.5")
+    assert check(f"{PPO} {EARLY}", "verl_version=0.4.1").version == "veRL 0.4"
+    with pytest.raises(ConfigError, match=r"verl_version=0\.6 must be one of 0\.2, 0"):
+        check(f"{PPO} {EARLY}", "verl_version=0.6")
+
+
+@pytest.mark.parametrize(
+    ("version", "nearest", "key"),
+    [
+        ("0.6.1", "0.4", "global_profiler.steps=null"),
+        ("0.8.0", "0.9", "trainer.use_v1=False"),
+    ],
+)
+def test_a_version_without_rules_is_named_and_asked_about(
+    tmp_path, version, nearest, key
+):
+    """The answer chooses the rules, and keeps the keys of the file's own version."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"{PPO} {NEW} trainer.nonsense=1 {key}\n")
+    (tmp_path / "requirements.txt").write_text(f"verl=={version}\n")
+    said = rf"for veRL {version[:3]} \(.*pins {version}\).*verl_version={nearest}"
+    with pytest.raises(ConfigError, match=said):
+        check_file(script, "verl")
+    found = check_file(script, "verl", [f"verl_version={nearest}"])
+    assert rules(found) == ["known_keys"]
+    message = found.violations[0].message
+    assert "trainer.nonsense" in message
+    assert ("use_v1" in message) == (version == "0.8.0")
+    assert "profiler" not in message
 
 
 def test_program_starts_from_the_base_file_beside_it(tmp_path):
