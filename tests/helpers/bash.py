@@ -29,7 +29,7 @@ sh() { command bash "$@"; }
 sbatch() { while [[ "$1" != *.sh ]]; do shift; done; command bash "$@"; }
 srun() { while [[ "$1" == -* ]]; do shift; done; "$@"; }
 """
-PROGRAMS = "bash env dirname basename realpath readlink seq cut tr wc awk grep cat"
+PROGRAMS = "bash env expr dirname basename realpath readlink seq cut tr wc awk grep cat"
 
 
 def commands_by_bash(text, tmp_path, arguments=()):

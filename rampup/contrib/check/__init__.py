@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from rampup.config.yaml import read_text
+from rampup.contrib.check.foreign import COVERED, FOREIGN
 from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, doubled_sizes, find_violations
 from rampup.contrib.check.verdict import Meaning, Verdict
@@ -39,40 +40,7 @@ SHARED = frozenset({
     "num_nodes", "nnodes", "num_devices", "num_processes", "num_layers", "seq_length", "micro_batch_size", "batch_size",
     "train_batch_size", "eval_batch_size", "deepspeed", "num_epoch", "num_epochs", "num_batches", "world_size",
 })  # fmt: skip
-# What no file of another system says. It is looked for first, so that a launch with a
-# word of a foreign system stays one.
-_COVERED = re.compile(
-    r"(?i)\bactor_rollout_ref\b|\bpolicy_mini_batch_size\b|\bskyrl[\w.]*\.main\w*|\bmaxtext[\w./]*[./]\w*train"
-    r"|\bbase_config\s*:|\btrlx\b|\bper_device_batch_size\b|\bici_\w+_parallelism\b"
-)
-# The name of each system, and texts that its files have: all of one row. The first
-# system that fits counts.
-_MARKS: tuple[tuple[str, str], ...] = (
-    ("OLMo-core", r"\bolmo_core\b"),
-    ("torchtitan", r"\btorchtitan\b|--training\.(?:local|global)_batch_size\b"),
-    ("torchtitan", r"^\[training\] & ^(?:local|global)_batch_size *="),
-    ("OpenRLHF", r"\bopenrlhf\b"),
-    ("EasyR1", r"\bverl\.trainer\.main\b"),
-    ("EasyR1", r"^worker\s*: & ^\s+rollout_batch_size\s*:"),
-    ("slime", r"--rollout-batch-size\b & --num-rollout\b|--n-samples-per-prompt\b|\bslime\b"),
-    ("NeMo-RL", r"\bnum_prompts_per_step\b|\bnemo[_-]rl\b|\btrain_global_batch_size\b|\bval_global_batch_size\b"),
-    ("LLaMA-Factory", r"\bllamafactory\b|\bllamafactory-cli\b|^\s*(?:--)?finetuning_type\b"),
-    ("axolotl", r"\baxolotl\b"),
-    ("axolotl", r"^base_model\s*: & ^(?:datasets|rl)\s*: & ^micro_batch_size\s*:"),
-    ("nanotron", r"\bnanotron\b|\bbatch_accumulation_per_replica\b"),
-    ("Levanter", r"\blevanter\b|\bper_device_parallelism\b"),
-    ("Levanter", r"^\s+train_batch_size\s*: & ^\s+(?:tracker|num_train_steps)\s*:"),
-    ("TRL", r"\bper_device_train_batch_size\b & \bnum_generations\b|\btrl\b|\b(?:DPO|GRPO|SFT|PPO|KTO)(?:Config|Trainer)\b"
-            r"|^beta\s*:|^(?:loss_type|max_prompt_length|use_vllm)\s*:"),
-    ("TRL", r"^\s*(?:accelerate launch|python3?|uv run)?.*\btrl (?:sft|dpo|grpo|ppo|kto|rloo|reward)\b"),
-    ("the Hugging Face Trainer", r"\bper_device_train_batch_size\b|\bTrainingArguments\b"),
-    ("DeepSpeed", r"\A\s*\{ & \"(?:train_micro_batch_size_per_gpu|zero_optimization|train_batch_size)\""),
-    ("accelerate", r"^distributed_type\s*: & ^(?:num_processes|mixed_precision|compute_environment)\s*:"),
-)  # fmt: skip
-_FOREIGN = tuple(
-    (name, tuple(re.compile(part, re.MULTILINE) for part in marks.split(" & ")))
-    for name, marks in _MARKS
-)
+_COVERED = re.compile(COVERED)
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100
 
@@ -120,31 +88,39 @@ def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
     """
     _refuse_foreign(source)
     found = _recognize(source, overrides)
-    if not found:
-        said = (
-            f"this looks like a file of no system that rampup can read ({READABLE}); if"
-            " it is one, say which with --from"
-        )
-        raise ConfigError(said, key="from", nearest=SYSTEMS, path=_path(source))
-    return found[0][0]
+    if found:
+        return found[0][0]
+    for system in SYSTEMS:  # what one of them says of it is a better reason
+        launch = load_dialect(system).launch
+        if launch.program.search(_text(source)):
+            read_source(source, overrides, launch)
+    raise ConfigError(
+        f"this looks like a file of no system that rampup can read ({READABLE})",
+        fix="if it is one, say which with --from",
+        key="from",
+        nearest=SYSTEMS,
+        path=_path(source),
+    )
 
 
 def _refuse_foreign(source: Source) -> None:
-    """Refuse a file or a command of a system that the rules do not cover, by its
-    name.
+    """Refuse a file or a command of a system that the rules do not cover, by its name,
+    with what its update is.
     """
-    text = _COMMENT.sub(
-        "", " ".join(source) if isinstance(source, tuple) else read_text(source)
-    )
-    name = next(
-        (name for name, marks in _FOREIGN if all(mark.search(text) for mark in marks)),
-        None,
-    )
-    if name and not _COVERED.search(text):
-        said = (
-            f"this is a file of {name}, which rampup cannot check; it reads {READABLE}"
+    text = _COMMENT.sub("", _text(source))
+    found = (row for row in FOREIGN if all(mark.search(text) for mark in row.marks))
+    if (row := next(found, None)) and not _COVERED.search(text):
+        raise ConfigError(
+            f"this is a file of {row.name}, which rampup cannot check; it reads"
+            f" {READABLE}",
+            fix=f"its update is {row.update}: plan that with `rampup plan`",
+            key="from",
+            path=_path(source),
         )
-        raise ConfigError(said, key="from", path=_path(source))
+
+
+def _text(source: Source) -> str:
+    return " ".join(source) if isinstance(source, tuple) else read_text(source)
 
 
 def _path(source: Source) -> str | None:

@@ -64,6 +64,7 @@ DELAY = "pipeline_delay_activation_forwarding"
 RAMP = "enable_rampup_batch_size"
 STAGE_LAYERS = "num_layers_per_pipeline_stage"
 SHARD_OPTIMIZER = "shard_optimizer_over_data"
+VERSION = "maxtext_version"
 TUNIX = "use_tunix_gradient_accumulation"
 # How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
 AXIS_GROUPS: dict[str, tuple[str, ...]] = {
@@ -103,6 +104,7 @@ KEYS = {
     DELAY: entry(False, "forward one tick later", kind="bool"),
     SHARD_OPTIMIZER: entry(False, "shard the optimizer state over the data axis", kind="bool"),
     TUNIX: entry(False, "divide each accumulation pass by its own tokens", kind="bool"),
+    VERSION: entry("2026-08", "the version whose rules count", kind="text", choices=("2026-08",)),
     "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, nullable=True, unit="devices"),
     **{f"{group}_{axis}_parallelism": entry(
            -1 if axis == AUTOMATIC[group] else 1, f"{where} along the {axis} axis; -1 = the rest", unit="devices")
@@ -237,6 +239,12 @@ LAUNCH = Launch(
         r"(?i)train_(?:tokenizer|rl|grpo)\b|train_compile_xaot|"
         r"(?:\bmaxtext[\w./]*[./]|(?<=[\s/]))(?:decode|inference\w*|\w*generat\w*|evaluat\w*)(?:\.py)?(?=\s|$)"
     ),
+    # MaxText's own programs, of today and of 2024 and 2025.
+    own=re.compile(
+        r"(?i)(?:.*/)?(?:train|train_compile|elastic_train|goodput_train|sft_train(?:er)?"
+        r"|train_(?:sft|dpo|distill)\w*)|"
+    ),
+    follows=f"{VERSION}=2026-08",
     example="python3 -m maxtext.trainers.pre_train.train base.yml key=value",
     entries=KEYS,
     canonical=lambda name: ALIASES.get(name, name),

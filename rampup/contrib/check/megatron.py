@@ -92,7 +92,7 @@ UNEVEN_LAYERS: dict[str, tuple[str, Kind]] = {
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed", *UNEVEN_LAYERS)
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
-# Options of DeepSpeed's launcher, by those of torchrun. With a file of hosts they are
+# Options of DeepSpeed's launcher, and those of torchrun. With a file of hosts they are
 # bounds.
 _DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
 _PLAIN = (
@@ -274,6 +274,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     overridden = {name for name, *_ in renamed}
     notes = [*reading.notes]
     command = reading.command
+    if command is not None and _starts_swift(command):
+        notes.append("ms-swift starts this: the rules are those of Megatron-LM.")
     if command is None:
         # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a
         # script.
@@ -397,16 +399,7 @@ def _find_devices(
     """Return the keys of a command with those that DeepSpeed's launcher, Slurm, MPI or
     a manifest gives to it.
     """
-    located = {**leaves}
-    if "hostfile" not in located and any(
-        word.rpartition("/")[2] == "deepspeed" for word in command.words
-    ):
-        located = {_DEEPSPEED.get(name, name): value for name, value in located.items()}
-        included = option(command, "--include", "-i") or ""
-        if re.fullmatch(r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*", included):
-            located.setdefault(
-                "world_size", command.locate(len(re.findall(r"[:,]\d", included)))
-            )
+    located = {**_read_launcher(command), **leaves}
     # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each
     # device.
     is_launched = any(map(_LAUNCHER.search, command.words))
@@ -432,6 +425,39 @@ def _find_devices(
         }
         located.setdefault("world_size", command.locate(command.machine.devices))
     return located
+
+
+def _read_launcher(command: Command) -> dict[str, Located]:
+    """Return the devices that the launcher of a command says: in its options, those of
+    the command around it, or the variables of ms-swift.
+    """
+    found: dict[str, Located] = {}
+    launcher = command
+    if command.outer:
+        launcher = command._replace(words=command.outer)
+    names = {word.rpartition("/")[2] for word in launcher.words}
+    options = read_options(launcher)
+    if "deepspeed" in names and "hostfile" not in options:
+        found |= {
+            key: options[name] for name, key in _DEEPSPEED.items() if name in options
+        }
+        included = option(launcher, "--include", "-i") or ""
+        if re.fullmatch(r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*", included):
+            count = len(re.findall(r"[:,]\d", included))
+            found["world_size"] = command.locate(count)
+    if "msrun" in names and "worker_num" in options:
+        found["world_size"] = options["worker_num"]
+    if _starts_swift(command):
+        for name in ("nnodes", "nproc_per_node"):
+            if value := command.environment.get(name.upper()):
+                number = int(value) if value.isdecimal() else value
+                found[name] = command.locate(number)
+    return found
+
+
+def _starts_swift(command: Command) -> bool:
+    """Return whether a command is ms-swift's `megatron sft`."""
+    return command.words[0].rpartition("/")[2] in ("megatron", "swift")
 
 
 def _starts_one_process(command: Command) -> bool:

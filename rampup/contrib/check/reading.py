@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
@@ -450,6 +450,7 @@ _LAUNCHERS = (
     "deepspeed.",
     "accelerate.",
 )  # modules that start a program
+LINE = "line"  # the setting that chooses one of several commands
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
 SEARCH_PATH = (  # of a command: where Hydra looks for further base files
@@ -608,7 +609,7 @@ def read_source(
     reading = _ask_of_forks(_choose(commands, overrides, launch, path, strict), launch)
     kept = [
         item
-        for item in overrides
+        for item in reading.overrides
         if (name := item.partition("=")[0]) not in variables or name in reading.leaves
     ]
     return dataclasses.replace(reading, overrides=kept)
@@ -633,23 +634,34 @@ def option(command: Command | None, *names: str) -> str | None:
     )
 
 
-def _choose(
-    commands: Sequence[Command],
-    overrides: Sequence[str],
-    launch: Launch,
-    path: str,
-    strict: bool,
-) -> Reading:
-    """Return what the command sets that starts the system and sets most of its keys;
-    the first of equals.
-    """
-    found = []
-    other = ""
-    outside: dict[
-        str, Located
-    ] = {}  # the keys of a program that the rules do not cover: they still tell the system
-    unread = list[Command]()
-    for command in commands:
+class _Candidate(NamedTuple):
+    """A command that starts the system or sets keys of it."""
+
+    score: tuple[bool, int]  # whether it starts the system, and how many keys it sets
+    command: Command
+    leaves: Mapping[str, Located]
+
+
+class _Commands:
+    """The commands of a source, by what they may be for a system."""
+
+    def __init__(self, commands: Sequence[Command], launch: Launch) -> None:
+        self.all = commands
+        self.launch = launch
+        self.found: list[_Candidate] = []
+        self.unread: list[Command] = []  # scripts that are started and not read
+        # A program of the system that the rules do not cover, and its keys, which still
+        # tell the system.
+        self.other = ""
+        self.outside: Mapping[str, Located] = {}
+        for command in commands:
+            self._sort(command)
+        # What follows a command that was cut short is not a command of a trainer.
+        if any(row.score[0] and program_of(row.command) for row in self.found):
+            self.found = [row for row in self.found if not _is_rest(row.command)]
+
+    def _sort(self, command: Command) -> None:
+        launch = self.launch
         text = " ".join(command.words)
         # A script may be given the program that it starts, as in `/opt/launch.sh
         # torchrun pretrain_gpt.py`.
@@ -661,112 +673,171 @@ def _choose(
         ]
         match = launch.others.search(text)
         if command.script and not (command.unread and programs):
-            unread += [command] if command.unread else []
+            self.unread += [command] if command.unread else []
         elif command.skipped or match:
-            other = other or (
-                ""
-                if command.skipped or match is None
-                else show_unknown(match[0]).strip()
-            )
-            outside = outside or launch.read(command)
+            if match and not command.skipped:
+                self.other = self.other or show_unknown(match[0]).strip()
+            self.outside = self.outside or launch.read(command)
         else:
             leaves = launch.read(command)
-            score = (
-                launch.program.search(text) is not None,
-                sum(map(launch.known, leaves)),
+            starts = launch.program.search(text) is not None
+            score = (starts, sum(map(launch.known, leaves)))
+            self.found += [_Candidate(score, command, leaves)] if any(score) else []
+
+    def in_line(self, line: str, path: str) -> None:
+        """Keep the commands that begin in a line, which the user has chosen."""
+        kept = [row for row in self.found if str(row.command.line) == line]
+        if not kept:
+            lines = ", ".join(str(row.command.line) for row in self.found) or "none"
+            raise ConfigError(
+                f"no command of {self.launch.system} begins in line {line}",
+                fix=f"those that do begin in lines {lines}",
+                key=LINE,
+                path=path,
             )
-            found += [(score, command, leaves)] if any(score) else []
-    if not found and not strict:
+        self.found = kept
+
+    def unread_run(self) -> Command | None:
+        """Return a script that is not read and may be the run, or may set its sizes."""
+
+        def is_open(command: Command) -> bool:
+            """Return whether it sources a file whose name is open."""
+            return command.words[0] in ("source", ".") and bool(
+                unknown_names(Path(command.words[1]).name)
+            )
+
+        def sets(command: Command) -> int:
+            return len(self.launch.relevant(command.words))
+
+        first = max(
+            self.unread, key=lambda row: (is_open(row), sets(row)), default=None
+        )
+        if first is None:
+            return None
+        if is_open(first) if self.found else not self.other:
+            return first
+        is_launched = any(row.score[0] for row in self.found)
+        return first if sets(first) and not is_launched else None
+
+    def best(self) -> _Candidate:
+        """Return the command that starts the system and sets most keys; the first of
+        equals.
+        """
+        return max(self.found, key=lambda row: row.score)
+
+    def similar(self, best: _Candidate) -> list[Command]:
+        """Return the other commands that start the same system with keys."""
+        return [
+            row.command
+            for row in self.found
+            if row.score[0] == best.score[0]
+            and row.score[1]
+            and row.command[1:3] != best.command[1:3]
+        ]
+
+
+def _is_rest(command: Command) -> bool:
+    """Return whether a command begins with a setting or an option."""
+    return command.words[0].startswith("-") or "=" in command.words[0]
+
+
+def _choose(
+    commands: Sequence[Command],
+    overrides: Sequence[str],
+    launch: Launch,
+    path: str,
+    strict: bool,
+) -> Reading:
+    """Return what the command sets that starts the system and sets most of its keys, or
+    that begins in the line that the user has chosen.
+    """
+    rows = _Commands(commands, launch)
+    settings = [setting.partition("=") for setting in overrides]
+    lines = [value for name, _, value in settings if name == LINE]
+    overrides = [setting for setting in overrides if setting.partition("=")[0] != LINE]
+    if strict and lines:
+        rows.in_line(lines[-1], path)
+    if not rows.found and not strict:
         return Reading(
             path=path,
-            leaves=outside,
+            leaves=rows.outside,
             overrides=overrides,
-            recognized=any(map(launch.known, outside)),
+            recognized=any(map(launch.known, rows.outside)),
         )
-
-    def is_open(
-        command: Command,
-    ) -> (
-        bool
-    ):  # whether it sources a file whose name depends on what the script does not say
-        return command.words[0] in ("source", ".") and bool(
-            unknown_names(Path(command.words[1]).name)
-        )
-
-    # A script that is not read is the run if it is given keys, or if nothing else is.
-    # One with an open name may set its sizes.
-    launched = any(row[0][0] for row in found)
-    first = max(
-        unread,
-        key=lambda row: (is_open(row), len(launch.relevant(row.words))),
-        default=None,
-    )
-    if first and (
-        (is_open(first) if found else not other)
-        or (launch.relevant(first.words) and not launched)
-    ):
+    if first := rows.unread_run():
         said = f"this starts or sources a script that is not read: {first.unread}"
         raise ConfigError(said, key="from", path=first.path, line=first.line or None)
-    if not found:
-        raise _starts_nothing(commands, other, launch, path)
-    score, command, leaves = max(found, key=lambda row: row[0])
-    marker = next(
-        (
-            word
-            for word in command.words
-            if word[:1] == OPTIONS and MARKER.fullmatch(word)
-        ),
-        "",
+    if not rows.found:
+        raise _starts_nothing(commands, rows.other, launch, path)
+    best = rows.best()
+    if strict:
+        _refuse_open_words(best.command)
+    return Reading(
+        path=best.command.path,
+        leaves=best.leaves,
+        overrides=overrides,
+        command=best.command,
+        notes=tuple(_notes_of(best, rows, path)),
+        recognized=best.score[0],
     )
-    if strict and marker:
-        [name] = unknown_names(marker)
-        said = (
-            f"{explain_unknown(marker)}, and sizes in this command depend on it; add"
-            f" {name}=..."
-        )
-        raise ConfigError(said, key=name, path=command.path, line=command.line or None)
-    notes = []
+
+
+def _refuse_open_words(command: Command) -> None:
+    """Refuse a command whose words are not known to be those of the run."""
+    path, line = command.path, command.line or None
+    for word in command.words:
+        if word[:1] == OPTIONS and MARKER.fullmatch(word):
+            [name] = unknown_names(word)
+            raise ConfigError(
+                f"{explain_unknown(word)}, and sizes in this command depend on it",
+                fix=f"add {name}=...",
+                key=name,
+                path=path,
+                line=line,
+            )
+        if re.fullmatch(r"\s+#.*", word):
+            raise ConfigError(
+                "a backslash before a blank and a comment does not continue the line:"
+                " the comment's words are arguments, and the next line is a command of"
+                " its own",
+                fix="move the comment",
+                key="from",
+                path=path,
+                line=line,
+            )
+
+
+def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
+    """Yield which command was read, what it lost, and what beside it was not read."""
+    command = best.command
     if command.line:
         shown = show_unknown(" ".join(command.words))
         here = f"line {command.line}" + (
             f" of {command.path}" if command.path != path else ""
         )
-        similar = [
-            row[1]
-            for row in found
-            if row[0][0] == score[0] and row[0][1] and row[1][1:3] != command[1:3]
-        ]
-        rows = sorted(
+        places = sorted(
             {
                 (other.path != command.path and other.path, other.line)
-                for other in similar
+                for other in rows.similar(best)
             }
         )
-        others = [f"{line} of {file}" if file else str(line) for file, line in rows]
-        also = (
-            f"; similar commands in {'lines' if len(others) > 1 else 'line'}"
-            f" {', '.join(others)}"
-            if others
-            else ""
-        )
-        notes.append(
+        others = [f"{line} of {file}" if file else str(line) for file, line in places]
+        also = ""
+        if others:
+            also = (
+                f"; similar commands in {'lines' if len(others) > 1 else 'line'}"
+                f" {', '.join(others)}: {LINE}={places[0][1]} chooses another"
+            )
+        yield (
             f"read from {here}:"
             f" {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}"
         )
     if command.machine.devices:
-        notes.append(f"the manifest asks for {command.machine.devices:,} devices.")
-    notes += _command_notes(command)
-    notes += dict.fromkeys(f"{row.remark}." for row in commands if row.remark)
-    notes += dict.fromkeys(
-        f"{row.unread}; what it sets or starts is not read." for row in unread
-    )
-    return Reading(
-        path=command.path,
-        leaves=leaves,
-        overrides=overrides,
-        command=command,
-        notes=tuple(notes),
-        recognized=score[0],
+        yield f"the manifest asks for {command.machine.devices:,} devices."
+    yield from _command_notes(command)
+    yield from dict.fromkeys(f"{row.remark}." for row in rows.all if row.remark)
+    yield from dict.fromkeys(
+        f"{row.unread}; what it sets or starts is not read." for row in rows.unread
     )
 
 

@@ -171,6 +171,8 @@ WITH_ARGUMENTS = {
     "break in an if": ("for n in 1 2 4 8; do if [ $n -gt 2 ]; then break; else N=$n; fi; done; run $n $N", ""),
     "long list": ("for i in {1..100}; do L=$i; done; for i in {3..1}; do run $i $L; done", ""),
     "seq": ("for i in $(seq 2 3 9) $(seq 2); do run $i; done; run $(seq 3 -1 1)", ""),
+    "expr": (r"N=8; GAS=$(expr 128 / $N); run $GAS $(expr $GAS \* $N - 3) $(expr 7 % 4) `expr 2 + 3 \* 4`", ""),
+    "a subscript in a subscript": ("P=(a b c); R=7; run ${P[$(( R % ${#P[*]} ))]} ${P[${#P[@]} - 1]}", ""),
     "return of a status": ('big() { if [ $1 -gt 4 ]; then return 0; fi; return 1; }; if big 8; then N=8; fi; if ! big 2; then M=2; fi; big 3 || K=3; run $N $M $K', ""),
     "return from a loop": ('first() { for x in "$@"; do if [[ $x == b* ]]; then R=$x; return; fi; done; R=none; }; first a bc bd; run $R; first a; run $R', ""),
     "shift too far": ('shift 5; run "$@"; shift 2; run "$@" $#', "1 2 3"),

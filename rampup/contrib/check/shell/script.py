@@ -4,7 +4,7 @@ guessed.
 A script is parsed into nodes, and these are evaluated as bash would. A value that only
 a run could know (the output of a command, the environment, positional parameters) is
 *unknown*: a marker with a name in the text, which spreads to all that is made of it.
-The environment counts as empty, so `${X:-8}` is 8.
+The environment counts as empty if it is not given, so `${X:-8}` is 8.
 
 The values of a variable form a small lattice. Below are known texts and lists; above
 them stand the markers, with the names of what a user must give:
@@ -64,6 +64,7 @@ from rampup.contrib.check.shell.grammar import (
     Document,
     Node,
     Parser,
+    find_close,
     parse,
     skip_part,
 )
@@ -101,9 +102,7 @@ MAX_NESTING = 20
 MAX_SCRIPTS = 200
 MAX_REASONS = 3  # that a question names
 MAX_LAUNCHES = 8  # of one script by one line, as in a sweep
-_PARAMETER = re.compile(
-    r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL
-)
+_PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
 # The suffixes of scripts, the commands that take one, those before a command, and files
 # of a machine, not of a run.
@@ -171,6 +170,7 @@ class Command(NamedTuple):
     )  # file and line of the arguments of its own script
     outer: tuple[str, ...] = ()  # the words of the command in whose quotes it stands
     tasks: str = ""  # how many processes run it, by Slurm or MPI
+    environment: Mapping[str, str] = MappingProxyType({})  # the variables that it sees
     machine: Machine = Machine()  # the devices that the manifest around it asks for
     # the line in which a backslash before a comment or a blank ends it, though more
     # seems to follow
@@ -230,11 +230,13 @@ def read_commands(
     nested: re.Pattern[str],
     relevant: _Relevant = tuple,
     line: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Command]:
     """Return the commands that a script would run, in order, or refuse what is no shell
     script.
 
-    `given` are values of variables, which win over the script's own. A quoted word or a
+    `given` are values of variables, which win over the script's own; those of the
+    `environment` do not. A quoted word or a
     here-document that matches `nested` is read as another script. Branches that agree
     in what is `relevant` of some words do not differ.
     """
@@ -242,6 +244,7 @@ def read_commands(
     variables = (
         {"PWD": "."} | {name: mark(name) for name in _ALWAYS} | read_header(text)
     )
+    variables |= {k: v for k, v in environment.items() if k != "PWD"}
     reader = _Reader(
         Path(path),
         given,
@@ -1054,8 +1057,16 @@ class _Reader:
             command = Command(
                 tuple(words), node.line, str(self.path), places=self.places
             )
+            exported = {
+                name: self.get(name) for name in self.exported & self.env.keys()
+            }
             self.commands.append(
-                command._replace(outer=self.outer, tasks=self.tasks, cut=node.cut)
+                command._replace(
+                    outer=self.outer,
+                    tasks=self.tasks,
+                    environment=exported | own,
+                    cut=node.cut,
+                )
             )
             for text, parameters in self.find_texts(words, node):
                 number = len(self.commands)
@@ -1572,10 +1583,14 @@ class _Reader:
 
     def parameter(self, body: str) -> Any:
         """Return the value of `${body}`."""
-        match = _PARAMETER.fullmatch(body)
+        match = _PARAMETER.match(body)
         if match is None:
             return mark("${" + body + "}")
-        prefix, name, key, rest = match.groups()
+        prefix, name = match.groups()
+        end = match.end()
+        if body.startswith("[", end):  # a subscript, which may hold another one
+            end = find_close(body, end) + 1
+        key, rest = body[match.end() : end] or None, body[end:]
         if prefix == "!" and not rest and not key:
             target = self.text(f"${name}")
             return (

@@ -373,6 +373,8 @@ def print_output(words: Sequence[str], given: str | None) -> str | None:
                 if len(found) <= MAX_NUMBERS
                 else None
             )
+        case "expr", _ if re.fullmatch(r"[-+]?\d+( [-+*/%] [-+]?\d+)*", " ".join(rest)):
+            return _print_expression(" ".join(rest))
         case "wc", ["-w"]:
             return f"{len(text.split())}\n"
         case "wc", ["-l"]:
@@ -403,6 +405,18 @@ def print_path(words: Sequence[str], folder: str) -> str | None:
         case "basename", [file, *suffix] if not {*rest} - {*operands, "--"}:
             return os.path.basename(file).removesuffix("".join(suffix))
     return None
+
+
+def _print_expression(text: str) -> str | None:
+    """Return what `expr` prints for whole numbers with signs between them."""
+
+    def no_variable(match: re.Match[str], _: Callable[[], int]) -> int:
+        raise ValueError(match[0])
+
+    try:
+        return f"{compile_expression(text, no_variable)()}\n"
+    except (ValueError, ArithmeticError):
+        return None
 
 
 def _print_formatted(form: str, values: Sequence[str]) -> str | None:
