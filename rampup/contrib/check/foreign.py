@@ -46,7 +46,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("MaxDiffusion", r"(?i)\bmaxdiffusion\b|\bbase_(?:xl\w*|flux\w*|wan\w*|2_base|14|21)\.yml\b", "per_device_batch_size * devices images"),
     ("Megatron-Bridge", r"\bmegatron\.bridge\b|\brun_recipe\.py\b|\brun_script\.py\b.*--recipe", "train.global_batch_size samples"),
     ("ms-swift", r"\bswift (?:sft|pt|rlhf)\b", _ACCUMULATED),
-    ("ms-swift", r"\bmegatron rlhf\b", "global_batch_size samples"),
+    ("ms-swift", r"\bmegatron rlhf\b & --rlhf_type (?:grpo|gkd)\b", "global_batch_size samples"),
     ("simply", r"\bsimply\.main\b|-m simply\b", "batch_size sequences"),
     ("LLaMA-Factory", r"\bllamafactory\b|\bllamafactory-cli\b|^\s*(?:--)?finetuning_type\b", _ACCUMULATED),
     ("axolotl", r"\baxolotl\b", "micro_batch_size * gradient_accumulation_steps * processes samples"),

@@ -448,6 +448,7 @@ def _read_launcher(command: Command) -> dict[str, Located]:
     if "msrun" in names and "worker_num" in options:
         found["world_size"] = options["worker_num"]
     if _starts_swift(command):
+        found[EXPERT_TENSOR] = command.locate(1)  # its own default
         for name in ("nnodes", "nproc_per_node"):
             if value := command.environment.get(name.upper()):
                 number = int(value) if value.isdecimal() else value

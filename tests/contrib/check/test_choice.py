@@ -36,7 +36,9 @@ def test_the_rest_of_a_command_that_was_cut_is_not_a_command(tmp_path):
         "  data.train_files=a.parquet \\ # change me\n"
         f"  data.train_batch_size=64 {VERL}\n"
     )
-    with pytest.raises(ConfigError, match="a blank and a comment.*next line is a comm"):
+    with pytest.raises(
+        ConfigError, match=r"a blank and a comment.*next line is a comm"
+    ):
         check_file(write(tmp_path, cut))
     # Without the comment's words the command is complete, and the rest is left out.
     ends = cut.replace(" \\ # change me", "").replace("grpo \\", f"grpo {VERL} \\")
@@ -61,7 +63,7 @@ def test_one_of_several_commands_is_chosen_by_its_line(tmp_path):
     for line, size in ((1, 16), (2, 32), (3, 64)):
         found = check_file(path, None, [f"line={line}"])
         assert found.derived["global_batch_size"] == size
-    with pytest.raises(ConfigError, match="in line 4.* lines 1, 2, 3"):
+    with pytest.raises(ConfigError, match=r"in line 4.* lines 1, 2, 3"):
         check_file(path, "megatron", ["line=4"])
 
 
@@ -90,7 +92,7 @@ def test_what_cannot_be_parsed_is_said_without_a_system(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the shell script"):
         check_file(path)
     sft = write(tmp_path, "python -m skyrl.train.main_sft strategy=fsdp\n")
-    with pytest.raises(ConfigError, match="this starts .*main_sft, which the rules"):
+    with pytest.raises(ConfigError, match=r"this starts .*main_sft, which the rules"):
         check_file(sft)
 
 
