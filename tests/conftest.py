@@ -66,7 +66,7 @@ def unchecked_losses():
     import rampup.checks.loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rampup.checks.loss, "MAX_PARAMETERS", -1)
+        patch.setattr(rampup.checks.loss, "MAX_NUMBERS", -1)
         yield
 
 

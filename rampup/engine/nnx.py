@@ -92,6 +92,7 @@ def split_model(
         keys: jax.Array,
         *mutable: Any,
         frozen: Any = none_frozen,
+        deterministic: bool = False,
     ) -> tuple[Any, ...]:
         # Copy the tree: an NNX variable may only be written in the trace in which it
         # was created.
@@ -102,6 +103,8 @@ def split_model(
             graphdef, params, kept, _reseed(streams, keys), sown, carried
         )
         nnx.pop(merged, nnx.Intermediate)
+        if deterministic:  # for `check_loss`: without dropout
+            merged.set_attributes(deterministic=True, raise_if_not_found=False)
         loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
         return (
             (loss, weight, aux, nnx.split(merged, *filters)[-1])
