@@ -26,11 +26,10 @@ from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constan
 from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.noise_scale import noise_problems
-from rampup.plan.numbers import AUTO, divisors, exact_fraction
+from rampup.plan.numbers import AUTO, exact_fraction
 from rampup.plan.pipeline import (
     DEFAULT_OVERHEAD_TOKENS,
     pipeline_repeats,
-    predicted_time,
 )
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -135,15 +134,6 @@ def plan_or_first_error(
         eval_size = eval_batch(
             config, num_devices, seesaw.base if seesaw else ramp, splitter
         )
-    if (
-        splitter.num_stages > 1
-        and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO
-    ):
-        most = pipeline_repeats(
-            num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages
-        )
-        rules = (replace(splitter, num_repeats=number) for number in divisors(most))
-        splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
     # The steps of a configuration are those of the planned ramp. With Seesaw, others
     # consume the same samples.
     steps = config.total_steps
@@ -234,16 +224,10 @@ def tick_overhead(config: Config) -> Fraction:
 
 def num_repeats(config: Config, num_stages: int) -> int:
     """Return the layer chunks of a pipeline stage."""
-    num_layers = config.base_num_decoder_layers
-    repeats = config.num_pipeline_repeats
-    per_stage = config.num_layers_per_pipeline_stage
-    if per_stage == AUTO:
-        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
     return pipeline_repeats(
-        num_layers=num_layers,
+        num_layers=config.base_num_decoder_layers,
         num_stages=num_stages,
-        num_layers_per_stage=per_stage,
-        num_repeats=repeats,
+        num_repeats=config.num_pipeline_repeats,
     )
 
 
@@ -262,10 +246,8 @@ def make_splitter(
         num_repeats=repeats,
         num_pipeline_microbatches=config.num_pipeline_microbatches,
         rampup_microbatch=config.rampup_microbatch,
-        whole_batch=config.whole_batch,
         microbatch_size=config.microbatch_size,
         strict_multiple=config.pipeline_strict_multiple,
-        delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
         tick_overhead=overhead if minimizes else None,
         min_microbatches=2 if config.measure_gradient_noise and axes.data == 1 else 1,
     )
@@ -315,7 +297,7 @@ def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> See
             kind=config.lr_schedule_type,
             warmup_fraction=config.warmup_steps_fraction,
             decay_fraction=config.wsd_decay_steps_fraction,
-            decay_style=config.wsd_decay_style,
+            decay_style="linear",
         )
         return float(1 - (1 - config.learning_rate_final_fraction) * done)
 
@@ -363,16 +345,6 @@ def eval_batch(
         if size == 0 and config.eval_interval == AUTO:
             return None
         raise
-
-
-def _last_step_time(
-    splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction
-) -> Fraction:
-    """Return the predicted time of a step in the last phase."""
-    *_, last = splitter.split(ramp.sizes)
-    shape = {"num_stages": splitter.num_stages, "num_repeats": splitter.num_repeats}
-    m, b = last.num_pipeline_microbatches, last.microbatch_size
-    return last.accumulation_steps * predicted_time(m, b, **shape, overhead=overhead)
 
 
 def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]:

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import FOLDER_NAME, Key, Settings, keys_for_alias
+from rampup.config.key import FOLDER_NAME, REMOVED, Key, Settings, keys_for_alias
 from rampup.config.load import BASE
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
@@ -259,6 +259,8 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
             if nearest
             else "; configs/base.yml lists all keys"
         )
+        if name in REMOVED:
+            nearest, hint = [], f"; {REMOVED[name]}"
         raise ConfigError(
             f"unknown key {name[:100]!r}{hint}", key=name, nearest=nearest
         )

@@ -91,7 +91,6 @@ ALIASES: dict[str, str] = {
         "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size"
     ),
     "ici_context_parallelism": "cp context_parallel context_parallel_size",
-    "ici_expert_parallelism": "ep expert_parallel expert_parallel_size",
     "ici_pipeline_parallelism": (
         "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size"
         " num_stages"
@@ -150,18 +149,63 @@ ALIASES: dict[str, str] = {
         "remat gradient_checkpointing activation_checkpointing recompute_granularity"
     ),
     "init_weights_seed": "seed random_seed rng_seed",
-    "data_shuffle_seed": "seed shuffle_seed data_seed",
+    "data_shuffle_seed": "seed shuffle_seed data_seed shuffle shuffle_data",
     "dataset_type": "dataset data data_type",
     "grain_train_files": (
         "train_files train_data data_path dataset_path train_data_path train_file"
         " data_dir"
     ),
     "grain_eval_files": "eval_files eval_data val_data valid_data validation_file",
-    "eval_holdout_fraction": "val_split validation_split test_size",
     "num_epoch": "epochs num_epochs max_epochs num_train_epochs n_epochs epoch",
-    "enable_data_shuffling": "shuffle shuffle_data",
-    "grain_num_threads": "num_workers num_threads dataloader_num_workers workers",
-    "grain_prefetch_buffer_size": "prefetch prefetch_factor prefetch_size",
+}
+# Names that were keys, or that are keys of MaxText which rampup has no use for, with what
+# replaces each. An error about such a name says it.
+REMOVED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "dcn_fsdp_parallelism",
+            "dcn_tensor_parallelism",
+            "dcn_context_parallelism",
+            "dcn_expert_parallelism",
+        ),
+        "slices are along the data or the pipeline axis: set dcn_data_parallelism or"
+        " dcn_pipeline_parallelism",
+    ),
+    "ici_expert_parallelism": (
+        "rampup trains no experts; for a plan, ici_context_parallelism counts devices"
+        " that do not shard the batch"
+    ),
+    "wsd_decay_style": "the decay of lr_schedule_type=wsd is linear",
+    "grain_num_threads": "two threads read rows ahead of training",
+    "grain_prefetch_buffer_size": "four batches are read ahead of training",
+    "eval_holdout_fraction": (
+        "a twentieth of the rows is held out; set grain_eval_files for others"
+    ),
+    "pipeline_delay_activation_forwarding": (
+        "set num_pipeline_microbatches to at least twice the stages, which is all that"
+        " it asked for"
+    ),
+    "num_layers_per_pipeline_stage": (
+        "set num_pipeline_repeats = layers / (stages * layers per stage)"
+    ),
+    "pipeline_keep": "a stage recomputes its layers; PipelinedLoss has keep=...",
+    "scan_layers": "layers always run in a loop",
+    "whole_batch": "set rampup_microbatch=whole",
+    "wait_for_compilation": (
+        "rampup_microbatch=fixed compiles one shape, for which no phase waits;"
+        " train_step has wait_for_compilation=True"
+    ),
+    "jax_distributed_initialization_timeout": (
+        "processes wait 300 seconds for each other at the start"
+    ),
+    "nu_dtype": "the second moment has weight_dtype; make_optimizer has nu_dtype=...",
+    "parameter_memory_host_offload": (
+        "set optimizer_memory_host_offload, ici_fsdp_parallelism or remat_policy to"
+        " save memory"
+    ),
+    "enable_data_shuffling": (
+        "set data_shuffle_seed=null to keep the order of the files"
+    ),
 }
 
 
@@ -506,8 +550,10 @@ def _as_kind(kind: Kind, value: object) -> Any:
 
 def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str]:
     """Return the keys that an unknown name may stand for, with a hint for its error:
-    those of other systems, or a spelling.
+    what replaces a former key, those of other systems, or a spelling.
     """
+    if name in REMOVED:
+        return (), REMOVED[name]
     if nearest := keys_for_alias(name, keys):
         return nearest, f"its name here is {' or '.join(nearest)}"
     if close := difflib.get_close_matches(

@@ -142,7 +142,6 @@ def ramp_keys(config: Config) -> dict[str, str | None]:
             "warmup_steps_fraction",
             "learning_rate_final_fraction",
             "wsd_decay_steps_fraction",
-            "wsd_decay_style",
         }
     elif "%" in (config.batch_size_schedule or ""):
         names |= {*BUDGET_KEYS} - {"steps"}
@@ -197,7 +196,10 @@ def numbers_that_can(
     that does not shard the batch.
     """
     sizes = {
-        f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES
+        key: axis
+        for group in ("ici", "dcn")
+        for axis in AXES
+        if (key := f"{group}_{axis}_parallelism") in KEYS
     }
     known = math.prod(
         getattr(config, key) for key in sizes if getattr(config, key) != AUTO

@@ -249,19 +249,13 @@ class BatchKeys(Settings):
     rampup_microbatch: RampupMicrobatch = _batch("fixed", choices=RAMPUP_MICROBATCH, own=True, doc="""
         What grows with the batch. fixed: the number of accumulation steps, so that the run compiles one shape. per_phase: the
         microbatch, with one compiled shape per phase. auto: as fixed during the ramp, then the largest microbatch in the last
-        phase, with two compiled shapes.""")
+        phase, with two compiled shapes. whole: every batch is one microbatch, and the loss sees all its rows, as a contrastive
+        loss or normalization over the batch has to; each batch size compiles its own program, which the run waits for, and a
+        step needs the memory of its whole batch. It needs gradient_accumulation=fused and gradient_accumulation_steps=1, and no
+        pipeline.""")
     microbatch_size: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
         Samples per data-parallel replica and forward pass. Must divide global batch / (data and fsdp parallelism) in every
         phase. -1: the largest size that rampup_microbatch and gradient_accumulation_steps allow.""")
-    whole_batch: bool = _batch(False, own=True, doc="""
-        Every batch is one microbatch, and the loss sees all its rows, as a contrastive loss or normalization over the batch
-        has to. Each batch size compiles its own program, which the run waits for, and a step needs the memory of its whole
-        batch. The compiler reduces gradients. rampup_microbatch then has no effect. Needs gradient_accumulation=fused and
-        gradient_accumulation_steps=1, and no pipeline.""")
-    wait_for_compilation: bool = _batch(False, own=True, doc="""
-        If a phase has another microbatch shape, wait for its program instead of running in the shape of an earlier phase until
-        it is compiled. The run is then bit for bit the same whenever it is repeated. Runs with several processes always
-        wait.""")
     measure_gradient_noise: bool = _batch(False, own=True, doc="""
         Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It compares
         the microbatches of all replicas, so a step needs at least two; an automatic microbatch_size is made small
@@ -330,8 +324,6 @@ class BatchKeys(Settings):
         Number of processes of the run. -1: taken from the launcher's environment.""")
     process_id: int = _devices(-1, minimum=0, unit=None, own=True, per_process=True, doc="""
         Index of this process, from 0. -1: taken from the launcher's environment.""")
-    jax_distributed_initialization_timeout: int = _devices(300, also=(), unit="seconds", doc="""
-        Seconds that the processes wait for each other at the start.""")
     jax_distributed_heartbeat_timeout_seconds: int = _devices(60, also=(), unit="seconds", maxtext="100", doc="""
         Seconds without a heartbeat after which the remaining processes exit.""")
     ici_data_parallelism: int = _devices(-1, maxtext="1", doc="""
@@ -345,20 +337,11 @@ class BatchKeys(Settings):
         Devices per slice along the tensor axis, which shards the matrices of each layer. -1: the remaining devices.""")
     ici_context_parallelism: int = _devices(1, doc="""
         Devices per slice along the context axis, which shards sequences. Plans only: training does not support it.""")
-    ici_expert_parallelism: int = _devices(1, doc="""
-        Devices per slice along the expert axis, which shards experts. Plans only: training does not support it.""")
     ici_pipeline_parallelism: int = _devices(1, unit="stages", doc="""
         Pipeline stages per slice. The number of stages is ici_pipeline_parallelism * dcn_pipeline_parallelism.""")
     dcn_data_parallelism: int = _devices(-1, unit="slices", doc="""
         Slices along the data axis, which replicates the model. -1: the remaining slices. At most one dcn axis may be -1, and
         the dcn axes multiply to num_slices.""")
-    dcn_fsdp_parallelism: int = _devices(1, "Slices along the fsdp axis, which shards parameters and batch.", unit="slices")
-    dcn_tensor_parallelism: int = _devices(1, unit="slices", doc="""
-        Slices along the tensor axis, which shards the matrices of each layer.""")
-    dcn_context_parallelism: int = _devices(1, unit="slices", doc="""
-        Slices along the context axis, which shards sequences. Plans only: training does not support it.""")
-    dcn_expert_parallelism: int = _devices(1, unit="slices", doc="""
-        Slices along the expert axis, which shards experts. Plans only: training does not support it.""")
     dcn_pipeline_parallelism: int = _devices(1, unit="slices", doc="""
         Factor of the pipeline stages across slices. The number of stages is ici_pipeline_parallelism *
         dcn_pipeline_parallelism.""")
@@ -367,21 +350,12 @@ class BatchKeys(Settings):
         Microbatches per pipeline pass: a multiple of the stages (see pipeline_strict_multiple). -1: the fewest, with the
         largest microbatch; or those with the lowest predicted step time, if pipeline_tick_overhead is set or rampup_microbatch
         is per_phase.""")
-    num_layers_per_pipeline_stage: int = _pipeline(1, unit="layers", doc="""
-        Layers per pipeline stage and repeat: base_num_decoder_layers = stages * num_pipeline_repeats *
-        num_layers_per_pipeline_stage. -1: given by num_pipeline_repeats; if that is -1 too, the repeats with the lowest
-        predicted step time.""")
     num_pipeline_repeats: int = _pipeline(-1, doc="""
-        Times that each microbatch passes through all stages (interleaved schedule). -1: given by num_layers_per_pipeline_stage
-        and base_num_decoder_layers.""")
-    pipeline_delay_activation_forwarding: bool = _pipeline(False, doc="""
-        MaxText's delayed activation forwarding: num_pipeline_microbatches must be at least twice the stages.""")
+        Times that each microbatch passes through all stages (interleaved schedule); base_num_decoder_layers must be a multiple
+        of stages * num_pipeline_repeats. -1: as often as there are layers, one layer a time.""")
     pipeline_tick_overhead: float | None = _pipeline(None, kind="float", minimum=0, nullable=True, unit="samples", own=True,
         doc="""Measured overhead of one pipeline tick, in samples per replica; an automatic num_pipeline_microbatches then
         minimizes the predicted step time. null: not measured.""")
-    pipeline_keep: str = _pipeline("nothing", choices=("nothing", "dots"), own=True, doc="""
-        Activations that a stage keeps for the backward pass in addition to its input. nothing: it recomputes all of them. dots:
-        the results of matrix products.""")
     pipeline_strict_multiple: bool = _pipeline(True, own=True, doc="""
         Require num_pipeline_microbatches to be a multiple of the stages, as MaxText does.""")
 
@@ -405,8 +379,6 @@ class OptimizerKeys(Settings):
     wsd_decay_steps_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""
         Fraction of the schedule during which the wsd schedule (lr_schedule_type) decays. warmup_steps_fraction +
         wsd_decay_steps_fraction must not exceed 1.""")
-    wsd_decay_style: Literal["linear", "cosine"] = _rate("linear", choices=("linear", "cosine"), doc="""
-        Decay of the wsd schedule (lr_schedule_type): linear or cosine.""")
     learning_rate_clock: Clock = _rate("samples", choices=CLOCKS, maxtext="steps", own=True, doc="""
         Progress measure of the learning-rate schedule. samples: warm-up and decay keep their place in the data if the batch
         size changes. steps: they keep their steps.""")
@@ -449,9 +421,7 @@ class OptimizerKeys(Settings):
     gradient_clipping_threshold: float = _optimizer(1.0, "Maximum global norm of the gradient. 0: no clipping.", minimum=0)
 
     mu_dtype: str | None = _optimizer(None, kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""', doc="""
-        Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype.""")
-    nu_dtype: str | None = _optimizer(None, kind="text", choices=("float32", "bfloat16"), nullable=True, own=True, doc="""
-        Type in which AdamW stores its second moment: float32 or bfloat16. null: weight_dtype.""")
+        Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype, which the second moment has.""")
     gradient_reduction_dtype: str = _optimizer("float32", choices=("float32", "bfloat16"), own=True, doc="""
         Type in which replicas exchange the gradients of a step over the data axis: float32, or bfloat16 for half the bytes.
         Sums over microbatches have gradient_accumulator_dtype, and fsdp exchanges gradients in dtype.""")
@@ -484,9 +454,6 @@ class ModelKeys(Settings):
         Attention kernel. dot_product: plain matrix products, with memory that grows with the square of max_target_length.
         flash: JAX's splash attention on TPU, with linear memory, if max_target_length is a multiple of 128, and dot_product
         elsewhere. autoselected: flash where it works.""")
-    scan_layers: bool = _model(True, doc="""
-        Run the layers in a loop, so that the time to compile does not grow with base_num_decoder_layers. false: repeat them in
-        the program.""")
     num_vocab_tiling: int = _model(1, minimum=1, doc="""
         Tiles of the vocabulary in the loss: only one of them has its logits in memory at a time. More tiles take one more
         matrix product. Must divide vocab_size.""")
@@ -498,9 +465,6 @@ class ModelKeys(Settings):
         minimal_with_context: everything except matrix products and the output of attention. minimal: everything except matrix
         products. save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: everything except these matrix
         products. full: everything.""")
-    parameter_memory_host_offload: bool = _model(False, doc="""
-        Keep the parameters in host memory between steps and copy them to the devices in each step. `rampup tune` measures the
-        memory saved.""")
     optimizer_memory_host_offload: bool = _model(False, doc="""
         Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` measures
         the memory saved.""")
@@ -528,19 +492,13 @@ class DataKeys(Settings):
         Training files, as a glob pattern relative to the working directory. null: with dataset_type text, the source of the
         Python standard library.""")
     grain_eval_files: str | None = _data(None, kind="text", nullable=True, maxtext="''", doc="""
-        Evaluation files, as a glob pattern. null: hold out eval_holdout_fraction of the training rows.""")
-    eval_holdout_fraction: float = _data(0.05, above=0, below=1, own=True, doc="""
-        Fraction of the training rows held out for evaluation, if grain_eval_files is null.""")
+        Evaluation files, as a glob pattern. null: hold out a twentieth of the training rows.""")
     token_dtype: str = _data("uint16", choices=("uint8", "uint16", "int32", "uint32"), own=True, doc="""
         Type of the tokens in .bin and ArrayRecord files, little-endian.""")
     num_epoch: int = _data(-1, minimum=1, also=(-1,), maxtext="1", doc="""
         Passes over the training rows; a run that needs more rows is refused. -1: as many as the run needs.""")
-    enable_data_shuffling: bool = _data(True, "Shuffle the training rows, in a new order in every epoch.", identity=True)
-    data_shuffle_seed: int = _data(0, minimum=0, maximum=2**31 - 1, identity=True, doc="""
-        Seed of the order of training rows, if enable_data_shuffling is set.""")
-    grain_num_threads: int = _data(2, "Threads that read rows ahead of training.", minimum=1, maximum=1024, maxtext="16")
-    grain_prefetch_buffer_size: int = _data(4, minimum=1, maximum=100_000, unit="batches", maxtext="500", doc="""
-        Batches read ahead of training.""")
+    data_shuffle_seed: int | None = _data(0, kind="int", minimum=0, maximum=2**31 - 1, nullable=True, identity=True, doc="""
+        Seed of the order of training rows, a new one in every epoch. null: the order of the files.""")
 # fmt: on
 
 
@@ -647,9 +605,11 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
         others = {
             "measure_gradient_noise": False,
-            "whole_batch": False,
             "gradient_accumulator_dtype": "float32",
         }
+        is_whole = self.rampup_microbatch == "whole"
+        if is_whole:
+            others["rampup_microbatch"] = "fixed"
         for name, legal in (
             others.items() if self.gradient_accumulation != "fused" else ()
         ):
@@ -659,10 +619,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
                     f" {self.gradient_accumulation}"
                 )
                 refuse(name, f"{name}={str(value).lower()} {needs}", legal)
-        if self.whole_batch and self.measure_gradient_noise:
+        if is_whole and self.measure_gradient_noise:
             rule = (
                 "measure_gradient_noise=true compares microbatches, but with"
-                " whole_batch=true a step has only one"
+                " rampup_microbatch=whole a step has only one"
             )
             refuse("measure_gradient_noise", rule, False)
         size, tiles = self.vocab_size, self.num_vocab_tiling
@@ -695,10 +655,8 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             # What must be known before step 0 cannot depend on batches that are decided
             # later.
             has_budget = self.total_steps is None
-            needed = auto_implies(has_budget=has_budget) | {
-                "rampup_microbatch": "fixed",
-                "whole_batch": False,
-            }
+            needed = auto_implies(has_budget=has_budget)
+            needed |= {"rampup_microbatch": "fixed"}
             needed |= {"seesaw_factor": None}
             needed |= (
                 {"learning_rate_schedule_steps": -1}

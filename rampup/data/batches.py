@@ -88,7 +88,7 @@ class SampleOrder:
         if seed is not None and num_rows >= 2**32:
             raise DataError(
                 f"{num_rows:,} rows are more than the 2**32 that can be shuffled",
-                fix="set enable_data_shuffling=false (seed=None)",
+                fix="set data_shuffle_seed=null (seed=None)",
             )
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows, self._has_epochs = num_rows, has_epochs
@@ -584,7 +584,7 @@ def eval_batches(
         # Rows that every device computes come one by one, as they may be more than its
         # part of a batch.
         sizes: Any = (
-            {"whole_batch": True}
+            {"rampup_microbatch": "whole"}
             if part_axes == axes or whole_batch
             else {"microbatch_size": 1}
         )

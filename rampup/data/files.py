@@ -38,6 +38,7 @@ FULL_HASH_BYTES = 64 * 2**20  # larger files are hashed by evenly spaced blocks
 NUM_BLOCKS = 64
 BLOCK_BYTES = 2**20
 _THREADS = 8
+HOLDOUT = 0.05  # the share of the rows that are held out, without evaluation files
 _SETTLED_NS = 2 * 10**9
 
 
@@ -63,7 +64,7 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     if config.dataset_type == "text" and eval_paths is None:
         # Every n-th file, so that evaluation reads from all folders and not only from
         # the last one.
-        period = max(round(1 / config.eval_holdout_fraction), 2)
+        period = max(round(1 / HOLDOUT), 2)
         eval_paths = (
             paths[period // 2 :: period] or None
         )  # None: too few files to spare one
@@ -103,7 +104,7 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
         return train, open_one(eval_paths)
     # The last rows, so that the numbers of the training rows do not depend on how many
     # are held out.
-    held_out = max(round(len(train) * config.eval_holdout_fraction), 1)
+    held_out = max(round(len(train) * HOLDOUT), 1)
     if held_out >= len(train):
         problem = (
             f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out"

@@ -109,7 +109,6 @@ def train(
         num_processes=None if config.num_processes == -1 else config.num_processes,
         process_id=None if config.process_id == -1 else config.process_id,
         distributed=config.distributed,
-        initialization_timeout=config.jax_distributed_initialization_timeout,
         # At least twice as late as the watchdog, whose message says more than JAX's.
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
@@ -176,14 +175,13 @@ class TrainSetup:
         """Build model, optimizer and training step, or refuse a mesh or host memory
         that the configuration cannot use.
         """
-        offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
-        enabled = [name for name in offload if getattr(config, name)]
-        if enabled and (problem := host_memory_problem(mesh)):
-            rule = (
-                f"{enabled[0]}=true keeps a part of the state in host memory, but"
-                f" {problem}"
+        key = "optimizer_memory_host_offload"
+        if getattr(config, key) and (problem := host_memory_problem(mesh)):
+            raise ConfigError(
+                f"{key}=true keeps a part of the state in host memory, but {problem}",
+                key=key,
+                nearest=(False,),
             )
-            raise ConfigError(rule, key=enabled[0], nearest=(False,))
         model = LanguageModel.from_config(config).on(mesh)
         splitter = plan.splitter
         return cls(
@@ -216,9 +214,9 @@ class TrainSetup:
             # takes.
             types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
         if splitter.num_stages > 1:
-            loss: Any = model.pipelined(splitter.num_repeats, keep=config.pipeline_keep)
+            loss: Any = model.pipelined(splitter.num_repeats)
         elif (
-            config.whole_batch
+            splitter.whole_batch
             or config.measure_gradient_noise
             or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1)
         ):
@@ -245,8 +243,6 @@ class TrainSetup:
             seed=config.init_weights_seed,
             skip_nonfinite=config.skip_nonfinite > 0,
             shard_optimizer_over_data=config.shard_optimizer_over_data,
-            wait_for_compilation=config.wait_for_compilation
-            or None,  # None: yes if there are several processes
             measure_gradient_noise=config.measure_gradient_noise,
             check_loss=False,  # a sum over rows: tested
         )
@@ -267,7 +263,9 @@ class TrainSetup:
         )
         return (
             EvalStep(
-                without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch
+                without_dropout.loss,
+                self.mesh,
+                whole_batch=self.plan.splitter.whole_batch,
             ),
             eval_plan,
         )
@@ -350,8 +348,6 @@ class TrainSetup:
         host memory there.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        if self.config.parameter_memory_host_offload:
-            shardings = shardings.replace(params=host_shardings(state.params))
         if self.config.optimizer_memory_host_offload:
             shardings = shardings.replace(opt_state=host_shardings(state.opt_state))
         return shardings
@@ -451,8 +447,6 @@ class Run:
                 split_for=split_for,
                 # `multi_steps` calls its program once per microbatch.
                 chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
-                num_threads=config.grain_num_threads,
-                read_ahead=config.grain_prefetch_buffer_size,
             ),
             loading=loading,
         )
@@ -468,8 +462,8 @@ class Run:
                     " rows are held out"
                 )
                 fix = (
-                    "set a smaller eval_per_device_batch_size, a larger"
-                    " eval_holdout_fraction, or eval_interval=-1"
+                    "set a smaller eval_per_device_batch_size, more"
+                    " grain_eval_files, or eval_interval=-1"
                 )
                 raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
             num_batches = (
@@ -646,18 +640,18 @@ def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
         "microbatch_size": AUTO,
         "gradient_accumulation_steps": 1,
         "rampup_microbatch": "fixed",
-        "whole_batch": False,
     }
     return replace(splitter, **own, tick_overhead=None)
 
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
-    decay = {
-        "decay_fraction": config.wsd_decay_steps_fraction,
-        "decay_style": config.wsd_decay_style,
-    }
-    return LearningRate.from_config(config, plan, peak=config.learning_rate, **decay)
+    return LearningRate.from_config(
+        config,
+        plan,
+        peak=config.learning_rate,
+        decay_fraction=config.wsd_decay_steps_fraction,
+    )
 
 
 def optimizer(
@@ -676,7 +670,6 @@ def optimizer(
         config,
         rate,
         mu_dtype=config.mu_dtype,
-        nu_dtype=config.nu_dtype,
         adam=adam,
         matrices=matrices,
     )
@@ -740,7 +733,7 @@ def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> Samp
     """Return the order of the training rows, or refuse more samples than `num_epoch`
     passes contain.
     """
-    seed = config.data_shuffle_seed if config.enable_data_shuffling else None
+    seed = config.data_shuffle_seed
     order = SampleOrder(
         num_rows,
         seed=seed,

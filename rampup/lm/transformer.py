@@ -205,8 +205,6 @@ class LanguageModel:
     dtype: str = "float32"  # of the activations
     param_dtype: str = "float32"
     remat_policy: str = "none"  # one of `REMAT_POLICIES`
-    # in a loop, so that the time to compile does not grow with the number of layers
-    scan_layers: bool = True
     attention: str = "dot_product"  # see `attend`
     num_vocab_tiling: int = (
         1  # the loss holds the logits of one of these tiles of the vocabulary at a time
@@ -340,7 +338,6 @@ class LanguageModel:
             apply,
             x_BTE,
             (layers, numbers),
-            unroll=1 if self.scan_layers else num_layers,
         )[0]
 
     def head(self, params: Mapping[str, Any], x_BTE: jax.Array) -> jax.Array:

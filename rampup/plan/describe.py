@@ -261,7 +261,7 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
             f"a replica holds the activations of up to {max(sizes):,} samples, as"
             " nothing is accumulated"
         )
-        notes.append(f"with whole_batch, {programs}; {memory}")
+        notes.append(f"with rampup_microbatch=whole, {programs}; {memory}")
     past = [
         str(phase.index)
         for phase in plan.ramp.phases

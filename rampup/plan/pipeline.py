@@ -1,7 +1,7 @@
 """Pipeline stages: their layers, a cost model that chooses the number of microbatches,
 and schedules as timetables.
 
-layers = stages * repeats * layers per chunk (MaxText: num_layers_per_pipeline_stage). A
+layers = stages * repeats * layers per chunk. A
 tick is the time of one chunk of one microbatch. More microbatches make the bubble
 smaller, but each one is smaller, and every tick has a fixed cost.
 
@@ -52,25 +52,30 @@ MAX_OPERATIONS = 2_000_000
 
 
 def pipeline_repeats(
-    *,
-    num_layers: int,
-    num_stages: int,
-    num_layers_per_stage: int = 1,
-    num_repeats: int = AUTO,
+    *, num_layers: int, num_stages: int, num_repeats: int = AUTO
 ) -> int:
-    """Return a stage's layer chunks, after checking that layers = stages * repeats *
-    layers per chunk; -1 repeats are derived.
+    """Return a stage's layer chunks, after checking that they share the layers.
+
+    Args:
+        num_layers: decoder layers of the model.
+        num_stages: pipeline stages; with 1 there is one chunk.
+        num_repeats: chunks of a stage; -1 = as many as give one layer to each.
+
+    Raises:
+        PipelineShapeError: a size below 1, or layers that are no multiple of stages *
+            chunks.
 
     Source: MaxText `configs/types.py`.
+
+    Example:
+        >>> pipeline_repeats(num_layers=8, num_stages=4)
+        2
     """
-    for key, size in (
-        ("base_num_decoder_layers", num_layers),
-        ("num_layers_per_pipeline_stage", num_layers_per_stage),
-    ):
-        if size < 1:
-            raise PipelineShapeError(
-                f"{key}={size} must be at least 1", key=key, nearest=(1,)
-            )
+    if num_layers < 1:
+        key = "base_num_decoder_layers"
+        raise PipelineShapeError(
+            f"{key}={num_layers} must be at least 1", key=key, nearest=(1,)
+        )
     key = "num_pipeline_repeats"
     if num_repeats < 1 and num_repeats != AUTO:
         raise PipelineShapeError(
@@ -80,30 +85,25 @@ def pipeline_repeats(
         )
     if num_stages == 1:
         if num_repeats not in (AUTO, 1):
-            problem = (
-                f"{key}={num_repeats} needs a pipeline, but there is one stage; set it"
-                " to -1"
+            raise PipelineShapeError(
+                f"{key}={num_repeats} needs a pipeline, but there is one stage",
+                fix="set it to -1",
+                key=key,
+                nearest=(AUTO, 1),
             )
-            raise PipelineShapeError(problem, key=key, nearest=(AUTO, 1))
         return 1
-    given = num_repeats != AUTO
-    factors = {
-        "num_stages": num_stages,
-        "num_layers_per_pipeline_stage": num_layers_per_stage,
-    }
-    factors |= {key: num_repeats} if given else {}
+    factors = {"num_stages": num_stages, key: max(num_repeats, 1)}
     product = math.prod(factors.values())
-    if num_layers % product or (given and num_layers != product):
-        nearest = [product] if given else nearest_multiples(num_layers, product)
-        rule = (
-            f"base_num_decoder_layers={num_layers} must be"
-            f" {'' if given else 'a multiple of '}{format_product(factors)}"
-        )
-        problem = f"{rule}; nearest: {', '.join(map(str, nearest))}"
+    if num_layers % product:
+        nearest = nearest_multiples(num_layers, product)
         raise PipelineShapeError(
-            problem, key="base_num_decoder_layers", nearest=nearest
+            f"base_num_decoder_layers={num_layers} must be a multiple of"
+            f" {format_product(factors)}",
+            fix=f"nearest: {', '.join(map(str, nearest))}",
+            key="base_num_decoder_layers",
+            nearest=nearest,
         )
-    return num_layers // (num_stages * num_layers_per_stage)
+    return num_layers // num_stages if num_repeats == AUTO else num_repeats
 
 
 def stage_layer_order(
@@ -114,12 +114,9 @@ def stage_layer_order(
     """
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
-        shape = {
-            "num_stages": num_stages,
-            "num_layers_per_stage": max(size, 1),
-            "num_repeats": num_repeats,
-        }
-        pipeline_repeats(num_layers=num_layers, **shape)
+        pipeline_repeats(
+            num_layers=num_layers, num_stages=num_stages, num_repeats=num_repeats
+        )
     chunks = [r * num_stages + s for s in range(num_stages) for r in range(num_repeats)]
     return [chunk * size + layer for chunk in chunks for layer in range(size)]
 

@@ -406,7 +406,9 @@ class RampPlan:
         """
         return replace(
             self,
-            splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO),
+            splitter=replace(
+                self.splitter, rampup_microbatch="whole", microbatch_size=AUTO
+            ),
         )
 
     @property

@@ -25,8 +25,13 @@ from rampup.plan.numbers import AUTO, divisors, nearest_multiples
 from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
 from rampup.plan.refusal import batch_error
 
-RampupMicrobatch = Literal["fixed", "per_phase", "auto"]
-RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
+RampupMicrobatch = Literal["fixed", "per_phase", "auto", "whole"]
+RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = (
+    "fixed",
+    "per_phase",
+    "auto",
+    "whole",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +104,12 @@ class BatchSplitter:
             of microbatches, so that one compiled shape serves the whole ramp.
             `per_phase`: the microbatch size, with one shape per phase. `auto`: `fixed`
             until the last phase, which has the largest possible microbatch; two shapes.
+            `whole`: every batch is one microbatch, for a loss that has to see all its
+            rows, with one shape for each batch size. It needs G = 1, p = 1 and an
+            automatic b.
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
-        delay_activation_forwarding: m must be at least 2p (MaxText).
         min_microbatches: with an automatic b, the microbatches per replica and step to
             aim for. If no b gives so many, b is 1.
-        whole_batch: every batch is one microbatch, whatever `rampup_microbatch` says,
-            for a loss that has to see all its rows. One shape for each batch size.
-            Needs G = 1, p = 1 and an automatic b.
         tick_overhead: fixed cost of a pipeline tick, in samples per replica. If set, an
             automatic m is the one with the lowest predicted time: in every phase with
             `per_phase`; in the last phase with `fixed`, whose microbatch size then
@@ -127,10 +131,8 @@ class BatchSplitter:
     rampup_microbatch: RampupMicrobatch = "fixed"
     microbatch_size: int = AUTO
     strict_multiple: bool = True
-    delay_activation_forwarding: bool = False
     tick_overhead: Fraction | None = None
     min_microbatches: int = 1
-    whole_batch: bool = False
     unit: int = field(init=False, repr=False, compare=False)
     smallest: int = field(init=False, repr=False, compare=False)
     _pass_unit: int = field(init=False, repr=False, compare=False)
@@ -187,21 +189,19 @@ class BatchSplitter:
             ):
                 if (size := getattr(self, name)) != legal:
                     rule = (
-                        "whole_batch=true makes every batch one microbatch, so it"
-                        f" needs {name}={legal}, not {size}"
+                        "rampup_microbatch=whole makes every batch one microbatch, so"
+                        f" it needs {name}={legal}, not {size}"
                     )
                     key = "ici_pipeline_parallelism" if name == "num_stages" else name
                     yield ConfigError(
-                        f"{rule}; set it, or whole_batch=false",
+                        rule,
+                        fix="set it, or rampup_microbatch=fixed",
                         key=key,
                         nearest=(legal,),
                     )
         if m == AUTO or p < 1:
             return
         key = "num_pipeline_microbatches"
-        minimum = 2 * p if self.delay_activation_forwarding else p
-        strict = self.strict_multiple and m % p != 0
-        late = self.delay_activation_forwarding and m < minimum
         if m < 1:
             yield PipelineShapeError(
                 f"{key}={m} must be -1 (automatic) or at least 1",
@@ -218,24 +218,21 @@ class BatchSplitter:
                 " microbatch_size"
             )
             yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
-        elif p > 1 and (strict or late):
-            rules = [
-                "a multiple of num_stages = ici_pipeline_parallelism *"
-                f" dcn_pipeline_parallelism = {p}"
-            ] * strict
-            rules += [
-                f"at least 2 * num_stages = {minimum}"
-                " (pipeline_delay_activation_forwarding)"
-            ] * late
-            nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
-            hint = (
-                "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
+        elif p > 1 and self.strict_multiple and m % p != 0:
+            nearest = nearest_multiples(m, p)
+            yield PipelineShapeError(
+                f"{key}={m} must be a multiple of num_stages = ici_pipeline_parallelism"
+                f" * dcn_pipeline_parallelism = {p}; nearest:"
+                f" {', '.join(map(str, nearest))}",
+                fix="pipeline_strict_multiple=false lifts the multiple",
+                key=key,
+                nearest=nearest,
             )
-            rule = (
-                f"{key}={m} must be {' and '.join(rules)}; nearest:"
-                f" {', '.join(map(str, nearest))}{hint}"
-            )
-            yield PipelineShapeError(rule, key=key, nearest=nearest)
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether every batch is one microbatch."""
+        return self.rampup_microbatch == "whole"
 
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same rule without the accumulation
@@ -244,7 +241,7 @@ class BatchSplitter:
         return replace(
             self,
             gradient_accumulation_steps=1,
-            rampup_microbatch="fixed",
+            rampup_microbatch="whole" if self.whole_batch else "fixed",
             tick_overhead=None,
             min_microbatches=1,
         )
@@ -264,7 +261,7 @@ class BatchSplitter:
         ]:
             raise combine(refused)
         largest = [self.largest_microbatch(size) for size in sizes]
-        if is_per_phase := self.whole_batch or self.rampup_microbatch == "per_phase":
+        if is_per_phase := self.rampup_microbatch in ("per_phase", "whole"):
             best = [self.candidates([size]) for size in sizes]
             chosen = [
                 found[0].microbatch_size if found else b
@@ -391,9 +388,7 @@ class BatchSplitter:
             return {}
         if self.num_pipeline_microbatches != AUTO:
             return {"num_pipeline_microbatches": self.num_pipeline_microbatches}
-        return {"num_stages": self.num_stages} | (
-            {"delayed forwarding": 2} if self.delay_activation_forwarding else {}
-        )
+        return {"num_stages": self.num_stages}
 
     @property
     def conditions(self) -> list[dict[str, int]]:

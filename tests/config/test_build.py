@@ -158,7 +158,7 @@ def test_build_plan_offers_only_values_that_a_file_can_have():
     ) as caught:
         build_plan(
             Config(
-                dcn_context_parallelism=200_000, dcn_data_parallelism=5 * 10**12 + 1
+                dcn_pipeline_parallelism=200_000, dcn_data_parallelism=5 * 10**12 + 1
             ),
             1,
         )
@@ -176,7 +176,7 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
     """In every phase and in evaluation, without a shape to fall back to; what needs
     several microbatches is refused.
     """
-    keys = {"batch_size_schedule": "0:16 64:32", "whole_batch": True}
+    keys = {"batch_size_schedule": "0:16 64:32", "rampup_microbatch": "whole"}
     plan = build_plan(Config(**keys), 4)
     assert [
         (s.num_microbatches, s.microbatch_size) for s in (*plan.splits, plan.eval_split)
@@ -190,7 +190,8 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
         "microbatch_size",
     ):
         with pytest.raises(
-            ConfigError, match="whole_batch=true makes every batch one microbatch"
+            ConfigError,
+            match="rampup_microbatch=whole makes every batch one microbatch",
         ) as caught:
             build_plan(Config(**keys, **{contrary: 2}), 4)
         assert caught.value.key == contrary
@@ -198,7 +199,7 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
         {"measure_gradient_noise": True},
         {"gradient_accumulation": "multi_steps"},
     ):
-        with pytest.raises(ConfigError, match="whole_batch=true"):
+        with pytest.raises(ConfigError, match="rampup_microbatch=whole"):
             Config(**keys, **contrary)
 
 

@@ -1,12 +1,14 @@
 """Tests of rampup.config.schema and rampup.config.key."""
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from rampup import Config, build_plan, load_config
-from rampup.config.key import ALIASES, Key, keys_for_alias
+from rampup.config.files import explain
+from rampup.config.key import ALIASES, REMOVED, Key, keys_for_alias
 from rampup.config.schema import KEYS
 from rampup.contrib.rl.config import ROLLOUT_KEYS
 from rampup.errors import ConfigError, RampupError
@@ -91,6 +93,27 @@ def test_aliases_name_keys_and_are_none(keys):
     ]
     assert not set(words) & set(keys)
     assert {word for word in words if words.count(word) > 1} <= {"seed"}
+
+
+def test_a_name_that_was_a_key_says_what_replaces_it(tmp_path):
+    """In a file, on the command line, from Python and in `explain`; none is a key, and
+    the keys that a sentence names exist.
+    """
+    assert not set(REMOVED) & {*KEYS}
+    for name, sentence in REMOVED.items():
+        (tmp_path / "a.yml").write_text(f"{name}: 1\n")
+        for read in (
+            lambda: load_config(tmp_path / "a.yml"),
+            lambda name=name: load_config("base.yml", [f"{name}=1"]),
+            lambda name=name: Config(**{name: 1}),
+            lambda name=name: explain(name),
+        ):
+            with pytest.raises((ConfigError, TypeError)) as caught:
+                read()
+            assert sentence in str(caught.value)
+        named = {*re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", sentence)}
+        in_python = {"train_step", "make_optimizer", name}
+        assert named - in_python <= {*KEYS}, (name, named)
 
 
 @pytest.mark.parametrize(

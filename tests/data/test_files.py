@@ -20,16 +20,16 @@ def test_open_sources_reads_text(tmp_path):
     """Text is bytes in the files' order, a zero after each; every n-th file is held
     out; rows name their file.
     """
-    for number in range(20):
+    for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(f"text number {number}")
     train, held_out = open_rows("text", str(tmp_path / "*.txt"))
     text, eval_text = (
         bytes(all_tokens(source)[0] + all_tokens(source)[1][-1:])
         for source in (train, held_out)
     )
-    assert eval_text == b"text number 5\0text number 15\0"
-    assert text.count(b"\0") == 18
-    assert b"number 5\0" not in text
+    assert eval_text == b"text number 10\0text number 30\0"
+    assert text.count(b"\0") == 38
+    assert b"number 10\0" not in text
     assert train.describe(0) == f"{tmp_path}/00.txt from byte 0 (row 0)"
     assert "01.txt from byte 2" in train.describe(4)
 
@@ -163,8 +163,8 @@ def test_open_sources_holds_out_the_last_rows_of_few_text_files(tmp_path):
     """
     (tmp_path / "my.txt").write_text("0123456789" * 8)
     train, held_out = open_rows("text", str(tmp_path / "my.txt"))
-    assert (len(train), len(held_out)) == (18, 2)
-    assert "my.txt from byte 72 (row 18)" in held_out.describe(0)
+    assert (len(train), len(held_out)) == (19, 1)
+    assert "my.txt from byte 76 (row 19)" in held_out.describe(0)
     (tmp_path / "my.txt").write_text("012")
     with pytest.raises(DataError, match=r"my\.txt: 1 rows are too few to hold out 1"):
         open_rows("text", str(tmp_path / "my.txt"))

@@ -33,7 +33,6 @@ LIKELY = {
         ),
         st.booleans(),
     ),
-    "pipeline_delay_activation_forwarding": st.booleans(),
     **dict.fromkeys(
         (
             "per_device_batch_size",
@@ -45,7 +44,7 @@ LIKELY = {
     "eval_per_device_batch_size": st.one_of(st.just(0), SIZES),
     "global_rampup_samples": st.integers(1, 20_000),
     "gradient_accumulation_steps": st.integers(1, 4),
-    "rampup_microbatch": st.sampled_from(["fixed", "per_phase", "auto"]),
+    "rampup_microbatch": st.sampled_from(["fixed", "per_phase", "auto", "whole"]),
     "microbatch_size": st.sampled_from([-1, -1, 1, 2, 3, 4, 8]),
     "num_devices": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 64, 4096]),
     "ici_data_parallelism": st.sampled_from([-1, -1, 1, 2, 4]),
@@ -56,7 +55,6 @@ LIKELY = {
     "dcn_data_parallelism": st.sampled_from([-1, 1, 2]),
     "num_slices": st.sampled_from([-1, 1, 2]),
     "num_pipeline_microbatches": st.sampled_from([-1, -1, 1, 2, 4, 8, 6]),
-    "num_layers_per_pipeline_stage": st.sampled_from([1, 1, 2, -1]),
     "num_pipeline_repeats": st.sampled_from([-1, -1, 1, 2]),
     "pipeline_tick_overhead": st.one_of(st.none(), st.floats(0, 10)),
     "base_num_decoder_layers": st.sampled_from([1, 2, 4, 8, 6, 12]),

@@ -132,7 +132,7 @@ def test_the_end_of_the_data_in_mid_step():
         )
     with pytest.raises(DataError, match="no rows"):
         next(step_batches([], plan, mesh))
-    with pytest.raises(DataError, match="enable_data_shuffling=false"):
+    with pytest.raises(DataError, match="data_shuffle_seed=null"):
         SampleOrder(2**32, seed=0)
 
 

@@ -194,7 +194,7 @@ def open_rows(kind, train_files=None, *, length=4, eval_files=None):
         "grain_train_files": train_files,
         "grain_eval_files": eval_files,
     }
-    names |= {"eval_holdout_fraction": 0.1, "token_dtype": "uint16"}
+    names |= {"token_dtype": "uint16"}
     return open_sources(
         SimpleNamespace(**names, max_target_length=length, vocab_size=256)
     )

@@ -169,7 +169,6 @@ def deep_run(tmp_path_factory):
         {
             "ici_pipeline_parallelism": 2,
             "ici_tensor_parallelism": 2,
-            "pipeline_keep": "dots",
         },
     ],
     ids=str,
@@ -267,7 +266,6 @@ def test_run_and_rows_are_known_without_a_folder(tmp_path):
     ("change", "error", "key"),
     [
         ({"ici_context_parallelism": 2}, ConfigError, "ici_context_parallelism"),
-        ({"ici_expert_parallelism": 2}, ConfigError, "ici_expert_parallelism"),
         (
             {"expansion_factor_real_data": 0.5, "per_device_batch_size": 3},
             ConfigError,

@@ -161,7 +161,7 @@ def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
     "changes",
     [
         *({"remat_policy": policy} for policy in ("minimal", "full")),
-        *({"scan_layers": False}, {"attention": "flash"}),
+        {"attention": "flash"},
         *({"num_vocab_tiling": 4}, {"num_vocab_tiling": 8, "tied": True}),
         {"remat_policy": "minimal_with_context", "num_vocab_tiling": 2},
     ],

@@ -40,7 +40,7 @@ def random_config(rng):
     keys |= {
         "ici_fsdp_parallelism": fsdp,
         "ici_pipeline_parallelism": stages,
-        "num_layers_per_pipeline_stage": -1,
+        "num_pipeline_repeats": 1,
     }
     return keys, fsdp * stages * int(rng.choice([1, 2, 3]))
 

@@ -24,25 +24,25 @@ PIPELINE = {
     "base_num_decoder_layers": 8,
     "per_device_batch_size": 16,
 }
-PIPELINE |= {"rampup_microbatch": "per_phase", "num_layers_per_pipeline_stage": 2}
+PIPELINE |= {"rampup_microbatch": "per_phase", "num_pipeline_repeats": 1}
 
 
-REPEATS = {(8, 4, 1, -1): 2, (8, 4, 2, -1): 1, (8, 1, 1, -1): 1, (12, 2, 2, 3): 3}
+REPEATS = {(8, 4, -1): 2, (8, 4, 1): 1, (8, 1, -1): 1, (12, 2, 3): 3, (24, 2, 3): 3}
 NEAREST = {
-    (8, 3, 1, -1): (6, 9),
-    (8, 4, 3, -1): (12,),
-    (8, 4, 1, 3): (12,),
-    (0, 4, 1, -1): (1,),
+    (8, 3, -1): (6, 9),
+    (13, 4, 3): (12, 24),
+    (8, 4, 3): (12,),
+    (0, 4, -1): (1,),
 }
-NEAREST |= dict.fromkeys([(8, 1, 1, 2), (8, 4, 1, 0)], (-1, 1))
+NEAREST |= dict.fromkeys([(8, 1, 2), (8, 4, 0)], (-1, 1))
 
 
 @pytest.mark.parametrize("shape", [*REPEATS, *NEAREST])
 def test_pipeline_repeats_follow_from_the_layers(shape):
-    """Layers = stages * repeats * layers per stage, or an error with the nearest number
-    of layers or of repeats.
+    """Stages * repeats divide the layers, or an error has the nearest number of layers
+    or of repeats.
     """
-    names = ("num_layers", "num_stages", "num_layers_per_stage", "num_repeats")
+    names = ("num_layers", "num_stages", "num_repeats")
     keys = dict(zip(names, shape, strict=True))
     if shape in REPEATS:
         assert pipeline_repeats(**keys) == REPEATS[shape]
@@ -196,16 +196,6 @@ def test_plan_has_candidates_and_advice():
     assert any("pipeline_tick_overhead" in note for note in describe.advice(plan))
     assert "pipeline_choices" in plan.to_dict()
     assert "pipeline_choices" not in build_plan(Config(), 4).to_dict()
-
-
-@pytest.mark.parametrize(("overhead", "repeats"), [(0, 2), (100, 1)])
-def test_build_plan_chooses_the_best_repeats(overhead, repeats):
-    """More repeats make the bubble smaller but add ticks, so the overhead decides."""
-    keys = PIPELINE | {
-        "num_layers_per_pipeline_stage": -1,
-        "pipeline_tick_overhead": overhead,
-    }
-    assert build_plan(Config(**keys), 4).splitter.num_repeats == repeats
 
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 33)

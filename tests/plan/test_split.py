@@ -70,8 +70,6 @@ def shapes(splitter, sizes):
         ),
         # Without MaxText's rule any m is legal.
         ({D: 1, STAGES: 4, PIPED: 6, "strict_multiple": False}, [12], [(1, 6, 2)]),
-        # Delayed forwarding doubles the least m.
-        ({D: 1, STAGES: 2, "delay_activation_forwarding": True}, [8], [(1, 4, 2)]),
     ],
 )
 def test_split_examples(keys, sizes, expected):
@@ -206,11 +204,6 @@ def test_problem_message_has_rule_numbers_place_and_fix():
         ({PIPED: 4}, PipelineShapeError, PIPED),
         ({PIPED: 0, STAGES: 4}, PipelineShapeError, PIPED),
         ({PIPED: 6, STAGES: 4}, PipelineShapeError, PIPED),
-        (
-            {PIPED: 4, STAGES: 4, "delay_activation_forwarding": True},
-            PipelineShapeError,
-            PIPED,
-        ),
     ],
 )
 def test_splitter_rejects_impossible_rules(keys, error, key):

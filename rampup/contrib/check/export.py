@@ -713,9 +713,6 @@ def _to_maxtext(run: _Run) -> Exported:
                 layers // (plan.splitter.num_stages * repeats)
             ),
             "base_num_decoder_layers": layers,
-            "pipeline_delay_activation_forwarding": (
-                config.pipeline_delay_activation_forwarding
-            ),
         }
 
     def per_device(samples: int, divisor: int = 1) -> Any:

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from rampup.config.key import REMOVED
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.contrib.check.known import Unread, load_known_keys
@@ -46,7 +47,7 @@ from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import show_unknown, unknown_names
 from rampup.contrib.check.verdict import Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
 from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
@@ -819,12 +820,7 @@ class MaxTextJob(PretrainingJob):
         """Return the run in rampup's keys."""
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
-            "num_slices": self.num_slices,
-            **{
-                f"{group}_{axis}_parallelism": size
-                for group, axes in self.combined_axes.items()
-                for axis, size in axes.items()
-            },
+            **self._rampup_axes(),
             **{key: self[key] for key in (END, EVAL, ACCUMULATION)},
             EXPANSION: self[EXPANSION] if self[EXPANSION] > 0 else Fraction(AUTO),
             "rampup_microbatch": "per_phase",
@@ -855,11 +851,38 @@ class MaxTextJob(PretrainingJob):
         if self.is_piped:
             values |= {
                 MICROBATCHES: self.microbatches,
-                STAGE_LAYERS: self[STAGE_LAYERS],
                 REPEATS: self.repeats,
+                "base_num_decoder_layers": self.layers,
             }
-            values |= {"base_num_decoder_layers": self.layers, DELAY: self[DELAY]}
         return values
+
+    def _rampup_axes(self) -> dict[str, int]:
+        """Return the mesh in rampup's keys, which have slices along two axes and no
+        experts: what other slices and experts share counts as one slice, with devices
+        that do not shard the batch.
+        """
+        found = {"num_slices": self.num_slices} | {
+            f"{group}_{axis}_parallelism": size
+            for group, axes in self.combined_axes.items()
+            for axis, size in axes.items()
+        }
+        gone = {key: found.pop(key) for key in [*found] if key in REMOVED}
+        if set(gone.values()) == {1} or self.mesh_problem:
+            return found
+        axes = self.axes
+        slices = dict(zip(AXES, axes.slices, strict=True))
+        within = {
+            axis: getattr(axes, axis)
+            // (slices[axis] if axis in ("data", "pipeline") else 1)
+            for axis in AXES
+        }
+        within["context"] *= within.pop("expert")
+        return {
+            **{f"ici_{axis}_parallelism": size for axis, size in within.items()},
+            "dcn_data_parallelism": slices["data"],
+            "dcn_pipeline_parallelism": slices["pipeline"],
+            "num_slices": slices["data"] * slices["pipeline"],
+        }
 
 
 MAX_LISTED_PHASES = 12

@@ -1119,7 +1119,6 @@ class MegatronJob(PretrainingJob):
                 "pipeline_strict_multiple": False,
                 "num_pipeline_repeats": self.chunks,
                 "base_num_decoder_layers": layers,
-                "num_layers_per_pipeline_stage": max(layers // chunks, 1),
             }
         return values
 

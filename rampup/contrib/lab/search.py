@@ -82,7 +82,6 @@ SHORT_TIMING_SECONDS = (
 # Configuration key -> the part of the training state that it keeps in host memory.
 OFFLOAD_KEYS = {
     "optimizer_memory_host_offload": "opt_state",
-    "parameter_memory_host_offload": "params",
 }
 NOT_RUN = "not run: this is computed"
 # Of `RampPlan.phase_rows`.
@@ -170,12 +169,12 @@ def tune(
             " fused"
         )
         raise ConfigError(rule, key="gradient_accumulation", nearest=("fused",))
-    if config.whole_batch:
+    if config.rampup_microbatch == "whole":
         rule = (
-            "tune searches for a microbatch, but with whole_batch=true each batch"
+            "tune searches for a microbatch, but with rampup_microbatch=whole each"
             " is one"
         )
-        raise ConfigError(rule, key="whole_batch", nearest=(False,))
+        raise ConfigError(rule, key="rampup_microbatch", nearest=("fixed",))
     if topology is None:
         devices, margin = jax.devices(), MARGIN
         if num_devices is not None:
@@ -962,8 +961,6 @@ def find_memory_options(
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"remat_policy={name}", {"remat_policy": name}) for name in policies
     ]
-    if base.splitter.num_stages > 1 and config.pipeline_keep != "nothing":
-        changes.append(("pipeline_keep=nothing", {"pipeline_keep": "nothing"}))
     for axis in ("fsdp", "tensor"):
         key = f"ici_{axis}_parallelism"
         if config.num_slices not in (-1, 1) or getattr(config, key) == -1:

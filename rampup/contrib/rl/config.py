@@ -217,7 +217,6 @@ class RolloutConfig(Settings):
     ici_fsdp_parallelism: int = _shared("ici_fsdp_parallelism", 1)
     ici_tensor_parallelism: int = _shared("ici_tensor_parallelism", 1)
     ici_context_parallelism: int = _shared("ici_context_parallelism", 1)
-    ici_expert_parallelism: int = _shared("ici_expert_parallelism", 1)
     ici_pipeline_parallelism: int = _shared("ici_pipeline_parallelism", 1)
     # fmt: on
 

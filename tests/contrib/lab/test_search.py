@@ -35,6 +35,7 @@ from rampup.contrib.lab.topology import (
 )
 from rampup.errors import BatchDivisibilityError, ConfigError, MissingDependencyError
 from rampup.lm.train import unconstrained
+from rampup.lm.transformer import LanguageModel
 
 RAMP = {
     "enable_rampup_batch_size": True,
@@ -460,7 +461,7 @@ def test_memory_options_are_ranked_and_have_the_bytes_of_their_own_programs(
     offloaded = by_name["optimizer_memory_host_offload"]
     assert (
         offloaded["saved_bytes"]
-        == 2 * by_name["parameter_memory_host_offload"]["saved_bytes"] + 8
+        == 2 * 4 * LanguageModel.from_config(Config(**TUNED)).num_parameters + 8
     )
     (smaller,) = (
         each
