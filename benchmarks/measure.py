@@ -21,8 +21,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rampup.cli.common import enable_huge_pages
-
 ROUNDS = 7
 TIMEOUT_SECONDS = 600
 # Called with a measurement, the number of measurements so far, and their total.
@@ -272,7 +270,6 @@ def main(**subjects: Bench) -> None:
         parser.error(
             f"unknown benchmark {unknown[0]!r}; choose from {', '.join(subjects)}"
         )
-    enable_huge_pages()
     jax.config.update(
         "jax_num_cpu_devices", args.devices
     )  # other backends are not affected

@@ -1,5 +1,5 @@
-"""A training step on a CPU with huge pages, which `rampup train` requests, compared
-with small pages.
+"""A training step on a CPU with huge pages, for which a user can ask, compared with
+small pages.
 
 The page size is fixed when a process starts, so each measurement is a process of its
 own: this file, with the arguments `measure` and `quick` or `full`, prints one line of
@@ -73,8 +73,7 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
                 " kernel's page faults in a step."
             ),
             (
-                f"Huge pages are {VARIABLE}={TUNABLE}=1, which `rampup train` and"
-                " `rampup tune` set on a CPU. If the faults are the same, this machine"
+                f"Huge pages are {VARIABLE}={TUNABLE}=1 in the environment. If the faults are the same, this machine"
                 " does not provide them (the kernel's transparent_hugepage must be"
                 " `madvise`)."
             ),

@@ -15,8 +15,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Commands that tests start need not re-execute themselves to set it.
-os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 # Most of the time goes into compiling programs that run a few steps. The level changes
 # no operation, only the machine code.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -91,7 +89,7 @@ EXPECTED_SKIPS = re.compile(
     r"|selenium|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not"
     r" installed \(Debian: slurm"
     r"|Slurm does not start here"
-    r"|could not import '(tunix\.|maxtext)|the kernel offers no huge pages|not"
+    r"|could not import '(tunix\.|maxtext)|not"
     r" permitted here|network namespaces"
     r"|cannot use pinned_host memory|JAX has no callbacks in a manual function"
     r"|this (version of )?(JAX|Orbax|Optax|Flax) )"

@@ -69,8 +69,6 @@ GONE = {
     "rows": "rampup plan CONFIG.yml --rows STEP",
     "fix": "rampup plan CONFIG.yml --fix",
 }
-# The commands that compute.
-ON_DEVICES = ("train", "generate", "critical", "tune")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -103,8 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         common.skip_absent_tpu()
-        if arguments and arguments[0] in ON_DEVICES:
-            common.enable_huge_pages()
     as_json = "--json" in (
         arguments[: arguments.index("--")] if "--" in arguments else arguments
     )

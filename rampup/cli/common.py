@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +36,6 @@ SCALING_LAWS = "rampup.contrib.lab.scaling_laws"
 PREDICTIONS = "rampup.contrib.lab.prediction"
 TOPOLOGIES = "rampup.contrib.lab.topology_command"
 
-SWITCH = "RAMPUP_HUGE_PAGES"  # 0 leaves the pages as they are; see `enable_huge_pages`
-VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-FIRST_GLIBC = (2, 35)
-KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# The device files of TPU chips: accel0 up to v4, vfio/0 since v5e.
-DEVICE_FILES = Path("/dev")
-TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 # The devices of this machine, and how a TPU names its vendor.
 PCI_DEVICES, GOOGLE = Path("/sys/bus/pci/devices"), "0x1ae0"
 EXIT_FAILED = 1
@@ -105,13 +97,6 @@ DEVICES = {
 FAKE_DEVICES = {"--fake-devices": arg("N", "simulate N CPU devices", type=int)}
 SLICES = "TPU slices such as v5e:4x4, v5litepod-16 or 2*v5p-128, without them"
 TOPOLOGY = {"--topology": arg("NAME", f"plan for {SLICES}")}
-
-
-def environment() -> dict[str, str]:
-    """Return the environment, in which `RAMPUP_KEY` sets a key, without the variable
-    that is not a key.
-    """
-    return {name: value for name, value in os.environ.items() if name != SWITCH}
 
 
 def load(name: str) -> Any:
@@ -192,7 +177,7 @@ def read_plan(
     slices of `--topology`.
     """
     config = with_slices(
-        load_config(path, overrides, environ=environment()), named_topology(args)
+        load_config(path, overrides, environ=os.environ), named_topology(args)
     )
     return config, build_plan(config, count_devices(args, config))
 
@@ -211,53 +196,6 @@ def skip_absent_tpu() -> None:
         path.read_text().strip() == GOOGLE for path in PCI_DEVICES.glob("*/vendor")
     ):
         os.environ["JAX_PLATFORMS"] = "cpu"
-
-
-def enable_huge_pages() -> None:
-    """Re-execute this process with huge pages on a CPU, if the kernel offers them and
-    the user has not set the tunable.
-
-    XLA allocates a step's temporary buffers anew on every step, with a page fault for
-    each page of 4 KiB. glibc can ask for huge pages (its manual, "Memory Allocation
-    Tunables"), but it reads the tunable only when a process starts.
-    """
-    before = os.environ.get(VARIABLE, "")
-    if (
-        os.environ.get(SWITCH) == "0"
-        or TUNABLE in before
-        or not sys.executable
-        or not on_offer()
-        or has_accelerators()
-    ):
-        return
-    os.environ[VARIABLE] = ":".join(filter(None, (before, f"{TUNABLE}=1")))
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def on_offer() -> bool:
-    """Return whether transparent huge pages are in `madvise` mode and the C library can
-    ask for them.
-    """
-    library, version = platform.libc_ver()
-    try:
-        return (
-            library == "glibc"
-            and tuple(map(int, version.split("."))) >= FIRST_GLIBC
-            and "[madvise]" in KERNEL.read_text()
-        )
-    except (OSError, ValueError):
-        return False
-
-
-def has_accelerators() -> bool:
-    """Return whether JAX has a plugin, or the machine a TPU chip. libtpu alone is none:
-    it also compiles for absent chips.
-    """
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return False
-    return accelerator_plugins() or any(
-        any(DEVICE_FILES.glob(name)) for name in TPU_FILES
-    )
 
 
 def accelerator_plugins() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,7 +201,7 @@ class CliInputs:
         return load_config(
             self.config or self.file,
             self.overrides,
-            environ={} if self.runs else common.environment(),
+            environ={} if self.runs else os.environ,
         )
 
     def commands(self) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from rampup.cli.common import (
     Result,
     arg,
     commands_of,
-    environment,
     run_config,
     use_fake_devices,
 )
@@ -134,7 +134,7 @@ def read_run_config(args: argparse.Namespace, read: Callable[..., Any]) -> Any:
                 f"{setting}: the run in {folder} keeps its folder; leave {key} out",
                 key=key,
             )
-    config = read(_config_file(args), args.overrides, environ=environment())
+    config = read(_config_file(args), args.overrides, environ=os.environ)
     if not folder.is_dir():
         return config
     # The folder may have been moved since, and config.yml must not name it relative to

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,21 +41,22 @@ def bucket_path(path: str | os.PathLike[str]) -> Any:
     scheme = text.partition("://")[0]
     if scheme not in PACKAGES:
         schemes = ", ".join(f"{name}://" for name in PACKAGES)
-        problem = (
-            f"{text} is neither a folder nor a bucket; buckets begin with {schemes}"
+        raise ConfigError(
+            f"{text} is neither a folder nor a bucket",
+            fix=f"buckets begin with {schemes}",
+            key="base_output_directory",
         )
-        raise ConfigError(problem, key="base_output_directory")
     if isinstance(path, _path_class()):
         return path
     bucket = _path_class()(text)
     try:
         bucket.exists()  # epath imports the package of a scheme at the first access
     except ImportError as error:
-        problem = (
+        raise MissingDependencyError(
             f"{scheme}:// needs a package that is not installed: pip install"
-            f" {PACKAGES[scheme]} ({error})"
-        )
-        raise MissingDependencyError(problem, key="base_output_directory") from error
+            f" {PACKAGES[scheme]} ({error})",
+            key="base_output_directory",
+        ) from error
     return bucket
 
 
@@ -81,9 +81,6 @@ def _path_class() -> type[Any]:
     and most runs have no bucket.
     """
     from etils import epath
-
-    for name in ("gcsfs", "gcsfs.retry", "google.auth._default"):
-        logging.getLogger(name).addFilter(_say_once())
 
     class BucketPath(type(epath.Path("gs://bucket"))):  # type: ignore[misc]
         """A path in a bucket. An object that is read is in memory as a whole, so that
@@ -110,18 +107,3 @@ def _path_class() -> type[Any]:
     for name in (*_METHODS, *_CONTENTS):
         setattr(BucketPath, name, guarded(getattr(BucketPath, name)))
     return BucketPath
-
-
-def _say_once() -> Callable[[logging.LogRecord], bool]:
-    """Return a filter that passes each kind of message once, and no traceback of an
-    error that is raised anyway.
-    """
-    seen = set()
-
-    def passes(record: logging.LogRecord) -> bool:
-        kind = str(record.msg).split(":")[0]
-        is_new = kind not in seen and record.exc_info is None
-        seen.add(kind)
-        return is_new
-
-    return passes

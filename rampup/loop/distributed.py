@@ -7,7 +7,6 @@ collectives, so no device waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import itertools
@@ -19,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import jax
@@ -33,7 +31,8 @@ from rampup.engine.processes import (
     kv_store,
 )
 from rampup.errors import ConfigError
-from rampup.loop.launchers import Launch, find_launch, local_device_ids
+from rampup.loop.launchers import find_launch, local_device_ids
+from rampup.loop.meeting import meet
 
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
 # the devices of all
@@ -44,7 +43,6 @@ _agreement_numbers, _check_numbers, _watch_numbers = (
 )
 _is_watching = threading.Lock()
 has_failed = threading.Event()  # the last run of several processes, in this one
-_process0_is_gone = threading.Event()
 
 
 def join(
@@ -59,8 +57,23 @@ def join(
     """Join the other processes of the run, if there are any. Call it before JAX looks
     for devices.
 
-    Without arguments the environment decides. `distributed=on` refuses to run alone,
-    `off` does not join. Times are in seconds.
+    All meet at process 0's port first, so that one that never comes has a name; see
+    `rampup.loop.meeting`.
+
+    Args:
+        coordinator_address: host and port of process 0; without it, and what follows,
+            the environment decides.
+        num_processes: of the run.
+        process_id: the number of this one.
+        distributed: `on` refuses to run alone, `off` does not join.
+        initialization_timeout: seconds to wait for the others.
+        heartbeat_timeout: seconds after which JAX ends a process that hears nothing.
+
+    Raises:
+        ConfigError: a process did not come, or the arguments do not fit together.
+
+    Example:
+        >>> join(distributed="off")
     """
     if jax.distributed.is_initialized() or distributed == "off":
         return
@@ -73,111 +86,36 @@ def join(
         )
     if launch is None:
         if distributed == "on":
-            problem = "distributed=on, but this process was started alone"
-            fix = (
-                "set coordinator_address, num_processes and process_id, or start it"
-                " with a launcher"
+            raise ConfigError(
+                "distributed=on, but this process was started alone",
+                fix="set coordinator_address, num_processes and process_id, or start it"
+                " with a launcher",
+                key="distributed",
+                nearest=("auto",),
             )
-            raise ConfigError(f"{problem}; {fix}", key="distributed", nearest=("auto",))
         return
     devices = local_device_ids()
-    deadline = time.monotonic() + initialization_timeout
-    with announced(
-        f"process {launch.number} of {launch.count} waits for {launch.address}"
-    ) as waiting:
-        _reach_process0(launch, initialization_timeout, waiting)
-        waiting.words = (
-            f"process {launch.number} of {launch.count} waits at {launch.address} for"
-            " the others"
-        )
+    me = f"process {launch.number} of {launch.count}"
+    with announced(f"{me} waits for {launch.address}") as waiting:
+        meet(launch, initialization_timeout, waiting)
+        waiting.words = f"{me} connects to the others at {launch.address}"
         try:
             jax.distributed.initialize(
-                coordinator_address=(
-                    _relay(launch.address) if launch.number else launch.address
-                ),
+                coordinator_address=launch.address,
                 num_processes=launch.count,
                 process_id=launch.number,
                 local_device_ids=devices,
                 # JAX's detectors would be asked once more, also those that fail here.
                 cluster_detection_method="deactivate",
-                initialization_timeout=max(int(deadline - time.monotonic()), 1),
+                initialization_timeout=initialization_timeout,
                 heartbeat_timeout_seconds=heartbeat_timeout,
             )
         except RuntimeError as error:
-            problem = (
-                f"process {launch.number} of {launch.count} could not join the others"
-                f" at {launch.address}"
-            )
             raise ConfigError(
-                f"{problem}: {' '.join(str(error).split())[:300]}",
+                f"{me} could not join the others at {launch.address}:"
+                f" {' '.join(str(error).split())[:300]}",
                 key="coordinator_address",
             ) from None
-    if launch.number == 0:
-        _keep_connections(int(launch.address.rpartition(":")[2]), heartbeat_timeout)
-
-
-def _keep_connections(port: int, seconds: int) -> None:
-    """Let gRPC in process 0 wait so long for others, and not 20 s: a closed connection
-    ends the other process, from C++.
-    """
-    for file in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with (
-            contextlib.suppress(OSError, IndexError),
-            socket.fromfd(int(file), socket.AF_INET, socket.SOCK_STREAM) as peer,
-        ):
-            if peer.getsockname()[1] == port:
-                peer.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds
-                )
-
-
-def _relay(address: str) -> str:
-    """Return an address in this process that leads to process 0, and learn there,
-    before JAX does, that process 0 is gone.
-    """
-    if {
-        "grpc_proxy",
-        "http_proxy",
-        "https_proxy",
-    } & os.environ.keys():  # gRPC would look for this address behind the proxy
-        return address
-    host, _, port = address.rpartition(":")
-    loop = asyncio.new_event_loop()
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while some := await reader.read(1 << 16):
-                writer.write(some)
-                await writer.drain()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(OSError):
-            connection = socket.create_connection(
-                (host.strip("[]"), int(port)), timeout=5
-            )
-            far_reader, far_writer = await asyncio.open_connection(sock=connection)
-            _process0_is_gone.clear()  # it may have started again
-            with contextlib.closing(far_writer):
-                requests, answers = (
-                    asyncio.create_task(carry(*each))
-                    for each in ((reader, far_writer), (far_reader, writer))
-                )
-                await asyncio.wait(
-                    [requests, answers], return_when=asyncio.FIRST_COMPLETED
-                )
-                if not requests.done():
-                    _process0_is_gone.set()
-                    await asyncio.sleep(
-                        5
-                    )  # JAX aborts its process, from C++, when the connection is closed
-
-    threading.Thread(
-        target=loop.run_forever, name="rampup-relay", daemon=True
-    ).start()  # the caller may run another loop
-    server = asyncio.run_coroutine_threadsafe(
-        asyncio.start_server(serve, "127.0.0.1"), loop
-    ).result()
-    return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def check_reachable() -> None:
@@ -203,15 +141,13 @@ def check_reachable() -> None:
             address.startswith("127.")
             and len({(other, place) for other, _, place in found}) > 1
         ):
-            problem = (
+            raise ConfigError(
                 f"process {number} runs on {name}, a name that leads to {address}"
-                " there: other hosts cannot reach it"
+                " there: other hosts cannot reach it",
+                fix=f"in /etc/hosts of that host, let {name} lead to its address in the"
+                " network of the others",
+                key="coordinator_address",
             )
-            fix = (
-                f"in /etc/hosts of that host, let {name} lead to its address in the"
-                " network of the others"
-            )
-            raise ConfigError(f"{problem}; {fix}", key="coordinator_address")
 
 
 def check_consistent(facts: Mapping[str, Any]) -> None:
@@ -454,44 +390,4 @@ def _problem(
             return f"process {number} failed with {state.removeprefix(_FAILED)}"
         if state != _DONE and now - since > timeout:
             return f"process {number} has been silent for {timeout:g} s"
-    return "process 0 is gone" if _process0_is_gone.is_set() else None
-
-
-def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) -> None:
-    """Wait until process 0 listens; in process 0, until it can. JAX would end the
-    process from C++, without an exception.
-    """
-    host, _, port = launch.address.rpartition(":")
-    words, deadline = waiting.words, time.monotonic() + timeout
-    while True:
-        try:
-            if launch.number:
-                socket.create_connection(
-                    (host.strip("[]"), int(port)), timeout=5
-                ).close()
-                return
-            socket.getaddrinfo(host.strip("[]"), int(port))  # process 0 is a client too
-            if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-                with socket.socket() as listener:
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    listener.bind(("", int(port)))
-            return
-        except socket.gaierror:
-            problem = f"the name {host} cannot be resolved here"
-        except OSError as error:
-            problem = (
-                f"{'no answer' if launch.number else 'it cannot listen'}"
-                f" ({error.strerror or error})"
-            )
-        except ValueError:
-            raise ConfigError(
-                f"{launch.address}: the port must be a number",
-                key="coordinator_address",
-            ) from None
-        waiting.words = f"{words}: {problem}"
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{waiting.words}; gave up after {timeout:g} s",
-                key="coordinator_address",
-            )
-        time.sleep(0.5)
+    return None

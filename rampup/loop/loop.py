@@ -19,7 +19,6 @@ holds:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import signal
 import threading
@@ -75,7 +74,6 @@ NAMED_FILES = 10  # in an error message, if the data have changed
 # Parts of a checkpoint's record besides those of the components.
 RAMP_ROWS = "ramp_rows"
 SCHEDULE_STEPS = "schedule_steps"
-_SIGACTION_BYTES = 512  # more than a `struct sigaction` has on any system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -520,35 +518,26 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
     """
     requested = False
     before: dict[int, Any] = {}
-    # What the system calls. It need not be Python's handler: a library in C, or a
-    # program around Python, may have its own.
-    system, actions = ctypes.CDLL(None), dict[int, Any]()
 
     def restore() -> None:
-        for each, handler in before.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
-            system.sigaction(each, actions[each], None)
+        for number, handler in before.items():
+            # None: of a library in C, such as that of JAX among several processes.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         requested = True
         restore()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # The system has no thread left; the run stops all the same.
-            threading.Thread(
-                target=on_request, daemon=True
-            ).start()  # the main thread may hold any lock
+        # Without the main thread, which may hold any lock. If the system has no thread
+        # left, the run stops all the same.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=on_request, daemon=True).start()
 
-    with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
-        for number in (
-            (signal.SIGINT, signal.SIGTERM)
-            if events.ctrl_c_stops.get()
-            else (signal.SIGTERM,)
-        ):
-            actions[number] = ctypes.create_string_buffer(_SIGACTION_BYTES)
-            system.sigaction(number, None, actions[number])
-            before[number] = signal.signal(number, request)
+    # Only the main thread may handle signals.
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.SIGTERM]
+        numbers += [signal.SIGINT] if events.ctrl_c_stops.get() else []
+        before = {number: signal.signal(number, request) for number in numbers}
     try:
         yield lambda: requested
     finally:

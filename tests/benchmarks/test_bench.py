@@ -14,11 +14,9 @@ import topology
 from data import BATCH, fixed_plan, read_grain, read_rampup
 from maxtext_baselines import ReplayManager
 from measure import BenchResult, Seconds, print_result, take_turns
-from pages import run_process
 from rich.console import Console
 from scale import FAKE_DEVICES, planning_rows, run_processes
 
-from rampup.cli.common import on_offer
 from rampup.data.sources import as_source
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -119,18 +117,6 @@ def test_buffer_bench_moves_only_the_rows_of_the_phase(quick):
         row["ours_ms"] > 0 and row["padded_ms"] > 0 and row["rows_ms"] > 0
         for row in rows
     )
-
-
-@pytest.mark.bench
-@pytest.mark.skipif(not on_offer(), reason="the kernel offers no huge pages")
-def test_huge_pages_have_fewer_faults():
-    """A step of the 1 M model has a fraction of the page faults. With little free
-    memory, the kernel grants only some pages.
-    """
-    huge, small = (
-        run_process(huge=huge, quick=False)["faults"] for huge in (True, False)
-    )
-    assert huge["1"] < small["1"] / 5
 
 
 @pytest.mark.bench

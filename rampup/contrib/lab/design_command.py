@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,7 @@ def design(args: argparse.Namespace) -> Result:
         raise common.usage_error(
             f"{problem}`rampup critical` has measured", key="measured"
         )
-    config = rampup.load_config(file, args.overrides, environ=common.environment())
+    config = rampup.load_config(file, args.overrides, environ=os.environ)
     check_picture(args.output)
     written = None if args.write is None else files.absolute_path(args.write)
     if (
@@ -199,7 +200,7 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
             nearest=(0,),
         )
     config = rl.load_rollout_config(
-        folder / files.CONFIG_FILE, args.overrides, environ=common.environment()
+        folder / files.CONFIG_FILE, args.overrides, environ=os.environ
     )
     # Without the settings of this command: the noise scale in the lines is that of the
     # responses that the run had.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +84,7 @@ def plan(args: argparse.Namespace) -> Result:
         raise usage_error(
             f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0]
         )
-    config = load_rollout_config(
-        args.config, args.overrides, environ=common.environment()
-    )
+    config = load_rollout_config(args.config, args.overrides, environ=os.environ)
     num_devices = common.count_devices(args, config)
     schedule = build_rollout_schedule(config, num_devices)
     step = schedule.stages[-1][1]
@@ -116,7 +115,7 @@ def plot(args: argparse.Namespace) -> Result:
 
 def gather_report(args: argparse.Namespace, inputs: CliInputs) -> Report:
     """Return the content of a report of a rollout's configuration or run."""
-    environ = {} if inputs.runs else common.environment()
+    environ = {} if inputs.runs else os.environ
     config = load_rollout_config(inputs.file, inputs.overrides, environ=environ)
     step = build_rollout_plan(config, common.count_devices(args, config))
     run = inputs.read_run()
