@@ -29,10 +29,11 @@ SYSTEMS = (
     "skyrl",
     "verl",
     "trlx",
+    "tunix",
 )  # each is a module
 READABLE = (
     "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL,"
-    " veRL and trlX"
+    " veRL, trlX and Tunix"
 )
 # Keys of many systems, which are no evidence of one.
 SHARED = frozenset({

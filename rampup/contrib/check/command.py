@@ -29,6 +29,7 @@ DEVICES = {
     "maxtext": "num_devices",
     "maxtext_rl": "num_devices",
     "megatron": "world_size",
+    "tunix": "num_devices",
 }
 CHECK = {
     "file": arg(
@@ -45,12 +46,12 @@ CHECK = {
     ),
     "--from": arg(
         "SYSTEM",
-        "maxtext, maxtext_rl, megatron, skyrl, verl or trlx; without it, rampup"
+        "maxtext, maxtext_rl, megatron, skyrl, verl, trlx or tunix; without it, rampup"
         " finds it",
         dest="system",
     ),
     "--devices": arg(
-        "N", "check for N devices (maxtext, maxtext_rl and megatron)", type=int
+        "N", "check for N devices (maxtext, maxtext_rl, megatron and tunix)", type=int
     ),
     "--verbose": arg(None, "also print what each size changes"),
     "--all": arg(None, "print all phases of a ramp"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 # word of a foreign system stays one.
 COVERED = (
     r"(?i)\bactor_rollout_ref\b|\bpolicy_mini_batch_size\b|\bskyrl[\w.]*\.main\w*"
-    r"|\bmaxtext[\w./]*[./]\w*train|\bbase_config\s*:|\btrlx\b|\bper_device_batch_size\b"
+    r"|\bmaxtext[\w./]*[./]\w*train|\bbase_config\s*:|\btrlx\b|\btunix\b|\bper_device_batch_size\b"
     r"|\bici_\w+_parallelism\b"
 )
 

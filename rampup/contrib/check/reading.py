@@ -506,6 +506,8 @@ class Launch:
     # its name; that of all others by "".
     programs: Mapping[str, str] = field(default_factory=dict)
     keys: str = ""  # the name of the table of all its keys
+    # Reads the keys that a Python program or a notebook sets, if the system has them.
+    python: Callable[[str, Sequence[str]], dict[str, Located]] | None = None
     # The keys that can change sizes or devices and that no rule reads.
     unread: Mapping[str, Unread] = field(default_factory=dict)
     # Matches the last part of a key that no version has, but that may be a size.
@@ -549,7 +551,14 @@ def read_source(
         else (str(source), read_text(source))
     )
     is_script = text.startswith("#!") or path.endswith(SCRIPTS)
-    if is_file and (kind := _UNREAD.get(Path(path).suffix)):
+    suffix = Path(path).suffix
+    if is_file and launch.python is not None and suffix in (".py", ".ipynb"):
+        leaves = launch.python(path, overrides)
+        recognized = len(leaves) >= MIN_MATCHES
+        return Reading(
+            path=path, leaves=leaves, overrides=overrides, recognized=recognized
+        )
+    if is_file and (kind := _UNREAD.get(suffix)):
         raise ConfigError(
             f"this is {kind}, which is not read; paste its command: `rampup check --"
             " COMMAND ...`",

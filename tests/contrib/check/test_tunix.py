@@ -1,0 +1,242 @@
+"""Tests of rampup.contrib.check.tunix and .notebook: what a command line, a YAML file and
+the constants of a notebook really do.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers.dialect_files import boundary_test, checker, expect, nested, numbers_test
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.contrib.check import check_command, check_file, find_system
+from rampup.contrib.check.notebook import read_constants
+from rampup.contrib.check.tunix import (
+    ACCUMULATION,
+    BATCH,
+    GENERATIONS,
+    ITERATIONS,
+    LOGPS,
+    MAX_STEPS,
+    MESHES,
+    MINI,
+    MODE,
+    ROLLOUT,
+    TRAIN,
+)
+from rampup.errors import ConfigError
+
+MESH, ROLLOUT_MESH = (f"{MESHES[role]}.shape" for role in ("actor", "rollout"))
+BASE = {BATCH: 16, MINI: 8, TRAIN: 2, GENERATIONS: 4, MESH: "(2, 2)", "num_devices": 8}
+AGENTIC = {MODE: "agentic_grpo", "agentic_grpo_config.num_generations": 4}
+tunix = checker("tunix", BASE)
+# The rules of RLTrainingConfig, GRPOConfig and of the learners' `train`.
+test_rules_break_just_beyond_their_boundary = boundary_test(
+    "tunix",
+    BASE,
+    [
+        ("micro_divides_mini", {TRAIN: 4}, {TRAIN: 3}, "rejects"),
+        ("micro_needs_mini", {MINI: 16}, {MINI: None, TRAIN: 16}, "rejects"),
+        ("no_accumulation", {}, {ACCUMULATION: 1}, "rejects"),
+        ("responses_to_compare", {GENERATIONS: 2}, {GENERATIONS: 1}, "rejects"),
+        ("mini_batch_size_divides_batch", {BATCH: 8}, {BATCH: 12}, "accepts"),
+        ("rollout_micro_batch_size_divides_batch", {ROLLOUT: 4}, {ROLLOUT: 3}, "accepts"),
+        ("compute_logps_micro_batch_size_divides_batch", {LOGPS: 4}, {LOGPS: 3}, "accepts"),
+        ("agentic_log_probabilities", {**AGENTIC, LOGPS: 2}, {**AGENTIC, LOGPS: 4}, "accepts"),
+        ("meshes_fit", {MESH: "(2, 4)"}, {MESH: "(4, 4)"}, "accepts"),
+        *((f"positive.{key}", {}, {key: 0}, "rejects") for key in (MINI, TRAIN, ROLLOUT, LOGPS)),
+        (f"positive.{BATCH}", {}, {BATCH: 0}, "accepts"),
+    ],
+)  # fmt: skip
+ALL_OWN = {"model_config.mesh.shape": "(2, 1)", MESH: None}
+NUMBERS = [
+    ({}, {"samples_per_step": 64, "mini_batches": 2, "optimizer_steps": 2, "mini_batch_samples": 32, "accumulation_steps": 4,
+          "microbatch_samples": [8], "generation_calls": 8, "devices_used": 4, "note": "4 of 8 chips: 4 stay idle"}),
+    ({ITERATIONS: 3}, {"optimizer_steps": 6}),
+    ({MINI: None, TRAIN: None}, {"optimizer_steps": 1, "accumulation_steps": 1, "microbatch_samples": [64]}),
+    # A mesh of null shares the actor's chips; one of its own, or that of model_config,
+    # takes further ones (BasePipeline.create_role_to_mesh).
+    ({ROLLOUT_MESH: "(1, 4)"}, {"devices_used": 8, "note": "the actor and the rollout have chips of their own"}),
+    (ALL_OWN, {"devices_used": 6}),
+    ({**ALL_OWN, MESHES["rollout"]: "null", MESHES["reference"]: "null"}, {"devices_used": 2}),
+    # Sequences that do not divide are given to every device in whole (rl/utils.py).
+    ({TRAIN: 1, MESH: "(8, 1)", GENERATIONS: 2}, {"note": "2 sequences of a pass do not divide over fsdp=8"}),
+    ({TRAIN: 1}, {"note": "each of the 8 passes of an update has one prompt"}),
+    ({MESH: None}, {"note": "the chips of the mesh are not known"}),
+    # Agents generate prompt by prompt.
+    ({**AGENTIC, ROLLOUT: 8}, {"generation_calls": 16, "note": "prompt by prompt"}),
+    ({"num_batches": 10, "train_fraction": 0.9, MAX_STEPS: 12}, {"training_steps": 9, "total_optimizer_steps": 12, "note": "before its 18 steps"}),
+    ({"num_batches": 5, MAX_STEPS: 12}, {"total_optimizer_steps": 10, "note": "fewer than"}),
+    ({"num_prompts": 40}, {"training_steps": 2}),
+    ({}, {"note": "groups of 4 responses that teach nothing, as all are right or all wrong: 65.6%, 24.8%, 12.5% of them"}),
+]  # fmt: skip
+
+
+def _yaml(changes):
+    """Check the base file with changes; a mesh of "null" is a null in YAML."""
+    flat = {
+        key: value for key, value in {**BASE, **changes}.items() if value is not None
+    }
+    flat = {key: None if value == "null" else value for key, value in flat.items()}
+    return checker("tunix", {})(flat) if None not in flat.values() else _check(flat)
+
+
+def _check(flat):
+    import tempfile
+    from pathlib import Path
+
+    import yaml
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(nested(flat)))
+        return check_file(path, "tunix")
+
+
+test_numbers_and_notes = numbers_test(_yaml, NUMBERS)
+
+
+@given(
+    mini=st.integers(1, 6),
+    micro=st.integers(1, 6),
+    updates=st.integers(1, 6),
+    responses=st.integers(2, 9),
+)
+def test_every_sample_of_a_step_is_in_one_pass(mini, micro, updates, responses):
+    """Updates, passes and sequences multiply to the samples of a step."""
+    sizes = {MINI: mini * micro, TRAIN: micro, BATCH: mini * micro * updates}
+    found = tunix(sizes, {GENERATIONS: responses})
+    assert found.ok
+    product = found.derived["mini_batches"] * found.derived["accumulation_steps"]
+    product *= found.derived["microbatch_samples"][0]
+    assert product == found.derived["samples_per_step"]
+
+
+CONSTANTS = """
+import jax
+NUM_TPUS = len(jax.devices())
+if NUM_TPUS == 8:
+  COUNTS = (1, 4)
+elif NUM_TPUS == 1:
+  COUNTS = (1, 1)
+else:
+  raise ValueError(NUM_TPUS)
+MESH = [COUNTS, ("fsdp", "tp")]
+NUM_GENERATIONS = 2
+NUM_ITERATIONS = 1
+TRAIN_MICRO_BATCH_SIZE = 1
+NUM_BATCHES = 3738
+TRAIN_FRACTION = 0.9
+MAX_STEPS = int(NUM_BATCHES * NUM_ITERATIONS * TRAIN_FRACTION)
+"""
+
+
+def test_pasted_constants_of_a_notebook_are_enough(tmp_path):
+    """The chips, prompts and sequences of the cell that many people copy."""
+    path = tmp_path / "constants.py"
+    path.write_text(CONSTANTS)
+    found = check_file(path, "tunix", ["num_devices=8"])
+    expect(
+        found,
+        ok=True,
+        devices_used=4,
+        samples_per_step=2,
+        microbatch_samples=[2],
+        total_optimizer_steps=3364,
+        note=["4 of 8 chips: 4 stay idle", "batches of the data set are not read"],
+    )
+    expect(check_file(path, "tunix"), ok=True, note="chips of the mesh are not known")
+
+
+def test_what_a_notebook_gives_to_tunix_counts_more_than_a_constant(tmp_path):
+    """Cells in order, magics and other languages left out; found without --from."""
+    cells = [
+        "%pip install tunix\n!ls\nBATCH_SIZE = 6\nNUM_GENERATIONS = 2",
+        "this is no Python",
+        "from tunix.rl.grpo.grpo_learner import GRPOConfig\n"
+        "config = {'num_generations': 8, 'micro': 3}\n"
+        "grpo = GRPOConfig(num_generations=config['num_generations'])\n"
+        "mesh = jax.make_mesh(*[(2, 2), ('fsdp', 'tp')])\n"
+        "GRADIENT_ACCUMULATION_STEPS = 4\n"
+        "train = RLTrainingConfig(mini_batch_size=6, train_micro_batch_size=config['micro'])\n"
+        "data = source.batch(BATCH_SIZE * 2)[:7]",
+    ]
+    path = tmp_path / "grpo.ipynb"
+    rows = [{"cell_type": "code", "source": [cell]} for cell in cells]
+    rows.append({"cell_type": "markdown", "source": ["NUM_GENERATIONS = 3"]})
+    path.write_text(json.dumps({"cells": rows}))
+    assert find_system(path) == "tunix"
+    expect(
+        check_file(path),
+        ok=True,
+        samples_per_step=48,
+        accumulation_steps=2,
+        microbatch_samples=[24],
+        devices_used=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("SIZE = 2 if COLAB else 64\n", None),
+        ("COLAB = True\nSIZE = 2 if COLAB else 64\n", 2),
+        ("SIZE = 4\nSIZE = ask()\n", None),
+        ("SIZE = 4\nif ask():\n  SIZE = 8\n", None),
+        ("if ask():\n  SIZE = 8\nelse:\n  SIZE = 4 * 2\n", 8),
+        ("class Config:\n  n: int = 3\nSIZE = Config.n + 1\n", 4),
+        ("import os\nSIZE = int(os.environ.get('SIZE', '5'))\n", 5),
+        ("p.add_argument('--size', default=7)\na = p.parse_args()\nSIZE = a.size", 7),
+        ("SIZE = 10 ** 10 ** 10\n", None),
+        ("SIZE = 'a' * 9 ** 9\n", None),
+        ("SIZE = 4\ndef helper():\n  SIZE = 8\n", 4),
+        ("SIZE = __import__('os').system('false')\n", None),
+    ],
+)
+def test_constants_are_followed_and_never_guessed(tmp_path, text, value):
+    """Arithmetic, branches, classes, defaults; what the syntax leaves open is open."""
+    path = tmp_path / "run.py"
+    path.write_text(text)
+    found = read_constants(path).constants
+    assert (found["SIZE"].value if "SIZE" in found else None) == value
+
+
+def test_a_program_is_not_executed(tmp_path):
+    """A file that would write one does not."""
+    path = tmp_path / "run.py"
+    touched = tmp_path / "touched"
+    path.write_text(f"open({str(touched)!r}, 'w')\n{CONSTANTS}")
+    assert check_file(path, "tunix", ["num_devices=8"]).ok
+    assert not touched.exists()
+
+
+def test_a_script_reads_its_base_file_and_the_overriding_one(tmp_path):
+    """In this order, and the command above both; one that is not there is a question."""
+    (tmp_path / "base.yaml").write_text(
+        "batch_size: 16\ngrpo_config: {num_generations: 2}\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "batch_size: 8\nrl_training_config: {mini_batch_size: 4}\n"
+    )
+    script = tmp_path / "run.sh"
+    command = "python3 -m tunix.cli.grpo_main base.yaml override_config_file=own.yaml"
+    script.write_text(f"{command} grpo_config.num_generations=4\n")
+    assert find_system(script) == "tunix"
+    expect(check_file(script), ok=True, samples_per_step=32, mini_batches=2)
+    words = command.replace("own", "other").split()
+    with pytest.raises(ConfigError, match=r"=other\.yaml is not here"):
+        check_command(words, "tunix")
+    with pytest.raises(ConfigError, match="does not say how many prompts"):
+        check_command([*words, f"{MINI}=4"], "tunix", ["override_config_file=null"])
+
+
+def test_the_command_line_knows_tunix(tmp_path):
+    """`--devices` gives the chips, without --from."""
+    path = tmp_path / "run.ipynb"
+    cell = {"cell_type": "code", "source": CONSTANTS}
+    path.write_text(json.dumps({"cells": [cell]}))
+    words = [sys.executable, "-m", "rampup", "check", str(path), "--devices", "8"]
+    run = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "4 of 8 chips" in run.stdout
