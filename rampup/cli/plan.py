@@ -18,6 +18,7 @@ import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.fix import find_fix
+from rampup.config.notes import hyperparameter_notes, run_notes
 from rampup.config.resume import list_devices, possible_devices
 from rampup.config.schema import Config
 from rampup.engine.compile import topology_facts
@@ -88,6 +89,9 @@ def _phases(args: argparse.Namespace) -> Result:
     notes = common.load(common.SCALING_LAWS).batch_notes(
         plan.consumed_samples * length, max(plan.of_all_sizes.ramp.sizes) * length
     )
+    notes += run_notes(config, plan)
+    if args.hyperparameters:
+        notes += hyperparameter_notes(config, plan)
     if notes:
         facts["notes"] = list(notes)
     if topology is not None:

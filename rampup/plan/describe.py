@@ -278,9 +278,12 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         if phase.start_step >= plan.total_steps
     ]
     if unreached:
+        last = max(plan.total_steps - 1, plan.ramp.first_step)
         notes.append(
             f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those"
-            " after it"
+            " after it: the run ends with batches of"
+            f" {plan.ramp.global_batch_size_at(last):,} samples, and"
+            f" {plan.ramp.sizes[-1]:,} are never reached"
         )
     after = plan.total_steps - plan.schedule_steps
     if after > 0:

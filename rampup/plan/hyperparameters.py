@@ -4,6 +4,8 @@ optimizer's behavior per token.
 
 from __future__ import annotations
 
+import bisect
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -170,6 +172,58 @@ BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
         AdamScaling(b1="sde", b2="sde", eps="sde", weight_decay="timescale"),
     ),
 }
+
+
+def warmup_steps(plan: RampPlan, fraction: float) -> int:
+    """Return the optimizer steps of a warm-up, whose length on the clock of samples
+    depends on the batches.
+
+    Args:
+        plan: the plan, with the clock of the learning rate's schedule.
+        fraction: the share of the schedule that the warm-up takes.
+
+    Returns:
+        The first steps that have less than the peak of the rate.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> plan = RampPlan(ramp=BatchRamp.constant(64), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=50)
+        >>> warmup_steps(plan, 0.1)
+        5
+    """
+    # The first segment whose end the warm-up does not pass, and the step in it.
+    ends = [segment.progress for segment in plan.clock]
+    segment = plan.clock[max(bisect.bisect_left(ends, fraction) - 1, 0)]
+    left = (fraction - segment.progress) / segment.progress_per_step
+    return segment.start_step + max(math.ceil(left - 1e-9), 0)
+
+
+def moment_lag_steps(growth: float, b2: float) -> float:
+    """Return the steps that a growth of the batch costs while Adam's second moment
+    follows: 2 ln((1 + sqrt(k)) / 2) / (1 - b2).
+
+    Derivation: where the noise of the gradient dominates, the second moment v is
+    proportional to 1 / batch. At a growth by k it is k times its new value and decays
+    to it, v(t) / v = 1 + (k - 1) exp(-(1 - b2) t). A step is proportional to 1 /
+    sqrt(v), so it is too small, and the steps lost are the integral over t of 1 - 1 /
+    sqrt(1 + (k - 1) exp(-(1 - b2) t)). With u = exp(-(1 - b2) t), its antiderivative is
+    2 ln(1 + sqrt(1 + (k - 1) u)) / (1 - b2), between u = 0 and 1.
+
+    Args:
+        growth: k, the new batch divided by the one before.
+        b2: decay rate of the second moment after the growth.
+
+    Returns:
+        Optimizer steps; 0 for a batch that does not grow.
+
+    Example:
+        >>> round(moment_lag_steps(8, 0.99))
+        130
+    """
+    if growth <= 1:
+        return 0.0
+    return 2 * math.log((1 + math.sqrt(growth)) / 2) / (1 - b2)
 
 
 def adam_constants(

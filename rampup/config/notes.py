@@ -1,0 +1,130 @@
+"""What a plan has to say about the run that a configuration asks for: legal settings
+that rarely mean what they do.
+
+A note is a sentence for `rampup plan`. What can be seen in a plan alone, without its
+configuration, is in `rampup.plan.describe.advice`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from rampup.config.build import budget_samples, hyperparameters
+from rampup.config.schema import Config
+from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
+from rampup.plan.plan import RampPlan
+
+# A batch that grows by more than this factor asks for a rate that follows it.
+MOST_GROWTH = 2.0
+
+
+def run_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
+    """Return notes about the length of a run, its warm-up and its learning rate.
+
+    Args:
+        config: the configuration.
+        plan: its plan, of `build_plan`.
+
+    Returns:
+        Sentences; none if there is nothing to say.
+
+    Example:
+        >>> from rampup.config.build import build_plan
+        >>> config = Config(per_device_batch_size=4, train_samples=100)
+        >>> run_notes(config, build_plan(config, 4))[0]
+        'the run takes 112 samples, 12 more than train_samples=100, as its last batch is whole'
+    """
+    return (*_length_notes(config, plan), *_rate_notes(config, plan))
+
+
+def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:
+    budget = budget_samples(config)
+    if plan.follows:
+        return
+    taken = plan.consumed_samples
+    if budget is not None and taken > budget:
+        asked = f"train_samples={config.train_samples}"
+        if config.train_tokens is not None:
+            asked = f"train_tokens={config.train_tokens:,}, which are {float(budget):g}"
+        yield (
+            f"the run takes {taken:,} samples, {float(taken - budget):g} more than"
+            f" {asked}, as its last batch is whole"
+        )
+    if config.num_epoch > 0:
+        rows = -(-taken // config.num_epoch)
+        yield (
+            f"num_epoch={config.num_epoch} needs at least {rows:,} training rows for"
+            f" {taken:,} samples; a last phase of batch_size_schedule can be as small"
+            " as the rows that are left"
+        )
+
+
+def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:
+    steps = warmup_steps(plan, config.warmup_steps_fraction)
+    enough = 1 / (1 - config.adam_b1)
+    if 0 < steps < enough and config.opt_type != "sgd":
+        yield (
+            f"warmup_steps_fraction={config.warmup_steps_fraction:g} is a warm-up of"
+            f" {steps} steps, fewer than 1 / (1 - adam_b1) = {enough:.3g}, which AdamW's"
+            " first moment takes; a larger first batch has fewer steps of warm-up"
+        )
+    growth = plan.ramp.sizes[-1] / plan.ramp.sizes[0]
+    rate, _ = config.batch_rule
+    is_kept = rate == config.batch_scaling == "none" and plan.seesaw is None
+    if growth > MOST_GROWTH and is_kept:
+        rule = "linear" if config.opt_type == "sgd" else "sqrt"
+        yield (
+            f"the batch grows by {growth:.3g} times and the learning rate stays;"
+            f" batch_scaling={rule} follows it"
+        )
+
+
+def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
+    """Return the steps of the warm-up, those that AdamW's second moment takes to follow
+    each growth of the batch, and the phases that end before it has.
+
+    Args:
+        config: the configuration.
+        plan: its plan, of `build_plan`.
+
+    Returns:
+        A sentence for each; none about the second moment without growth, or with an
+        optimizer that has none.
+
+    Source: see `rampup.plan.hyperparameters.moment_lag_steps`.
+    """
+    steps = warmup_steps(plan, config.warmup_steps_fraction)
+    notes = [f"the warm-up takes {steps:,} steps"] * (steps > 0)
+    if config.opt_type == "sgd":
+        return tuple(notes)
+    constants = hyperparameters(config, plan)
+    listed, short = list[str](), list[str]()
+    phases = plan.ramp.phases
+    for before, phase in itertools.pairwise(phases):
+        if phase.start_step >= plan.total_steps:
+            break
+        sizes = before.global_batch_size, phase.global_batch_size
+        b2 = constants[plan.segment_index(phase.start_step)].b2
+        lag = moment_lag_steps(sizes[1] / sizes[0], b2)
+        if lag == 0:
+            continue
+        listed.append(f"{sizes[0]:,} -> {sizes[1]:,} samples {round(lag):,}")
+        end = plan.total_steps
+        if phase.num_steps is not None:
+            end = min(end, phase.start_step + phase.num_steps)
+        if end - phase.start_step < lag:
+            short.append(f"phase {phase.index} has {end - phase.start_step:,} steps")
+    if listed:
+        shown = ", ".join(listed[:8]) + ", ..." * (len(listed) > 8)
+        notes.append(
+            "steps of training that a growth costs while AdamW's second moment still has"
+            f" the noise of the smaller batch: {shown}"
+        )
+    if short:
+        shown = ", ".join(short[:8]) + ", ..." * (len(short) > 8)
+        notes.append(
+            f"shorter than that: {shown}; there a rule of batch_scaling does not reach"
+            " its rate, and a smaller adam_b2 or longer phases would"
+        )
+    return tuple(notes)

@@ -1,0 +1,122 @@
+"""Tests of rampup.config.notes: what a plan says about the run that was asked for."""
+
+import math
+
+import pytest
+
+from rampup import Config, build_plan
+from rampup.config.notes import hyperparameter_notes, run_notes
+from rampup.plan.describe import advice
+from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
+
+SCHEDULE = {"batch_scaling": "sqrt", "batch_size_schedule": "0:16 1600:64"}
+
+
+def notes_of(devices=4, **keys):
+    """Return what is said about a configuration, as one text."""
+    config = Config(**keys)
+    return "\n".join(run_notes(config, build_plan(config, devices)))
+
+
+def test_a_last_batch_beyond_the_samples_asked_for_is_said():
+    """100 samples in batches of 16 are 112, and their epochs need as many rows; a
+    smaller last phase takes exactly the samples, and nothing is said.
+    """
+    keys = {"per_device_batch_size": 4, "train_samples": 100}
+    said = notes_of(**keys, num_epoch=1)
+    assert "takes 112 samples, 12 more than train_samples=100" in said
+    assert "at least 112 training rows" in said
+    assert "at least 56 training rows" in notes_of(**keys, num_epoch=2)
+    assert "100:" not in said
+    exact = {"batch_size_schedule": "0:16 96:4", "train_samples": 100, "num_epoch": 1}
+    assert "more than" not in notes_of(**exact)
+    tokens = {"per_device_batch_size": 4, "train_tokens": 12_800}
+    assert "12 more than train_tokens=12,800, which are 100" in notes_of(**tokens)
+    for quiet in ({"train_samples": 96}, {"steps": 7}):
+        said = notes_of(per_device_batch_size=4, **quiet)
+        assert "more than" not in said
+        assert "rows" not in said
+
+
+def test_a_run_that_ends_before_its_ramp_names_the_batches_it_never_has():
+    """The advice has the last batch of the run and the one that it never reaches."""
+    plan = build_plan(Config(batch_size_schedule="0:2 1000:16", steps=50), 2)
+    (said,) = [note for note in advice(plan) if "ends before" in note]
+    assert said.startswith("steps=50 ends before phase 1 and those after it")
+    assert "2 samples" in said
+    assert "16 are never reached" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({"per_device_batch_size": 64, "steps": 50, "warmup_steps_fraction": 0.1}, 5),
+        ({"per_device_batch_size": 64, "steps": 20, "warmup_steps_fraction": 0.08}, 2),
+        ({**SCHEDULE, "steps": 120, "warmup_steps_fraction": 0.05}, 9),
+    ],
+)
+def test_a_warm_up_of_a_few_steps_is_said(keys, steps):
+    """It is counted on the run's own clock; below 1 / (1 - adam_b1) steps it is said."""
+    config = Config(**keys)
+    plan = build_plan(config, 4)
+    assert warmup_steps(plan, config.warmup_steps_fraction) == steps
+    assert f"a warm-up of {steps} steps" in notes_of(**keys)
+    assert "fewer than 1 / (1 - adam_b1) = 10" in notes_of(**keys)
+    long = notes_of(**(keys | {"warmup_steps_fraction": 0.9}))
+    assert "warm-up" not in long
+    assert "warm-up" not in notes_of(**(keys | {"warmup_steps_fraction": 0}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"batch_size_schedule": "0:16 1600:64"}, True),
+        ({"batch_size_schedule": "0:16 1600:32"}, False),
+        ({"batch_size_schedule": "0:64 1600:16"}, False),
+        (SCHEDULE, False),
+        (SCHEDULE | {"batch_scaling": "half_life"}, False),
+        ({"per_device_batch_size": 4}, False),
+        ({"batch_size_schedule": "auto", "per_device_batch_size_start": 2}, False),
+    ],
+)
+def test_a_rate_that_stays_while_the_batch_grows_is_asked_about(keys, is_said):
+    """From more than a factor of two on, one line names the rule that follows."""
+    said = notes_of(**keys, eval_interval=-1)
+    assert ("batch_scaling=sqrt" in said) == is_said
+
+
+@pytest.mark.parametrize(
+    ("growth", "b2", "steps"),
+    [(2, 0.95, 7.5), (8, 0.95, 26), (2, 0.99, 38), (8, 0.99, 130), (2, 0.999, 376)],
+)
+def test_the_lag_of_the_second_moment_is_the_loss_of_its_steps(growth, b2, steps):
+    """The closed form is the sum of the steps that are lost while the second moment
+    falls from k times its new value to it.
+    """
+    closed = moment_lag_steps(growth, b2)
+    assert closed == pytest.approx(steps, rel=0.02)
+    moment, lost = float(growth), 0.0
+    for _ in range(int(60 / (1 - b2))):
+        lost += 1 - 1 / math.sqrt(moment)
+        moment = b2 * moment + (1 - b2)
+    assert closed == pytest.approx(lost, rel=0.03, abs=0.5)
+    assert moment_lag_steps(1, b2) == moment_lag_steps(0.5, b2) == 0
+
+
+def test_the_steps_that_a_growth_costs_are_listed_and_compared_with_the_phase():
+    """One line has each growth, another the phases that are shorter than their lag."""
+    keys = SCHEDULE | {"batch_size_schedule": "0:16 1600:64 2000:128"}
+    config = Config(**keys, steps=400, adam_b2=0.99)
+    plan = build_plan(config, 4)
+    warmup, listed, short = hyperparameter_notes(config, plan)
+    steps = warmup_steps(plan, config.warmup_steps_fraction)
+    assert warmup == f"the warm-up takes {steps} steps"
+    assert "16 -> 64 samples 81" in listed
+    assert "64 -> 128 samples 38" in listed
+    assert "phase 1 has 7 steps" in short
+    _, one = hyperparameter_notes(Config(**keys, steps=4000, adam_b2=0.6), plan)
+    assert "16 -> 64 samples 2" in one
+    sgd = Config(**keys | {"batch_scaling": "linear"}, opt_type="sgd")
+    assert hyperparameter_notes(sgd, plan) == (warmup,)
+    constant = Config(per_device_batch_size=4, warmup_steps_fraction=0)
+    assert hyperparameter_notes(constant, build_plan(constant, 4)) == ()
