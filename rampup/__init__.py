@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
     from rampup.checks.loss import check_loss as check_loss
+    from rampup.checks.step import check_step as check_step
     from rampup.config.build import build_plan as build_plan
     from rampup.config.load import load_config as load_config
     from rampup.config.schema import Config as Config
@@ -100,6 +101,7 @@ _HOME = {
     "multi_steps": "rampup.engine.accumulate",
     "PipelinedLoss": "rampup.engine.pipeline",
     "check_loss": "rampup.checks.loss",
+    "check_step": "rampup.checks.step",
     # A run in its folder.
     "EvalOptions": "rampup.loop.loop",
     "CheckpointOptions": "rampup.loop.checkpoint",
@@ -120,7 +122,7 @@ _ROOMS = {
     ),
     "rampup.data": ("BatchLoader BatchOptions"),
     "rampup.engine": ("AdamSchedule LearningRate TrainStep"),
-    "rampup.checks": ("LossProblem LossReport"),
+    "rampup.checks": ("LossProblem LossReport ParameterCheck StepReport"),
     "rampup.loop": ("Component Summary"),
     "rampup.lm": ("LoadedRun Run"),
     "rampup.plan.topology": ("Topology"),

@@ -1,4 +1,6 @@
-"""Checks of a user's own program: whether its loss is a sum over rows."""
+"""Checks of a user's own program: whether its loss is a sum over rows, and whether its
+compiled step is right on this machine.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from rampup import load_name
 _HOME = {
     "LossProblem": "rampup.checks.loss",
     "LossReport": "rampup.checks.loss",
+    "ParameterCheck": "rampup.checks.step",
+    "StepReport": "rampup.checks.step",
 }
 __all__ = sorted(_HOME)
 

@@ -81,9 +81,11 @@ class Trials:
                 " the state that the step returned, or make the step with donate=False"
             )
             raise ConfigError(problem, key="state")
-        self._loss_fn = _function(loss)
+        self._loss_fn = loss_function(loss, "check_loss")
+        if getattr(self._loss_fn, "has_streams", False):
+            self._loss_fn = functools.partial(self._loss_fn, deterministic=True)
         self._is_quiet = is_quiet
-        self._mesh = _mesh_of_one(arrays)
+        self._mesh = mesh_of_one(arrays)
         self._arrays, self._rows = self._put(read), rows
         keys = jax.random.split(random_key(seed), R * (1 + KEY_SETS))
         self._words = np.asarray(jax.random.key_data(keys))
@@ -102,7 +104,7 @@ class Trials:
         batch = jax.tree.map(lambda x: x[index], self._rows)
         given = self._put((batch, self._words[np.array(keys)], np.uint32(move)))
         if self._program is None:
-            traced = self._trace(self._whole_and_each, given)
+            traced = trace(self._whole_and_each, self._mesh, (*self._arrays, *given))
             found = list(operations(traced.jaxpr))
             # Each trial makes its keys of words.
             names = {eqn.primitive.name for eqn in found} - {"random_wrap"}
@@ -132,33 +134,14 @@ class Trials:
             return jax.tree.map(lambda x: x.sum(0), sums)
 
         given = self._put((self._rows, self._words[:R], np.uint32(0)))
-        program = compile_program(self._trace(halves, given, mapped).lower(), level=0)
-        return dict(jax.device_get(program(*self._arrays, *given)))
+        args = (*self._arrays, *given)
+        program = compile_program(
+            trace(halves, self._mesh, args, mapped).lower(), level=0
+        )
+        return dict(jax.device_get(program(*args)))
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, replicated(self._mesh))
-
-    def _trace(
-        self, function: Any, given: tuple[Any, ...], mapped: tuple[str, ...] = ()
-    ) -> Any:
-        """Trace a function in which all axes but the mapped ones are manual, as those
-        of the rows are in a step, so that a loss may name them.
-        """
-        mesh, whole = auto_view(self._mesh), PartitionSpec()
-        manual = jax.shard_map(
-            own_constraints(mapped)(function),
-            mesh=mesh,
-            in_specs=whole,
-            out_specs=whole,
-            axis_names={*mesh.axis_names} - {*mapped},
-            check_vma=False,
-        )
-        with (
-            jax.set_mesh(mesh),
-            jax.default_matmul_precision("highest"),
-            jax.debug_nans(False),
-        ):
-            return jax.jit(manual).trace(*self._arrays, *given)
 
     def _whole_and_each(self, *args: Any) -> Any:
         arrays, (batch, words, move) = args[:3], args[3:]
@@ -205,14 +188,37 @@ class Trials:
         return sums
 
 
+def trace(
+    function: Any, mesh: Mesh, args: tuple[Any, ...], mapped: tuple[str, ...] = ()
+) -> Any:
+    """Trace a function on a mesh of one device, exactly, where all axes but the mapped
+    ones are manual, as those of the rows are in a step, so that a loss may name them.
+    """
+    mesh, whole = auto_view(mesh), PartitionSpec()
+    manual = jax.shard_map(
+        own_constraints(mapped)(function),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        axis_names={*mesh.axis_names} - {*mapped},
+        check_vma=False,
+    )
+    with (
+        jax.set_mesh(mesh),
+        jax.default_matmul_precision("highest"),
+        jax.debug_nans(False),
+    ):
+        return jax.jit(manual).trace(*args)
+
+
 def norm(x: np.ndarray) -> float:
     """Return the length of a vector."""
     return float(np.linalg.norm(x))
 
 
-def _signs(number: int, seed: Any) -> jax.Array:
+def signs(number: int, seed: Any) -> jax.Array:
     """Return 1 and -1 in an order that looks random: Knuth's multiplicative hash, twice."""
-    x = jax.lax.iota(jnp.uint32, number) * jnp.uint32(2654435761) + seed
+    x = jax.lax.iota(jnp.uint32, number) * jnp.uint32(2654435761) + jnp.uint32(seed)
     x = (x ^ (x >> 15)) * jnp.uint32(2246822519)
     return jnp.where((x ^ (x >> 13)) % 2 == 1, 1.0, -1.0)
 
@@ -222,10 +228,10 @@ def _moved(x: jax.Array, move: Any) -> jax.Array:
     become others: where a leaf is zero, a penalty has no gradient, and a zero matrix
     hides what is before it.
     """
-    size = 0.01 * _signs(x.size, jnp.uint32(1)).reshape(x.shape)
-    signs = _signs(x.size, move).reshape(x.shape)
+    size = 0.01 * signs(x.size, 1).reshape(x.shape)
+    pattern = signs(x.size, move).reshape(x.shape)
     step = jnp.where(move > 0, 2.0**-8, 0.0)
-    return (jnp.where(jnp.any(x != 0), x, size) * (1 + step * signs)).astype(x.dtype)
+    return (jnp.where(jnp.any(x != 0), x, size) * (1 + step * pattern)).astype(x.dtype)
 
 
 def _compressed(x: Any) -> jax.Array:
@@ -234,13 +240,11 @@ def _compressed(x: Any) -> jax.Array:
     x = jnp.concatenate([x.real, x.imag]) if jnp.iscomplexobj(x) else x
     if x.size <= _SUMS:
         return x
-    padded = jnp.pad(
-        x * _signs(x.size, jnp.uint32(0)).astype(x.dtype), (0, -x.size % _SUMS)
-    )
+    padded = jnp.pad(x * signs(x.size, 0).astype(x.dtype), (0, -x.size % _SUMS))
     return padded.reshape(_SUMS, -1).sum(1)
 
 
-def _mesh_of_one(arrays: list[jax.Array]) -> Mesh:
+def mesh_of_one(arrays: list[jax.Array]) -> Mesh:
     """Return a mesh of one device that has some arrays, with the axes of theirs."""
     shardings = [x.sharding for x in arrays]
     devices = shardings[0].addressable_devices if shardings else jax.local_devices()
@@ -260,7 +264,7 @@ def _named_axes(found: list[Any], mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in names)
 
 
-def _function(loss: Any) -> Callable[..., Any]:
+def loss_function(loss: Any, caller: str) -> Callable[..., Any]:
     """Return a loss as a function of (params, batch, keys[, mutable])."""
     if isinstance(loss, PipelinedLoss):
 
@@ -280,12 +284,10 @@ def _function(loss: Any) -> Callable[..., Any]:
         return loss.loss_fn
     if isinstance(loss, SummableLoss):
         problem = (
-            "check_loss calls the loss function with rows of its own choice, but"
+            f"{caller} calls the loss function with rows of its own choice, but"
             f" {a_type(loss)} sums by itself"
         )
         raise ConfigError(
             f"{problem}, or takes shards; give the function itself", key="loss_fn"
         )
-    if getattr(loss, "has_streams", False):
-        return functools.partial(loss, deterministic=True)
     return loss
