@@ -14,12 +14,10 @@ import contextvars
 import difflib
 import io
 import json
-import logging
 import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -108,12 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout, io.TextIOWrapper
     ):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Orbax logs the failures that it also raises, which are printed here in a sentence,
-    # and drops what it had begun.
-    for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)
-    sys.unraisablehook = _report_unraisable
-    warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
     try:
         context = contextvars.copy_context()
         context.run(ctrl_c_stops.set, True)
@@ -143,16 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) is not None and distributed.has_failed.is_set():
         distributed.leave(code)
     return code
-
-
-def _report_unraisable(problem: Any) -> None:
-    """Report an error that nothing can catch, but not those of writes that end after
-    one that has failed.
-    """
-    if not re.match(
-        "Event loop is closed|Existing exports of data", str(problem.exc_value)
-    ):
-        sys.__unraisablehook__(problem)
 
 
 def make_parser(name: str) -> argparse.ArgumentParser:

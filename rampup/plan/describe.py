@@ -4,7 +4,8 @@ means for its ramp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from rampup.plan.ramp import BatchRamp
 
 if TYPE_CHECKING:
     from rampup.plan.plan import RampPlan
+    from rampup.plan.split import BatchSplit
 
 SECONDS_PER_HOUR = 3600
 # `str(plan)` leaves out the middle of longer tables.
@@ -22,6 +24,7 @@ MAX_PRINTED_PHASES = 40
 MOST_RATE_SCALE = 2.0
 # Column titles of the printed table, by the keys of `RampPlan.phase_rows`.
 PHASE_TITLES = {
+    "phase": "phase",
     "start_step": "from step",
     "start_sample": "from sample",
     "num_steps": "steps",
@@ -35,42 +38,122 @@ PHASE_TITLES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A plan as it is shown: text, a terminal, a notebook and a report have the same
+    sentences, rows and remarks.
+
+    Attributes:
+        summary: the run, and its ramp.
+        titles: the columns that say something about this plan: the name in a row -> its
+            title.
+        rows: one for each phase: `RampPlan.phase_rows` with the number of the phase.
+        unreached: the phases that the run does not reach.
+        remarks: what belongs to the whole plan: evaluation, loading.
+        notes: what is legal, but costs something.
+    """
+
+    summary: tuple[str, str]
+    titles: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]]
+    unreached: Collection[int]
+    remarks: Sequence[str]
+    notes: Sequence[str]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the rows by the titles of their columns."""
+        return [
+            {title: row[name] for name, title in self.titles.items()}
+            for row in self.rows
+        ]
+
+
+def describe(plan: RampPlan) -> Description:
+    """Return what is shown of a plan."""
+    left_out = set()
+    if plan.splitter.num_stages == 1:
+        left_out |= {"num_pipeline_microbatches", "bubble_fraction"}
+    if not plan.scales_learning_rate:
+        left_out.add("learning_rate_scale")
+    rows: list[dict[str, Any]] = [
+        {"phase": number, **row} for number, row in enumerate(plan.phase_rows())
+    ]
+    rows[-1]["num_steps"] = last_steps(plan)
+    remarks = []
+    if (split := plan.eval_split) is not None:
+        size = f"{split.global_batch_size:,} samples per batch"
+        remarks.append(f"evaluation: {size} = {describe_split(split)}")
+    if (rows_to_load := loading(plan)) is not None:
+        remarks.append(f"loading: {rows_to_load}")
+    return Description(
+        summary=summary(plan),
+        titles={
+            name: title for name, title in PHASE_TITLES.items() if name not in left_out
+        },
+        rows=rows,
+        unreached={
+            phase.index
+            for phase in plan.ramp.phases
+            if phase.start_step >= plan.total_steps
+        },
+        remarks=remarks,
+        notes=advice(plan),
+    )
+
+
 def describe_plan(plan: RampPlan) -> str:
-    """Return the summary, the table of phases and the advice as lines, with the middle
+    """Return the summary, the table of phases and the remarks as lines, with the middle
     of a long table left out.
     """
 
-    def cell(value: int | float | str | None) -> str:
-        return (
-            f"{value:,}"
-            if isinstance(value, int)
-            else f"{value:,.4g}"
-            if isinstance(value, float)
-            else str(value)
-        )
+    def cell(value: object) -> str:
+        if isinstance(value, int):
+            return f"{value:,}"
+        return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
-    rows = phase_table(plan)
+    shown = describe(plan)
     half = MAX_PRINTED_PHASES // 2
-    cells = [list(rows[0]), *([*map(cell, row.values())] for row in rows)]
-    if len(rows) > 2 * half:
-        cells[half + 1 : -half] = [["..."] * len(rows[0])]
+    cells = [list(shown.titles.values())]
+    cells += [[cell(row[name]) for name in shown.titles] for row in shown.rows]
+    if len(shown.rows) > 2 * half:
+        cells[half + 1 : -half] = [["..."] * len(cells[0])]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in cells
     ]
-    loaded = (
-        [] if (rows_to_load := loading(plan)) is None else [f"loading: {rows_to_load}"]
-    )
-    return "\n".join(
-        [*summary(plan), *table, *loaded, *(f"note: {note}" for note in advice(plan))]
-    )
+    notes = [f"note: {note}" for note in shown.notes]
+    return "\n".join([*shown.summary, *table, *shown.remarks, *notes])
+
+
+def format_count(number: int, noun: str) -> str:
+    """Format a number of things; the noun is in the singular.
+
+    >>> format_count(1, "step"), format_count(2000, "step"), format_count(2, "batch")
+    ('1 step', '2,000 steps', '2 batches')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def describe_split(split: BatchSplit) -> str:
+    """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2
+    samples'.
+    """
+    counts = {
+        "replica": split.data_parallel_size,
+        "microbatch": split.num_microbatches,
+        "sample": split.microbatch_size,
+    }
+    return " * ".join(format_count(number, noun) for noun, number in counts.items())
 
 
 def summary(plan: RampPlan) -> tuple[str, str]:
     """Return two lines: the run, and its ramp."""
     replicas = plan.splitter.data_parallel_size
-    devices = f"{plan.num_devices:,} device{'s' * (plan.num_devices > 1)}"
+    devices = format_count(plan.num_devices, "device")
     length = (
         f"{plan.total_steps:,} steps"
         if plan.budget_samples is None
@@ -79,8 +162,8 @@ def summary(plan: RampPlan) -> tuple[str, str]:
     run = f"{devices}, data parallel {replicas:,}, {length}"
     if not plan.follows:
         run += f", {plan.consumed_samples:,} samples"
-    shapes = plan.num_compiled_shapes
-    return run, f"{_ramp_summary(plan)}; {shapes} compiled shape{'s' * (shapes > 1)}"
+    shapes = format_count(plan.num_compiled_shapes, "compiled shape")
+    return run, f"{_ramp_summary(plan)}; {shapes}"
 
 
 def _ramp_summary(plan: RampPlan) -> str:
@@ -117,27 +200,6 @@ def _ramp_summary(plan: RampPlan) -> str:
         f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in"
         f" {len(sizes)} phases, {last}"
     )
-
-
-def phase_table(plan: RampPlan) -> list[dict[str, int | float | str | None]]:
-    """Return one dictionary per phase for printing, with short titles and without
-    columns that have no information.
-    """
-    left_out = (
-        set()
-        if plan.splitter.num_stages > 1
-        else {"num_pipeline_microbatches", "bubble_fraction"}
-    )
-    left_out |= set() if plan.scales_learning_rate else {"learning_rate_scale"}
-    titles = {
-        name: title for name, title in PHASE_TITLES.items() if name not in left_out
-    }
-    rows: list[dict[str, int | float | str | None]] = [
-        {"phase": phase.index, **{title: row[name] for name, title in titles.items()}}
-        for phase, row in zip(plan.ramp.phases, plan.phase_rows(), strict=True)
-    ]
-    rows[-1]["steps"] = last_steps(plan)
-    return rows
 
 
 def last_steps(plan: RampPlan) -> str:

@@ -16,10 +16,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.plan import describe
+from rampup.plan.describe import PHASE_TITLES, describe
 from rampup.plan.plan import RampPlan
 from rampup.show.format import (
-    describe_split,
     format_count,
     format_value,
 )
@@ -40,9 +39,7 @@ PLAIN: dict[str, Any] = {
 
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the
 # plan: two tables fit in 80 columns.
-TITLES = {
-    name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()
-}
+TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
 TITLES |= {
     "num_pipeline_microbatches": "pipeline\nmicro",
     "microbatch_size": "micro-\nbatch",
@@ -142,19 +139,11 @@ def print_plan(
     """Print a plan: a summary, its phases, evaluation and notes. Of more phases than
     `max_phases`, the middle is counted.
     """
-    for sentence in describe.summary(plan):
+    shown = describe(plan)
+    for sentence in shown.summary:
         console.print(sentence)
-    pipeline = plan.splitter.num_stages > 1
-    names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
-    names += ["bubble_fraction"] * pipeline + [
-        "learning_rate_scale"
-    ] * plan.scales_learning_rate
-    rows = plan.phase_rows()
-    sizes = {name: TITLES[name] for name in names}
-    unreached = {
-        phase.index
-        for phase in plan.ramp.phases
-        if phase.start_step >= plan.total_steps
+    sizes = {
+        name: TITLES[name] for name in shown.titles if name not in ("phase", *WHEN)
     }
     mark = "\u2588" if console.is_terminal else "#"
     largest = max(plan.ramp.sizes)
@@ -162,17 +151,13 @@ def print_plan(
     def cell(index: int, name: str) -> str:
         if name == "bar":
             return mark * max(round(12 * plan.ramp.sizes[index] / largest), 1)
-        return phase_cell(rows[index], name, rest=describe.last_steps(plan))
+        return phase_cell(shown.rows[index], name)
 
     layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
-    _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
-    if split := plan.eval_split:
-        console.print(
-            f"evaluation: {split.global_batch_size:,} samples per batch ="
-            f" {describe_split(split)}"
-        )
-    if (loading := describe.loading(plan)) is not None:
-        console.print(f"loading: {loading}")
+    number = len(shown.rows)
+    _print_phases(console, layouts, cell, number, max_phases, dim=shown.unreached)
+    for remark in shown.remarks:
+        console.print(remark)
     if len(plan.pipeline_candidates) > 1:
         console.print(
             "pipeline microbatches of the last phase, by predicted step time:"
@@ -190,7 +175,7 @@ def print_plan(
             used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
             choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
         console.print(choices)
-    print_notes(describe.advice(plan), console)
+    print_notes(shown.notes, console)
 
 
 def print_hyperparameters(
@@ -544,16 +529,14 @@ def _print_phases(
     console.print(*tables)
 
 
-def phase_cell(
-    row: Mapping[str, object] | None, name: str, *, rest: str = "rest"
-) -> str:
+def phase_cell(row: Mapping[str, object] | None, name: str) -> str:
     """Return a size in a row as text. `row` is None for a phase that a plan does not
-    have; `rest` is `describe.last_steps`.
+    have.
     """
     if row is None:
         return "-"
     if row.get(name) is None:
-        return rest if name == "num_steps" else ""
+        return "rest" if name == "num_steps" else ""
     return format_value(row[name])
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rampup.plan.split import BatchSplit
+from rampup.plan.describe import format_count as format_count
 
 
 def format_value(value: object) -> str:
@@ -47,25 +44,3 @@ def format_bytes(number: float) -> str:
             return f"{number:.4g} {unit}"
         number /= 1024
     return f"{number:,.4g} GiB"
-
-
-def format_count(number: int, noun: str) -> str:
-    """Format a number of things; the noun is in the singular.
-
-    >>> format_count(1, "step"), format_count(2000, "step"), format_count(2, "batch")
-    ('1 step', '2,000 steps', '2 batches')
-    """
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural}"
-
-
-def describe_split(split: BatchSplit) -> str:
-    """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2
-    samples'.
-    """
-    counts = {
-        "replica": split.data_parallel_size,
-        "microbatch": split.num_microbatches,
-        "sample": split.microbatch_size,
-    }
-    return " * ".join(format_count(number, noun) for noun, number in counts.items())

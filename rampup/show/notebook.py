@@ -12,7 +12,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from rampup.plan import describe
+from rampup.plan.describe import describe
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.show.format import format_value
@@ -106,13 +106,7 @@ def _(ramp: BatchRamp) -> str:
 
 @to_html.register
 def _(plan: RampPlan) -> str:
-    remarks = [f"note: {note}" for note in describe.advice(plan)]
-    if plan.eval_split is not None:
-        remarks.insert(
-            0, f"evaluation: {plan.eval_split.global_batch_size:,} samples a batch"
-        )
-    if (loading := describe.loading(plan)) is not None:
-        remarks.insert(0, f"loading: {loading}")
-    return html_table(
-        describe.phase_table(plan), caption="; ".join(describe.summary(plan))
-    ) + html_list(remarks)
+    shown = describe(plan)
+    notes = [f"note: {note}" for note in shown.notes]
+    table = html_table(shown.table(), caption="; ".join(shown.summary))
+    return table + html_list([*shown.remarks, *notes])

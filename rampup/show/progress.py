@@ -18,9 +18,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from rampup.loop import events
+from rampup.plan.describe import describe_split
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.show.console import PLAIN, is_for_a_log, print_plan
-from rampup.show.format import describe_split, format_count
+from rampup.show.format import format_count
 
 RECENT_STEPS = 20
 REDRAW_SECONDS = 0.2  # a notebook is sent the bar at most this often

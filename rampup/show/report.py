@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import rampup
-from rampup.config.files import describe, yaml_value
+from rampup.config.files import describe as describe_key
+from rampup.config.files import yaml_value
 from rampup.config.key import Settings
 from rampup.errors import ConfigError
-from rampup.plan.describe import phase_table, summary
+from rampup.plan.describe import describe, summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
 from rampup.show.figures import (
@@ -26,7 +27,7 @@ from rampup.show.figures import (
     run_panels,
     svg_element,
 )
-from rampup.show.format import describe_split, format_value
+from rampup.show.format import format_value
 from rampup.show.notebook import html_list, html_table
 from rampup.show.series import RunMetrics
 
@@ -76,75 +77,27 @@ def report_html(report: Report) -> str:
     """Return the page."""
     plan = report.plan
     sentences = report.sentences if plan is None else summary(plan)
-    warnings = (
-        f'<div class="notes">{html_list(report.notes)}</div>'
-        if report.notes
-        else "<p>No warnings.</p>"
-        if sentences
-        else ""
-    )
-    sections = {"Notes": warnings}
+    sections = {"Notes": "<p>No warnings.</p>" if sentences else ""}
+    if report.notes:
+        sections["Notes"] = f'<div class="notes">{html_list(report.notes)}</div>'
     if report.run is not None:
         sections["Run"] = _run(report.run)
     if report.prediction is not None:
-        table = _scroll(
-            html_table(report.prediction.table(), max_rows=MAX_ROWS), "prediction"
-        )
-        sections["Prediction"] = html_list(report.prediction.sentences()) + (
-            table if report.prediction.rows else ""
-        )
+        sections["Prediction"] = html_list(report.prediction.sentences())
+        if report.prediction.rows:
+            table = html_table(report.prediction.table(), max_rows=MAX_ROWS)
+            sections["Prediction"] += _scroll(table, "prediction")
     for title, tables in report.others.items():
-        sections[title] = "".join(
-            _scroll(table, name) for name, table in tables.items()
-        )
+        sections[title] = "".join(_scroll(body, name) for name, body in tables.items())
     if plan is not None:
         sections["Ramp"] = _pictures(plan_panels(plan))
-        unreached = {
-            phase.index: "unreached"
-            for phase in plan.ramp.phases
-            if phase.start_step >= plan.total_steps
-        }
-        phases = _scroll(
-            html_table(phase_table(plan), max_rows=MAX_ROWS, row_classes=unreached),
-            "phases",
-        )
-        phases += (
-            '<p class="dim">The run ends before the phases in italics.</p>'
-            if unreached
-            else ""
-        )
-        if plan.eval_split:
-            split = (
-                f"{plan.eval_split.global_batch_size:,} samples per batch ="
-                f" {describe_split(plan.eval_split)}"
-            )
-            phases += f"<p>Evaluation: {html.escape(split)}.</p>"
-        sections["Phases"] = phases
-        sections["Learning rate"] = (
-            _pictures(rate_panels(plan, report.rates)) if report.rates else ""
-        )
-        stages = plan.splitter.num_stages
-        microbatches = plan.splits[-1].num_pipeline_microbatches
-        if (
-            stages > 1
-            and 2 * stages * microbatches * plan.splitter.num_repeats > MAX_OPERATIONS
-        ):
-            sections["Pipeline"] = (
-                f"<p>{stages} stages and {microbatches:,} microbatches: too many to"
-                " draw.</p>"
-            )
-        elif stages > 1:
-            picture = svg_element(
-                draw_timetable(plan.timetable()),
-                title="timetable of the last phase",
-                prefix="timetable-",
-            )
-            # A timetable keeps its own width and scrolls; the view box is in points.
-            sections["Pipeline"] = (
-                "<p>One pass of the last phase:</p><div"
-                f' class="wide">{_scroll(picture, "timetable")}</div>'
-            )
-    sections["Keys"] = _keys(report.config) if report.config else ""
+        sections["Phases"] = _phases(plan)
+        if report.rates:
+            sections["Learning rate"] = _pictures(rate_panels(plan, report.rates))
+        if plan.splitter.num_stages > 1:
+            sections["Pipeline"] = _pipeline(plan)
+    if report.config is not None:
+        sections["Keys"] = _keys(report.config)
     sections = {name: body for name, body in sections.items() if body}
     links = "".join(
         f'<li><a href="#{_anchor(name)}">{name}</a></li>' for name in sections
@@ -170,6 +123,33 @@ def report_html(report: Report) -> str:
         f'<footer class="dim"><p>Written by rampup {rampup.__version__}.</p></footer>'
         f"<script>{_asset('report.js')}</script></body></html>"
     )
+
+
+def _phases(plan: RampPlan) -> str:
+    """Return the table of phases, with those that the run does not reach in italics."""
+    shown = describe(plan)
+    classes = dict.fromkeys(shown.unreached, "unreached")
+    table = html_table(shown.table(), max_rows=MAX_ROWS, row_classes=classes)
+    text = _scroll(table, "phases")
+    if shown.unreached:
+        text += '<p class="dim">The run ends before the phases in italics.</p>'
+    return text + "".join(f"<p>{html.escape(line)}</p>" for line in shown.remarks)
+
+
+def _pipeline(plan: RampPlan) -> str:
+    """Return a picture of one pass, if it is not too large to be read."""
+    stages = plan.splitter.num_stages
+    number = plan.splits[-1].num_pipeline_microbatches
+    if 2 * stages * number * plan.splitter.num_repeats > MAX_OPERATIONS:
+        return f"<p>{stages} stages and {number:,} microbatches: too many to draw.</p>"
+    picture = svg_element(
+        draw_timetable(plan.timetable()),
+        title="timetable of the last phase",
+        prefix="timetable-",
+    )
+    # A timetable keeps its own width and scrolls; the view box is in points.
+    scrolled = _scroll(picture, "timetable")
+    return f'<p>One pass of the last phase:</p><div class="wide">{scrolled}</div>'
 
 
 def _run(run: RunMetrics) -> str:
@@ -207,7 +187,7 @@ def _keys(config: Settings) -> str:
             "key": name,
             "value": yaml_value(values[name]),
             "set by": place,
-            "meaning": describe(key),
+            "meaning": describe_key(key),
         }
         sections[key.section].append(row)
     parts = [
