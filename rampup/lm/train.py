@@ -364,9 +364,6 @@ class Run:
     loader: BatchLoader
     data: Mapping[str, str]  #: fingerprints of the files with training data
     evaluation: EvalOptions | None  #: when to evaluate, and how; None = never
-    writers: Callable[
-        [Path, int], list[MetricWriter]
-    ]  #: the metric writers for a folder and a first step
 
     @classmethod
     def from_config(
@@ -390,6 +387,7 @@ class Run:
                 if name not in PER_PROCESS_KEYS
             }
         )
+        metric_writers(config)  # whose packages must be installed
         factor = config.expansion_factor_real_data
         if factor > 1 and factor.denominator != 1:
             problem = (
@@ -498,7 +496,6 @@ class Run:
             loader=loader,
             data=data,
             evaluation=evaluation,
-            writers=metric_writers(config),
         )
 
     def train(
@@ -584,7 +581,7 @@ class Run:
             components += (
                 [noise] if auto is None else [noise, AutoBatch(auto, noise, on_event)]
             )
-        loop = Loop(
+        run = Loop(
             plan=plan,
             step=setup.step,
             batches=self.loader.batches,
@@ -594,18 +591,10 @@ class Run:
                 learning_rate=lambda step: rate_now().at(step),
                 tokens_per_sample=config.max_target_length,
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
-                writers=functools.partial(self.writers, folder),
-                skip_nonfinite=config.skip_nonfinite,
                 describe_rows=describe_rows,
             ),
             components=tuple(components),
             checkpoints=CheckpointOptions(
-                checkpoint_period=(
-                    config.checkpoint_period if config.enable_checkpointing else None
-                ),
-                max_to_keep=config.max_num_checkpoints_to_keep,
-                async_checkpointing=config.async_checkpointing,
-                on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
                 identity={
                     "num_rows": len(self.loader.source),
                     "data": self.data,
@@ -619,6 +608,7 @@ class Run:
             on_event=on_event,
             should_stop=should_stop,
         )
+        loop = loop_of(config, run)
         known = None if self.saved is None else ramp_before(self.saved.record)
         ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
         state, start = loop.restore(state, self.saved, ramp_before=ramp)
@@ -706,6 +696,33 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
             )
         rows.append(row)
     return rows
+
+
+def loop_of(config: RunKeys, run: Loop) -> Loop:
+    """Return a run with what its configuration's keys say about any run: its metric
+    writers, skipped steps and checkpoints.
+
+    Args:
+        config: the configuration of a model or of a rollout.
+        run: the loop, with what is not a key.
+    """
+    return replace(
+        run,
+        metrics=replace(
+            run.metrics,
+            writers=functools.partial(metric_writers(config), run.folder),
+            skip_nonfinite=config.skip_nonfinite,
+        ),
+        checkpoints=replace(
+            run.checkpoints,
+            checkpoint_period=(
+                config.checkpoint_period if config.enable_checkpointing else None
+            ),
+            max_to_keep=config.max_num_checkpoints_to_keep,
+            async_checkpointing=config.async_checkpointing,
+            on_checkpoint_error=config.on_checkpoint_error,
+        ),
+    )
 
 
 def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]:

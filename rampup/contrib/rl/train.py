@@ -55,7 +55,7 @@ from rampup.lm.load import (
     named_checkpoint,
 )
 from rampup.lm.load import load as load_trained
-from rampup.lm.train import metric_writers
+from rampup.lm.train import loop_of, metric_writers
 from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import (
     CheckpointOptions,
@@ -156,6 +156,7 @@ class RolloutRun:
         self, config: RolloutConfig, saved: SavedCheckpoint | None = None
     ) -> None:
         check_consistent(config.to_dict())
+        metric_writers(config)  # whose packages must be installed
         self.config = config
         self.saved = saved
         num_devices = jax.device_count()
@@ -377,7 +378,7 @@ class RolloutRun:
                 for step in range(start, schedule.total_steps)
             )
 
-        return Loop(
+        run = Loop(
             plan=schedule,
             step=self.step,
             batches=batches_of(schedule),
@@ -389,8 +390,6 @@ class RolloutRun:
                 ),
                 tokens_per_sample=options.max_prompt_length
                 + options.max_response_length,
-                writers=functools.partial(metric_writers(config), folder),  # type: ignore[arg-type]
-                skip_nonfinite=config.skip_nonfinite,
                 describe_rows=lambda step: [
                     "rollout {0.rollout}, update {0.update} of the {0.model}".format(
                         at(step)
@@ -398,12 +397,6 @@ class RolloutRun:
                 ],
             ),
             checkpoints=CheckpointOptions(
-                checkpoint_period=(
-                    config.checkpoint_period if config.enable_checkpointing else None
-                ),
-                max_to_keep=config.max_num_checkpoints_to_keep,
-                async_checkpointing=config.async_checkpointing,
-                on_checkpoint_error=config.on_checkpoint_error,
                 # The sizes of its rollouts are in the fingerprint of the schedule. With
                 # a budget of tokens, the lengths of one call of the generator decide
                 # whether there is another.
@@ -423,6 +416,7 @@ class RolloutRun:
             ),
             on_event=on_event,
         )
+        return loop_of(config, run)
 
     def _warm_start(self, params: Any) -> Any:
         """Return parameters after supervised steps on answers, a share of them
