@@ -7,18 +7,23 @@ only the requested system.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from rampup.config.yaml import read_text
 from rampup.contrib.check.foreign import COVERED, FOREIGN
-from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
-from rampup.contrib.check.rules import Dialect, doubled_sizes, find_violations
-from rampup.contrib.check.verdict import Meaning, Verdict
+from rampup.contrib.check.reading import (
+    MIN_MATCHES,
+    Settings,
+    Source,
+    read_source,
+)
+from rampup.contrib.check.rules import Dialect, find_violations, keep_update
+from rampup.contrib.check.verdict import Always, Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number
 
@@ -47,7 +52,12 @@ _MAX_NAME = 100
 
 
 def check_file(
-    path: str | Path, system: str | None = None, overrides: Sequence[str] = ()
+    path: str | Path,
+    system: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    devices: int | None = None,
 ) -> Verdict:
     """Check what a file of another system does, and whether that system's own check and
     its run accept it.
@@ -59,16 +69,25 @@ def check_file(
         overrides: `key=value` settings in that system's keys, which win over the file;
             facts that no file states, such as `num_processes=8`; and variables that the
             script does not set.
+        environment: variables that a script sees where it does not set them; None is an
+            empty environment. A note names those that it uses.
+        devices: check for this number of devices instead of that of the file. A note
+            says which values keep the update.
 
     Raises:
         ConfigError: no such system, or a file that cannot be read as one of it; names
             the system that it looks like.
     """
-    return _check_source(path, system, overrides)
+    return _check_source(path, system, overrides, environment or {}, devices)
 
 
 def check_command(
-    words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()
+    words: Sequence[str],
+    system: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    devices: int | None = None,
 ) -> Verdict:
     """Check what a command does that starts another system; `words` are without quotes,
     as a program gets them.
@@ -80,7 +99,7 @@ def check_command(
         >>> check_command(command.split(), "verl").derived["samples_per_step"]
         256
     """
-    return _check_source(tuple(words), system, overrides)
+    return _check_source(tuple(words), system, overrides, environment or {}, devices)
 
 
 def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
@@ -212,7 +231,11 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
 
 
 def _check_source(
-    source: Source, system: str | None, overrides: Sequence[str]
+    source: Source,
+    system: str | None,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    devices: int | None,
 ) -> Verdict:
     if system is None:
         system = find_system(source, overrides)
@@ -224,8 +247,62 @@ def _check_source(
         )
     _refuse_foreign(source)
     dialect = load_dialect(system)
+    launch = dataclasses.replace(dialect.launch, environment=environment)
+    dialect = dataclasses.replace(dialect, launch=launch)
+    notes: tuple[str, ...] = ()
+    if devices is not None:
+        if not dialect.devices:
+            raise ConfigError(
+                f"--devices is not for {system}",
+                fix="set its own keys of devices as key=value",
+                key="devices",
+            )
+        moved = [*overrides, f"{dialect.devices}={devices}"]
+        notes = (_keep(dialect, source, overrides, moved, devices),)
+        overrides = moved
+    verdict = _judge(dialect, system, _read(dialect, system, source, overrides))
+    return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
+
+
+def _keep(
+    dialect: Dialect,
+    source: Source,
+    overrides: Sequence[str],
+    moved: Sequence[str],
+    devices: int,
+) -> str:
+    """Return the note on what keeps the update of a file on other devices."""
     try:
-        settings = dialect.read(source, overrides)
+        before = dialect.job(dialect.read(source, overrides))
+    except ConfigError:
+        return "the file does not say its devices, so its update has no other size"
+    after = dialect.job(dialect.read(source, moved))
+    if not before.usable or not after.usable:
+        return f"no update to keep on {devices:,} devices"
+    kept = keep_update(dialect, before, after)
+    if kept is None:
+        return (
+            f"on {devices:,} devices no legal sizes keep the update of"
+            f" {before.derived()['num_devices']:,}: {before.summary()}"
+        )
+    if not kept:
+        return f"on {devices:,} devices the update stays the same"
+    shown = " ".join(
+        f"{key}={to_yaml_number(value) if isinstance(value, Fraction) else value}"
+        for key, value in kept.items()
+    )
+    return (
+        f"on {devices:,} devices {shown} keeps the update of"
+        f" {before.derived()['num_devices']:,}: {before.summary()}"
+    )
+
+
+def _read(
+    dialect: Dialect, system: str, source: Source, overrides: Sequence[str]
+) -> Settings:
+    """Return the values of a source, or refuse one of another system by its name."""
+    try:
+        return dialect.read(source, overrides)
     except ConfigError as error:
         if error.key != "from":
             raise
@@ -240,6 +317,9 @@ def _check_source(
             said, key="from", nearest=(name,), path=_path(source)
         ) from error
 
+
+def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
+    """Return the verdict on the values of a source."""
     job = dialect.job(settings)
     violations = find_violations(dialect, job)
     if not job.usable:
@@ -259,10 +339,14 @@ def _check_source(
         system=system,
         violations=violations,
         outcome=job.outcome,
-        notes=(*settings.notes, *dialect.notes(job)),
+        notes=tuple(
+            sorted(
+                (*settings.notes, *dialect.notes(job)),
+                key=lambda note: isinstance(note, Always),
+            )
+        ),
         version=job.version,
         summary=job.summary(),
-        changes=tuple(itertools.starmap(Meaning, doubled_sizes(dialect, job))),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),
         meanings=tuple(

@@ -5,6 +5,7 @@ a row is a line of any length.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from rich.table import Table
 
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
 from rampup.cli.draw import CliInputs
+from rampup.contrib.check.verdict import Always, Verdict
+from rampup.errors import RampupError
 from rampup.plan.describe import advice
 from rampup.plan.plan import RampPlan
 from rampup.show.console import BATCH, SPLIT, WHEN, make_table, phase_cell
@@ -22,26 +25,19 @@ from rampup.show.format import format_count
 from rampup.show.report import Report
 
 if TYPE_CHECKING:
-    from rampup.contrib.check.verdict import Verdict
+    from rampup.contrib.check.reading import Source
 
-# System -> the setting that is the number of devices of its run.
-DEVICES = {
-    "maxtext": "num_devices",
-    "maxtext_rl": "num_devices",
-    "megatron": "world_size",
-    "tunix": "num_devices",
-}
 CHECK = {
     "file": arg(
         "FILE",
-        "another system's configuration or launch script, or `-- COMMAND ...` at"
-        " the end",
+        "another system's configuration or launch script, several of them or a folder,"
+        " or `-- COMMAND ...` at the end",
         nargs="?",
     ),
     "overrides": arg(
         "key=value",
         "settings in that system's keys that take precedence over the file, and"
-        " variables that a script does not set",
+        " variables that a script does not set; line=N chooses one of several commands",
         nargs="*",
     ),
     "--from": arg(
@@ -50,14 +46,20 @@ CHECK = {
         " finds it",
         dest="system",
     ),
+    "--against": arg("FILE", "say which sizes of the update differ from that file's"),
+    "--env": arg(None, "let scripts see this shell's variables"),
     "--devices": arg(
-        "N", "check for N devices (maxtext, maxtext_rl, megatron and tunix)", type=int
+        "N", "check for N devices, and say which values keep the update", type=int
     ),
-    "--verbose": arg(None, "also print what each size changes"),
+    "--step": arg("N", "the run stands at this step: only later phases", type=int),
+    "--samples": arg("N", "the same, in samples (megatron)", type=int),
+    "--verbose": arg(None, "also print what is true of every file of the system"),
     "--all": arg(None, "print all phases of a ramp"),
     "--to": arg(None, "also convert what can be expressed", choices=("rampup",)),
     "-o --output": arg("FILE", "the converted file"),
 }
+MAX_FILES = 500
+SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json")
 OUTCOMES = {
     "accepts": "its own check accepts the file",
     "rejects": "its own check rejects the file",
@@ -76,37 +78,25 @@ FIRST_PHASES, LAST_PHASES = (
 
 
 def check(args: argparse.Namespace) -> Result:
-    """Check a file, and convert it if an output is given."""
-    from rampup.contrib.check import (
-        check_command,
-        check_file,
-        find_system,
-        write_conversion,
-    )
+    """Check files or a command, and convert one if an output is given."""
+    from rampup.contrib.check import write_conversion
 
     if (args.to is None) != (args.output is None):
         raise usage_error("--to and -o FILE belong together", key="to")
-    settings = list(args.overrides)
-    if args.command:
-        settings = [
-            setting for setting in (args.file, *settings) if setting is not None
-        ]
-    elif args.file is None:
+    given = [word for word in (args.file, *args.overrides) if word is not None]
+    sources: list[Source] = [tuple(args.command)] if args.command else []
+    if not args.command:
+        named = [word for word in given if "=" not in word or Path(word).exists()]
+        given = [word for word in given if word not in named]
+        sources = [file for word in named for file in _files(word)]
+    if not sources:
         raise usage_error("give a file, or a command after `--`")
-    system = args.system or find_system(tuple(args.command) or args.file, settings)
-    if args.devices is not None:
-        if system not in DEVICES:
-            rule = (
-                f"--devices is for {', '.join(DEVICES)}; for {system}, set its own keys"
-                " of devices as key=value"
-            )
-            raise usage_error(rule, key="devices")
-        settings.append(f"{DEVICES[system]}={args.devices}")
-    verdict = (
-        check_command(args.command, system, settings)
-        if args.command
-        else check_file(args.file, system, settings)
-    )
+    settings = [*given, *_positions(args)]
+    if len(sources) > 1:
+        return _check_rows(sources, settings, args)
+    verdict = _judge(sources[0], settings, args)
+    if args.against is not None:
+        return _compare(verdict, _judge(args.against, settings, args))
     if verdict.ok and args.output is not None:
         write_conversion(verdict, args.output, source=args.file or "")
         print(f"wrote {args.output}", file=sys.stderr)
@@ -116,6 +106,122 @@ def check(args: argparse.Namespace) -> Result:
             verdict, console, verbose=args.verbose, all_phases=args.all
         ),
         exit_code=0 if verdict.ok else EXIT_REFUSED,
+    )
+
+
+def _positions(args: argparse.Namespace) -> list[str]:
+    """Return the settings that say where a run stands."""
+    places = {"at_step": args.step, "at_samples": args.samples}
+    return [f"{key}={place}" for key, place in places.items() if place is not None]
+
+
+def _judge(
+    source: Source, settings: Sequence[str], args: argparse.Namespace
+) -> Verdict:
+    """Return the verdict on a file or a command."""
+    from rampup.contrib.check import check_command, check_file
+
+    environment = dict(os.environ) if args.env else None
+    if isinstance(source, tuple):
+        return check_command(
+            source,
+            args.system,
+            settings,
+            environment=environment,
+            devices=args.devices,
+        )
+    return check_file(
+        source, args.system, settings, environment=environment, devices=args.devices
+    )
+
+
+def _files(word: str) -> list[str]:
+    """Return a file, or the files of a folder that may be those of a run."""
+    if not Path(word).is_dir():
+        return [word]
+    found = sorted(
+        str(file) for file in Path(word).rglob("*") if file.suffix in SUFFIXES
+    )
+    if len(found) > MAX_FILES:
+        raise usage_error(f"{word} has {len(found):,} files; at most {MAX_FILES:,}")
+    return found
+
+
+def _check_rows(
+    sources: Sequence[Source], settings: Sequence[str], args: argparse.Namespace
+) -> Result:
+    """Return one row for each file; those of no system are counted."""
+    rows: list[dict[str, object]] = []
+    others = 0
+    for source in sources:
+        try:
+            verdict = _judge(source, settings, args)
+        except RampupError as error:
+            if getattr(error, "key", None) == "from":
+                others += 1
+            else:
+                rows.append({"file": source, "error": str(error), "ok": False})
+            continue
+        said = f"{OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}"
+        rows.append(
+            {"file": source, "verdict": said, "ok": verdict.ok}
+            | verdict.to_dict()
+            | {"summary": verdict.summary}
+        )
+
+    def show(console: Console) -> None:
+        cells = [
+            (
+                str(row["file"]),
+                str(row.get("system", "")),
+                str(row.get("summary", "")),
+                str(row.get("verdict", row.get("error"))),
+            )
+            for row in rows
+        ]
+        _print_table(console, ("file", "system", "update", "verdict"), cells)
+        if others:
+            console.print(f"{format_count(others, 'file')} of no system", style="dim")
+
+    return Result(
+        facts={"files": rows, "others": others},
+        show=show,
+        exit_code=0 if all(row["ok"] for row in rows) else EXIT_REFUSED,
+    )
+
+
+def _compare(first: Verdict, second: Verdict) -> Result:
+    """Return the derived numbers in which two files differ, those of the update
+    first.
+    """
+    from rampup.contrib.check.rules import UPDATE
+
+    names = [*UPDATE, *(name for name in first.derived if name not in UPDATE)]
+    different = {
+        name: (first.derived.get(name), second.derived.get(name))
+        for name in names
+        if first.derived.get(name) != second.derived.get(name)
+    }
+    update = [name for name in different if name in UPDATE]
+
+    def show(console: Console) -> None:
+        for verdict in (first, second):
+            console.print(f"{verdict.system}: {verdict.summary}")
+        if not update:
+            console.print("the update is the same", style="bold green")
+        for title, rows in (
+            ("sizes of the update that differ", update),
+            ("how it is divided", [name for name in different if name not in update]),
+        ):
+            if rows:
+                console.print(f"\n{title}", style="bold")
+                cells = [(name, *map(str, different[name])) for name in rows]
+                _print_table(console, ("", "this file", "the other"), cells)
+
+    return Result(
+        facts={"update": update, "different": different},
+        show=show,
+        exit_code=EXIT_REFUSED if update else 0,
     )
 
 
@@ -151,8 +257,8 @@ def print_verdict(
     verbose: bool = False,
     all_phases: bool = False,
 ) -> None:
-    """Print violations, the meaning of the file and notes, and on request what each
-    size changes and every phase.
+    """Print violations, the meaning of the file and notes, and on request what is true
+    of every file and every phase.
     """
     style = "bold green" if verdict.ok else "bold red"
     console.print(
@@ -199,19 +305,18 @@ def print_verdict(
             console.print(
                 f"{folded:,} phases are folded; --all shows them", style="dim"
             )
-    if verdict.changes and verbose:
-        console.print("\nwhat each size changes", style="bold")
-        _print_table(
-            console,
-            ("doubled", "what follows"),
-            [(change.says, change.means) for change in verdict.changes],
-        )
-    if verdict.notes:
+    always = [note for note in verdict.notes if isinstance(note, Always)]
+    notes = [note for note in verdict.notes if verbose or note not in always]
+    if notes:
         console.print("\nnotes", style="bold")
-        for note in verdict.notes:
-            _print_hanging(console, "- ", note)
-    if verdict.changes and not verbose:
-        console.print("\n--verbose adds what each size changes", style="dim")
+    for note in notes:
+        _print_hanging(console, "- ", note)
+    if always and not verbose:
+        console.print(
+            f"\n--verbose adds {format_count(len(always), 'note')} on every"
+            f" {verdict.system} file",
+            style="dim",
+        )
 
 
 def _print_table(

@@ -1,5 +1,5 @@
 """What starts the processes of a job: Slurm, MPI, manifests of Kubernetes (Job, JobSet,
-PyTorchJob) and job files of Vertex.
+PyTorchJob, RayJob), job files of Vertex and tasks of SkyPilot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import yaml
 
 from rampup.contrib.check.shell.values import has_unknown
 
-_MANIFEST = re.compile(r"^apiVersion:|\bcontainer_?[sS]pec\"?:", re.MULTILINE)
+_MANIFEST = re.compile(
+    r"^apiVersion:|\bcontainer_?[sS]pec\"?:|^run *: *[|>]", re.MULTILINE
+)
 _HEADER = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
 _LETTERS = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task"}
 # An option and the variables that have its value.
@@ -202,43 +204,7 @@ def _walk(
         return
     seen.add(id(part))
     if isinstance(part, dict):
-        written = [(name, part[name]) for name in ("command", "args") if name in part]
-        words = [
-            word
-            for _, value in written
-            for word in (value if isinstance(value, list) else [value])
-        ]
-        words = [word for word in words if isinstance(word, str)]
-        container = None
-        if words:
-            entries = map(
-                _entries, part["env"] if isinstance(part.get("env"), list) else ()
-            )
-            pairs = [(entry.get("name"), entry.get("value")) for entry in entries]
-            variables = {
-                k: v
-                for k, v in pairs
-                if isinstance(k, str) and k.isidentifier() and isinstance(v, str)
-            }
-            words = [
-                re.sub(
-                    r"\$\((\w+)\)",
-                    lambda match: variables.get(match[1], match[0]),
-                    word,
-                )
-                for word in words
-            ]
-            exports = "".join(
-                f"export {name}={shlex.quote(value)}\n"
-                for name, value in variables.items()
-            )
-            # A single word is a line of a shell.
-            script = (
-                words[0]
-                if len(words) == 1 and any(map(str.isspace, words[0]))
-                else shlex.join(words)
-            )
-            container = Container(exports + script, part[_LINES][written[0][0]])
+        container = _read_container(part)
         machine = _read_machine(part, above)
         if container or machine:
             yield container, machine
@@ -254,6 +220,73 @@ def _walk(
             yield from _walk(child, above, seen)
 
 
+def _read_container(part: _Entries) -> Container | None:
+    """Return the command of a container, of a RayJob or of a task of SkyPilot, with the
+    variables that it is given; None if a mapping has none.
+    """
+    written = [name for name in ("command", "args", "entrypoint") if name in part]
+    is_task = isinstance(part.get("run"), str)  # SkyPilot
+    name = "run" if is_task else written[0] if written else ""
+    if not name:
+        return None
+    listed = [
+        word
+        for key in ([name] if is_task else written)
+        for word in (part[key] if isinstance(part[key], list) else [part[key]])
+    ]
+    words = [word for word in listed if isinstance(word, str)]
+    if not words:
+        return None
+    variables = _read_variables(part)
+    if is_task:
+        nodes = _number(part.get("num_nodes")) or 1
+        machine = _read_task(part)
+        variables |= {
+            "SKYPILOT_NUM_NODES": str(nodes),
+            "SKYPILOT_NUM_GPUS_PER_NODE": str(machine.devices // nodes or ""),
+        }
+    words = [
+        re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word)
+        for word in words
+    ]
+    exports = "".join(
+        f"export {key}={shlex.quote(value)}\n"
+        for key, value in variables.items()
+        if value
+    )
+    # A single word is a line of a shell.
+    is_line = len(words) == 1 and any(map(str.isspace, words[0]))
+    script = words[0] if is_line else shlex.join(words)
+    return Container(exports + script, part[_LINES][name])
+
+
+def _read_variables(part: _Entries) -> dict[str, str]:
+    """Return the variables of a container, of a task, or of a RayJob's runtime."""
+    listed = part["env"] if isinstance(part.get("env"), list) else ()
+    pairs = [(row.get("name"), row.get("value")) for row in map(_entries, listed)]
+    pairs += [*_entries(part.get("envs")).items()]
+    runtime = part.get("runtimeEnvYAML")
+    if isinstance(runtime, str):
+        loaded = _entries(yaml.load(runtime, Loader=_Loader))
+        pairs += [*_entries(loaded.get("env_vars")).items()]
+    return {
+        key: value
+        for key, value in pairs
+        if isinstance(key, str) and key.isidentifier() and isinstance(value, str)
+    }
+
+
+def _read_task(part: _Entries) -> Machine:
+    """Return the devices of a task of SkyPilot: `accelerators: H100:8` on each node."""
+    asked = _entries(part.get("resources")).get("accelerators")
+    if isinstance(asked, dict):
+        asked = next((f"{name}:{count}" for name, count in asked.items()), "")
+    match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", str(asked or ""))
+    if match is None or match[1].startswith("tpu"):
+        return Machine()
+    return Machine(int(match[2] or 1) * (_number(part.get("num_nodes")) or 1))
+
+
 def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | None:
     """Return the devices of a container, or of a pool of Vertex, in all copies of it;
     None if it asks for none.
@@ -261,6 +294,8 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
     A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip
     of TPU7x counts two devices.
     """
+    if isinstance(entries.get("run"), str):
+        return _read_task(entries)
     resources = _entries(entries.get("resources"))
     pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
     counts = [

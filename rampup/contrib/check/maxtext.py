@@ -40,12 +40,14 @@ from rampup.contrib.check.rules import (
     around,
     at_least,
     broken_rules,
+    ends_before_ramp,
+    few_samples_per_pass,
     found_by_run,
     multiple,
 )
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import show_unknown, unknown_names
-from rampup.contrib.check.verdict import Run, Term, counted, product, times
+from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
@@ -66,6 +68,7 @@ RAMP = "enable_rampup_batch_size"
 STAGE_LAYERS = "num_layers_per_pipeline_stage"
 SHARD_OPTIMIZER = "shard_optimizer_over_data"
 VERSION = "maxtext_version"
+AT_STEP = "at_step"  # where a run stands
 TUNIX = "use_tunix_gradient_accumulation"
 # How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
 AXIS_GROUPS: dict[str, tuple[str, ...]] = {
@@ -105,6 +108,7 @@ KEYS = {
     DELAY: entry(False, "forward one tick later", kind="bool"),
     SHARD_OPTIMIZER: entry(False, "shard the optimizer state over the data axis", kind="bool"),
     TUNIX: entry(False, "divide each accumulation pass by its own tokens", kind="bool"),
+    AT_STEP: entry(0, "completed optimizer steps: a ramp before them is over", minimum=0),
     VERSION: entry("2026-08", "the version whose rules count", kind="text", choices=("2026-08",)),
     "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, nullable=True, unit="devices"),
     **{f"{group}_{axis}_parallelism": entry(
@@ -689,6 +693,11 @@ class MaxTextJob(PretrainingJob):
             if self.builds_ramp
             else 0
         )
+        self.all_phases = self.ramp_phases
+        if self.all_phases and self[AT_STEP] >= self.all_phases[-1][0]:
+            # The ramp is over: only its last batch is to come.
+            self.ramps = self.builds_ramp = False
+            del self.ramp_phases
         has_steps = self.global_size(START) + self.global_size(
             INCREMENT
         ) < self.global_size(END)
@@ -968,6 +977,12 @@ def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
 def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
     yield from old_keys(job)
+    if job.ramp_phases:
+        phases = [(start, size) for start, size, _ in job.ramp_phases]
+        yield from ends_before_ramp(job.total_steps, phases)
+    rows = to_yaml_number(job[END])
+    if isinstance(rows, int):
+        yield from few_samples_per_pass(job[ACCUMULATION], rows, END)
     if job.assumes_one_slice:
         assumed = (
             f"one of {job.num_devices:,} devices is assumed, and the batch of several"
@@ -1070,7 +1085,7 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             " contains"
         )
         replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
-        yield (
+        yield Always(
             f"a resume within the ramp loses {buffered}, and is one batch behind:"
             f" {replay}"
         )
@@ -1289,4 +1304,7 @@ DIALECT = Dialect(
     notes=_notes,
     reader=read_chain,
     launch=LAUNCH,
+    devices="num_devices",
+    by_device=(END, START, INCREMENT),
+    by_pass=(ACCUMULATION,),
 )

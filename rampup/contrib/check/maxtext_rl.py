@@ -398,4 +398,5 @@ DIALECT = Dialect(
     notes=_notes,
     reader=read_chain,
     launch=LAUNCH,
+    devices="num_devices",
 )

@@ -40,12 +40,14 @@ from rampup.contrib.check.rules import (
     Side,
     around,
     at_least,
+    ends_before_ramp,
     equal,
+    few_samples_per_pass,
     multiple,
 )
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import unknown_names
-from rampup.contrib.check.verdict import Conversion, Term, counted, times
+from rampup.contrib.check.verdict import Always, Conversion, Term, counted, times
 from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.pipeline import bubble_fraction
@@ -81,6 +83,7 @@ EXTRAS = (
     "account_for_loss_in_pipeline_split",
 )
 VERSION = "megatron_version"
+AT_STEP, AT_SAMPLES = "at_step", "at_samples"  # where a run stands
 # What splits layers over stages in another way than evenly.
 UNEVEN_LAYERS: dict[str, tuple[str, Kind]] = {
     "standalone_embedding_stage": ("whether the first stage has the embedding only", "bool"),
@@ -132,6 +135,8 @@ KEYS = {
     "devices": entry(
         None, "devices per host (NeMo)", minimum=1, also=(-1,), unit="devices"
     ),
+    AT_STEP: entry(0, "completed optimizer steps: earlier phases are over", minimum=0),
+    AT_SAMPLES: entry(0, "the same, counted in samples", minimum=0),
     TENSOR: entry(1, "devices that share each layer's matrices", minimum=1),
     STAGES: entry(1, "pipeline stages", minimum=1),
     CONTEXT: entry(1, "devices that share each sequence", minimum=1),
@@ -335,12 +340,15 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     own = {
         canonical(word.partition("=")[0]) for word in behind if word.startswith("--")
     }
+    is_flat = command is None and not {"devices", "num_nodes"} & located.keys()
+    if is_flat:  # a file of Megatron's arguments
+        own = {*located}
     looked_up = {
         name: place
         for name, place in located.items()
         if name in own and name not in KEYS and name not in overridden
     }
-    decides = _LAYOUTS if command is None else _SIZES
+    decides = _SIZES if is_flat or command else _LAYOUTS
     launch = dataclasses.replace(launch, entries=entries, decides=decides)
     return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
 
@@ -574,6 +582,7 @@ LAUNCH = Launch(
         r"|-\w*m [\w.]*(?:evaluat|generat|inference|convert|export)\w*"
     ),
     own=_OWN,
+    per_host="nproc_per_node",
     follows=f"{VERSION}=legacy",
     example="torchrun pretrain_gpt.py --micro-batch-size 1",
     entries=KEYS,
@@ -960,15 +969,29 @@ class MegatronJob(PretrainingJob):
             self.ramp = self.linear.exact()
         elif not self.has_ramp and self.final >= (rounding := max(self.rounding, 1)):
             self.ramp = BatchRamp.constant(self.final // rounding * rounding)
-        self.sizes = () if self.ramp is None else tuple(dict.fromkeys(self.ramp.sizes))
+        if self.ramp is not None:
+            step = max(self[AT_STEP], self.ramp.step_of_sample(self[AT_SAMPLES]))
+            self.ramp = self.ramp.resumed_at(step)
+        # Phases that are over need no split.
+        coming = () if self.ramp is None else self.ramp.phases
+        self.coming = [p for p in coming if self.ramp and not self.ramp.is_over(p)]
+        self.sizes = tuple(
+            dict.fromkeys(phase.global_batch_size for phase in self.coming)
+        )
         self.splits = self.unit >= 1 and not any(
             size % self.unit for size in self.sizes
         )
         self.num_microbatches = (
-            [size // self.unit for size in self.ramp.sizes]
+            [phase.global_batch_size // self.unit for phase in self.coming]
             if self.ramp and self.splits
             else None
         )
+
+    def total_steps(self) -> int:
+        """Return the optimizer steps of the run; 0 if they are not known."""
+        if self["train_samples"] and self.ramp is not None:
+            return max(self.ramp.step_of_sample(int(self["train_samples"])), 1)
+        return max(self["train_iters"] or self["max_steps"] or 0, 0)
 
     def summary(self) -> str:
         """Return the numbers of an optimizer step in one line."""
@@ -1029,7 +1052,7 @@ class MegatronJob(PretrainingJob):
         if self.ramp is None or not self.splits or not self.has_ramp:
             return None
         rows = []
-        for phase in self.ramp.phases:
+        for phase in self.coming:
             splitter = BatchSplitter(
                 data_parallel_size=self.replicas,
                 num_stages=self.stages,
@@ -1070,10 +1093,7 @@ class MegatronJob(PretrainingJob):
             raise ConfigError(f"{said}, but the file has phases of {uneven[0]}")
         # If the file does not say how long the run is, it has the steps of the ramp and
         # one more.
-        steps = self["train_iters"] or self["max_steps"] or 0
-        steps = steps if steps > 0 else self.ramp.ramp_steps + 1
-        if self["train_samples"]:
-            steps = max(self.ramp.step_of_sample(int(self["train_samples"])), 1)
+        steps = self.total_steps() or self.ramp.ramp_steps + 1
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
             "ici_tensor_parallelism": self[TENSOR],
@@ -1201,6 +1221,12 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             " that change no size"
         )
     is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
+    if job.ramp is not None and job.has_ramp:
+        phases = [(p.start_step, p.global_batch_size) for p in job.ramp.phases]
+        yield from ends_before_ramp(job.total_steps(), phases)
+    if job.num_microbatches and job.stages == 1:
+        count = math.gcd(*job.num_microbatches)
+        yield from few_samples_per_pass(count, job.micro, MICRO)
     if job.has_schedule:
         kept = [entry.text for entry in job.thresholds]
         if not job.unreadable and job.written_entries != kept:
@@ -1228,7 +1254,7 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             )
             if skipped > 0:
                 yield f"{skipped:,} sizes are skipped by one large step and never run"
-            yield (
+            yield Always(
                 "evaluation uses one micro batch per replica unless"
                 " eval_global_batch_size is given"
             )
@@ -1259,7 +1285,7 @@ def _notes(job: MegatronJob) -> Iterator[str]:
                 f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by"
                 " one large step and never run"
             )
-        yield (
+        yield Always(
             "at every change Megatron saves a checkpoint; the learning rate follows"
             " samples and is not scaled with the batch"
         )
@@ -1380,9 +1406,7 @@ def _in_groups(
             f"{number} microbatches from step {phase.start_step:,} (batch"
             f" {phase.global_batch_size:,} / {job.unit})"
             for phase, number in zip(
-                job.ramp.phases if job.ramp else (),
-                job.num_microbatches or (),
-                strict=False,
+                job.coming, job.num_microbatches or (), strict=False
             )
             if not fits(job, number)
         ]
@@ -1447,7 +1471,7 @@ RULES: list[Rule[MegatronJob]] = [
         holds=lambda job: job.splits, message=lambda job: next(
             f"the batch of {phase.global_batch_size:,} from step {phase.start_step:,} (sample {phase.start_sample:,}) must be "
             f"a multiple of {_unit(job).text}; Megatron checks each batch only when its step comes"
-            for phase in (job.ramp.phases if job.ramp else ()) if phase.global_batch_size % job.unit),
+            for phase in job.coming if phase.global_batch_size % job.unit),
         candidates=_triples, found_by="run"),
     # The schedule in steps: THRESHOLD:SIZE entries.
     Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
@@ -1511,4 +1535,6 @@ DIALECT = Dialect(
     notes=_notes,
     reader=read,
     launch=LAUNCH,
+    devices="world_size",
+    by_pass=(MICRO,),
 )

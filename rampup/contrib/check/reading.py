@@ -49,9 +49,9 @@ _REFERENCE = re.compile(
 _MAX_HOPS = 20
 MIN_MATCHES = 2  # keys that tell whose file it is
 # What users state of a run beside its file; it does not tell whose file it is.
-FACTS = frozenset(
-    {"num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size"}
-)
+FACTS = frozenset({
+    "num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size", "at_step", "at_samples",
+})  # fmt: skip
 # A name at least this similar to a longer one is a misspelling of it.
 _SIMILAR = 0.93
 _MIN_LENGTH = 8
@@ -294,10 +294,28 @@ def type_settings(
                 )
             )
     raise_together(problems)
+    notes += _idle_devices(reading.command, launch, values)
     others = {name: value for name, value in located.items() if name not in entries}
     return Settings(
         values=values, given=frozenset(known), others=others, notes=(*notes, *later)
     )
+
+
+def _idle_devices(
+    command: Command | None, launch: Launch, values: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a note on devices that a script makes visible and that the run leaves
+    idle.
+    """
+    if command is None or not launch.per_host:
+        return
+    visible = command.environment.get("CUDA_VISIBLE_DEVICES", "")
+    count, used = len(visible.split(",")), values[launch.per_host]
+    if re.fullmatch(r"\d+(,\d+)+", visible) and used and used < count:
+        yield (
+            f"the script makes {count:,} devices visible and the run takes {used:,}"
+            f" ({launch.per_host}): {count - used:,} stay idle."
+        )
 
 
 def _decides(entries: Mapping[str, Entry]) -> re.Pattern[str]:
@@ -517,6 +535,10 @@ class Launch:
     # are true of it.
     own: re.Pattern[str] = re.compile(r"[\s\S]*")
     follows: str = ""
+    # The key of the devices of one host that a run uses.
+    per_host: str = ""
+    # The variables that a script sees where it does not set them.
+    environment: Mapping[str, str] = field(default_factory=dict)
     repeats: str = (
         ""  # what has the same effect as a fork's key that repeats each prompt
     )
@@ -595,6 +617,7 @@ def read_source(
         given=given,
         nested=launch.program,
         relevant=launch.relevant,
+        environment=launch.environment,
     )
     if containers:
         commands = [
@@ -621,7 +644,14 @@ def read_source(
         for item in reading.overrides
         if (name := item.partition("=")[0]) not in variables or name in reading.leaves
     ]
-    return dataclasses.replace(reading, overrides=kept)
+    seen = [
+        f"{name}={value[:_SHOWN]}"
+        for name, value in launch.environment.items()
+        if name not in given
+        and any(re.search(rf"\$\{{?{re.escape(name)}\b", text) for text in texts)
+    ]
+    notes = [f"of this shell's environment: {', '.join(seen)}."] if seen else []
+    return dataclasses.replace(reading, overrides=kept, notes=(*reading.notes, *notes))
 
 
 def option(command: Command | None, *names: str) -> str | None:

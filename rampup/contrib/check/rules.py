@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -82,6 +83,30 @@ class Job:
         if rampup refuses the run.
         """
         return None
+
+
+def ends_before_ramp(steps: int, phases: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Yield a note on a run that ends before its ramp does; `phases` are the first step
+    and the batch of each.
+    """
+    start, final = phases[-1]
+    if 0 < steps <= start:
+        last = max(row for row in phases if row[0] < steps)
+        yield (
+            f"the run ends in step {steps:,}, before the ramp does in step {start:,}:"
+            f" its last batch is {last[1]:,} samples, and {final:,} are never reached"
+        )
+
+
+def few_samples_per_pass(passes: int, samples: int, key: str) -> Iterator[str]:
+    """Yield a note on many passes of one sample; `key` is the size of a pass."""
+    if samples == 1 and passes >= 16:
+        size = next(size for size in (8, 4, 2, 1) if passes % size == 0)
+        if size > 1:
+            yield (
+                f"{passes:,} passes of 1 sample: {key}={size} makes {passes // size:,}"
+                f" of {size}, if they fit into memory"
+            )
 
 
 class PretrainingJob(Job):
@@ -176,6 +201,11 @@ class Dialect:
     ]  # of a job: keys, or other texts, and what they mean
     notes: Callable[[Any], Iterable[str]]  # of a job: what is legal but surprising
     reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
+    # For other devices: the setting that is their number; given keys that are counted
+    # by device, whose sizes change together; and those that only divide an update.
+    devices: str = ""
+    by_device: Sequence[str] = ()
+    by_pass: Sequence[str] = ()
 
     def read(self, source: Source, overrides: Sequence[str]) -> Settings:
         """Return the values of a source with `key=value` settings."""
@@ -331,47 +361,81 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     return tuple(map(violation, broken))
 
 
-def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
-    """Yield each given count that has a unit, doubled, with the derived numbers that
-    change, or the rules that break.
+# The derived numbers that say what an optimizer step learns from; all others say how it
+# is divided over devices and passes.
+UPDATE = (
+    "global_batch_size",
+    "global_batch_size_to_train_on",
+    "samples_per_step",
+    "mini_batch_samples",
+    "optimizer_steps",
+    "total_optimizer_steps",
+    "ramp_phases",
+    "manager_phases",
+)
+_MAX_PARTS = 64
+
+
+def update_of(derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the derived numbers of the update."""
+    return {name: derived[name] for name in UPDATE if name in derived}
+
+
+def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | None:
+    """Return the values with which a run on other devices has the update that it had.
+
+    Sizes that are counted by device are scaled together, and one of the others is
+    tried beside them.
+
+    Args:
+        dialect: the system of both.
+        before: the job on the devices of the file.
+        after: the same on other devices.
+
+    Returns:
+        The keys to change with their values, none if the update stays; None if there
+        are no legal ones.
     """
+    wanted = update_of(before.derived())
 
-    def show(value: float) -> str:
-        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    def keeps(job: Job) -> bool:
+        return (
+            job.usable
+            and update_of(job.derived()) == wanted
+            and not broken_rules(dialect.rules, job)
+        )
 
-    before = {
-        name: value
-        for name, value in job.derived().items()
-        if isinstance(value, int | float)
-    }
-    for key, entry in dialect.launch.entries.items():
-        value = job[key]
-        if (
-            key not in job.settings.given
-            or not entry.unit
-            or not isinstance(value, int)
-            or not 1 <= value < MAX_COUNT // 2
-        ):
-            continue
+    if keeps(after):
+        return {}
+    ratio = Fraction(
+        before.derived()["num_devices"], max(after.derived()["num_devices"], 1)
+    )
+    factors = {Fraction(1), ratio, 1 / ratio}
+    factors |= {Fraction(n) for n in range(2, _MAX_PARTS + 1)}
+    factors |= {1 / factor for factor in factors} | {ratio * n for n in factors}
+    ordered = sorted(factors, key=lambda factor: max(factor, 1 / factor))
+    for together, alone in itertools.product(ordered, ordered):
+        groups = ((dialect.by_device, together), (dialect.by_pass, alone))
+        values = {
+            key: after[key] * factor
+            for keys, factor in groups
+            for key in keys
+            if key in after.settings.given and factor != 1
+        }
+        whole = {
+            key: int(value) if value.denominator == 1 else value
+            for key, value in ((key, Fraction(value)) for key, value in values.items())
+        }
         try:
-            changed = dialect.job(job.settings.with_value(key, 2 * value))
-            broken = {
-                rule.name
-                for rule in dialect.rules
-                if rule.is_broken(changed) and not rule.is_broken(job)
-            }
-            after = changed.derived() if changed.usable else {}
+            changed = after.settings
+            for key, value in whole.items():
+                entry = dialect.launch.entries[key].key
+                changed = changed.with_value(key, entry.convert(key, value))
+            if whole and keeps(dialect.job(changed)):
+                return whole
         except RampupError:
             continue
-        texts = [
-            f"{name} {show(old)} -> {show(after[name])}"
-            for name, old in before.items()
-            if after.get(name, old) != old and isinstance(after[name], int | float)
-        ]
-        if broken:
-            texts = [f"breaks {', '.join(sorted(broken))}"]
-        if texts:
-            yield f"{key} = {value:,} -> {2 * value:,}", "; ".join(texts)
+    return None
 
 
 def _nearest_values(

@@ -506,4 +506,5 @@ DIALECT = Dialect(
     notes=_notes,
     reader=read,
     launch=LAUNCH,
+    devices="num_devices",
 )

@@ -14,6 +14,14 @@ Run = Literal["runs", "pads", "drops", "fails"]
 FoundBy = Literal["validator", "run"]
 
 
+class Always(str):
+    """A note that is true of every file of its system, and not of this one above
+    others.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
     """A rule that the file breaks."""
@@ -59,9 +67,6 @@ class Verdict:
     notes: tuple[str, ...] = ()  # settings that are legal but surprising
     version: str = ""  # the version of the system whose rules these are
     summary: str = ""  # the numbers of a step in one line
-    changes: tuple[
-        Meaning, ...
-    ] = ()  # each given size, and the derived numbers that change if it is doubled
     derived: Mapping[str, Any] = field(
         default_factory=dict
     )  # such as `samples_per_step` and `optimizer_steps`

@@ -394,32 +394,6 @@ def test_summary_is_the_arithmetic_of_a_step_in_one_line(capsys, file, system):
     assert "2026" in lines[2] or "2024" in lines[2]
 
 
-def test_verbose_doubles_each_given_size(capsys, file):
-    """What follows from each size is found by trial: numbers that change, or a rule
-    that breaks.
-    """
-    path = file(VALID)
-    assert main(["check", path, "--from", "skyrl", "--verbose"]) == 0
-    shown = capsys.readouterr().out
-    assert "trainer.train_batch_size = 8 -> 16" in shown
-    assert (
-        "samples_per_step 16 -> 32; mini_batches 2 -> 4; optimizer_steps 2 -> 4"
-        in shown
-    )
-    changes = {
-        change.says: change.means for change in check_file(path, "skyrl").changes
-    }
-    assert changes["trainer.policy_mini_batch_size = 4 -> 8"].startswith(
-        "mini_batches 2 -> 1; optimizer_steps 2 -> 1"
-    )
-    tight = check_file(
-        file({**VALID, "trainer.policy_mini_batch_size": 8}), "skyrl"
-    ).changes
-    assert any(
-        "breaks skyrl.policy_mini_at_most_train" in change.means for change in tight
-    )
-
-
 def test_all_shows_every_phase(capsys, file):
     """A table of 117 phases is folded without --all."""
     path = file(

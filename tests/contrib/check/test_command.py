@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rampup.contrib.check.command import print_verdict
-from rampup.contrib.check.verdict import Meaning, Verdict, Violation
+from rampup.contrib.check.verdict import Always, Meaning, Verdict, Violation
 
 LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
 FULL = Verdict(
@@ -110,27 +110,25 @@ def test_print_verdict_is_complete(width, terminal):
         ("drops", "drops samples"),
     ],
 )
-def test_print_verdict_starts_with_the_result_and_ends_with_what_each_size_changes(
-    outcome, said
-):
-    """The result of the check and of the run, a summary, the rules; the effect of each
-    size needs --verbose.
+def test_print_verdict_starts_with_the_result_and_says_the_special_first(outcome, said):
+    """The result of the check and of the run, a summary, the rules; what is true of
+    every file of the system needs --verbose.
     """
-    changes = (Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),)
     verdict = Verdict(
         system="trlx",
         outcome=outcome,
         summary="1 prompt; 1 step",
         version="of some month",
-        changes=changes,
+        notes=("4 devices stay idle", Always("prompts are counted")),
     )
     short, long = shown(verdict), shown(verdict, verbose=True)
     first, *rest = short.splitlines()
     assert first.startswith("trlx: its own check accepts the file")
     assert said in first
     assert rest[:2] == ["1 prompt; 1 step", "rules: of some month"]
-    assert ["steps 4 -> 2" in text for text in (short, long)] == [False, True]
-    assert ["--verbose adds" in text for text in (short, long)] == [True, False]
+    assert ["stay idle" in text for text in (short, long)] == [True, True]
+    assert ["are counted" in text for text in (short, long)] == [False, True]
+    assert ["--verbose adds 1 note" in text for text in (short, long)] == [True, False]
 
 
 @pytest.mark.parametrize(("count", "folded"), [(12, 0), (13, 2), (117, 106)])

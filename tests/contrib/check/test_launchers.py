@@ -112,6 +112,26 @@ TORCHRUN = f"{LARGE.replace('64', '$b')}--train-iters 10 --seq-length 8"
 OPEN, MAXTEXT8, WORLD8 = "--num-layers $LAYERS", "num_devices=8", "world_size=8"
 # The system, its file and those beside it, the settings, and what the verdict is, or
 # the error.
+SKY = """resources:
+  accelerators: H100:8
+num_nodes: 2
+envs:
+  MBS: 4
+run: |
+  torchrun --nnodes=$SKYPILOT_NUM_NODES --nproc_per_node=$SKYPILOT_NUM_GPUS_PER_NODE COMMAND --micro-batch-size $MBS
+"""
+RAY_JOB = """apiVersion: ray.io/v1
+kind: RayJob
+spec:
+  entrypoint: COMMAND data.train_batch_size=$BATCH
+  runtimeEnvYAML: |
+    env_vars:
+      BATCH: "96"
+  rayClusterSpec:
+    workerGroupSpecs:
+    - replicas: 2
+      template: {spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}}]}}
+"""
 FILES = {
     # Options that differ between branches of an unknown condition are not left out.
     "options": ("skyrl", DEVICES, {}, [], r"what \$DEVICE is.*add DEVICE="),
@@ -195,6 +215,9 @@ FILES = {
     "TPUs of a JobSet": ("maxtext", TPUS, {}, [], {LOADED: 256, "num_devices": 64}),
     "TPUs that are open": ("maxtext", TPUS.replace("parallelism: 4", "parallelism: '${VMS}'"), {}, [], "add num_devices=N"),
     "GPUs of roles": ("megatron", ROLES, {}, [], {"num_devices": 32, "data_parallel_size": 16}),
+    "SkyPilot": ("megatron", SKY.replace("COMMAND", "pretrain_gpt.py --global-batch-size 128"), {}, [], {"num_devices": 16, "num_microbatches": [2], "note": "the manifest asks for 16 devices"}),
+    "SkyPilot without devices": ("megatron", SKY.replace("COMMAND", "pretrain_gpt.py --global-batch-size 128").replace(": H100:8", ": tpu-v5e-8"), {}, [], "number of devices"),
+    "RayJob": ("verl", RAY_JOB.replace("COMMAND", PPO.replace("data.train_batch_size=64", "")), {}, [], {"samples_per_step": 96}),
     "Vertex": ("maxtext", VERTEX, {}, ["num_devices=8"], {LOADED: 16}),
     "another root": ("skyrl", f"ROOT=/lustre/me/project\nsource $ROOT/conf/sizes.sh\n. ${{HERE}}/more.sh\n{SKYRL} generator.n_samples_per_prompt=$N$M",
         {"conf/sizes.sh": "N=1", "more.sh": "M=6"}, [], {"samples_per_step": 512, "note": ["/lustre/me/project/conf/sizes.sh is read as", "$HERE/more.sh is read as"]}),
