@@ -147,7 +147,7 @@ def _diff(args: argparse.Namespace) -> Result:
 def _budget(args: argparse.Namespace) -> Result:
     """Show what a number of tokens means for the ramp."""
     config, plan = common.read_plan(args, args.config, args.overrides)
-    if plan.auto_schedule == "follow":
+    if plan.follows:
         raise usage_error(
             "--budget needs batches that are known before the run;"
             " batch_size_schedule=auto decides them during it",

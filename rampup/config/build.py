@@ -146,9 +146,7 @@ def plan_or_first_error(
         steps = None if steps is None else seesaw.steps_of(steps)
         schedule = None if schedule is None else seesaw.steps_of(schedule)
     rate_scaling, adam = config.batch_rule
-    auto_schedule = (
-        config.auto_schedule if config.batch_size_schedule == AUTO_SCHEDULE else None
-    )
+    follows = config.batch_size_schedule == AUTO_SCHEDULE
     budget = budget_samples(config)
     needed = math.ceil(budget or 1)
     plan = RampPlan(
@@ -166,10 +164,8 @@ def plan_or_first_error(
         reference_batch_size=config.batch_scaling_reference,
         seesaw=seesaw,
         reserved_sizes=tuple(reserved_sizes or ()),
-        auto_schedule=auto_schedule,
-        budget_samples=(
-            needed if budget is not None and auto_schedule == "follow" else None
-        ),
+        follows=follows,
+        budget_samples=needed if budget is not None and follows else None,
     )
     if adam.is_active:
         hyperparameters(

@@ -203,6 +203,10 @@ REMOVED: dict[str, str] = {
         "set optimizer_memory_host_offload, ici_fsdp_parallelism or remat_policy to"
         " save memory"
     ),
+    "auto_schedule": (
+        "batch_size_schedule=auto grows the batch; measure_gradient_noise=true alone"
+        " only measures"
+    ),
     "enable_data_shuffling": (
         "set data_shuffle_seed=null to keep the order of the files"
     ),

@@ -19,7 +19,6 @@ from rampup.errors import ConfigError, RampupError
 from rampup.plan.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
-from rampup.plan.ramp import AUTO_MODES, AutoMode
 from rampup.plan.ramp_keys import AUTO_SCHEDULE, SCHEDULE_UNITS
 from rampup.plan.refusal import INCREMENT, RAMP_SAMPLES, START
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
@@ -289,13 +288,10 @@ class BatchKeys(Settings):
         Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". A threshold can be a share
         of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps.
         Wins over per_device_batch_size; excludes enable_rampup_batch_size. auto: the batch grows from
-        per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures
-        (auto_schedule); the run ends with the first batch that reaches train_samples or train_tokens, or after steps. It sets
+        per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures;
+        the run ends with the first batch that reaches train_samples or train_tokens, or after steps. It sets
         enable_rampup_batch_size=false, measure_gradient_noise=true and the learning_rate_clock of the run's length, samples or
         steps. That overrides base files; another value beside it is an error. null: no schedule.""")
-    auto_schedule: AutoMode = _ramp("follow", choices=AUTO_MODES, own=True, doc="""
-        What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the
-        size that it would use into the metrics, and the schedule at the end.""")
     auto_max_waste: float = _ramp(0.2, above=0, below=1, own=True, doc="""
         Share of each sample that a batch may lose for batch_size_schedule=auto to grow to it, by the lower end N of the noise
         scale's interval: B / (N + B). 0.2 lets a batch of 8 follow from a noise scale of 32 on.""")
@@ -542,10 +538,7 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         rate, adam = BATCH_RULES[self.batch_scaling]
         if self.learning_rate_batch_scaling != "auto":
             return self.learning_rate_batch_scaling, adam
-        if rate == "none" and (self.batch_size_schedule, self.auto_schedule) == (
-            AUTO_SCHEDULE,
-            "follow",
-        ):
+        if rate == "none" and self.batch_size_schedule == AUTO_SCHEDULE:
             # A batch that grows by measurement needs a rate that follows it.
             rate = "linear" if self.opt_type == "sgd" else "sqrt"
         return rate, adam

@@ -546,10 +546,9 @@ class Run:
             noise = NoiseAverages(
                 default_half_life(plan) if half_life == -1 else half_life
             )
-            if plan.auto_schedule is not None:
+            if plan.follows:
                 auto = AutoSchedule(
                     sizes=plan.reserved_sizes,
-                    mode=plan.auto_schedule,
                     half_life_samples=noise.half_life_samples,
                     rows=plan.ramp.to_rows(),
                     max_waste=config.auto_max_waste,

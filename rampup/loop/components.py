@@ -32,9 +32,6 @@ from rampup.plan.numbers import finite_or_none
 # the steps at which microbatch shapes changed, which a resumed run repeats
 SHAPE_CHANGES = "shape_changes"
 GRADIENT_NOISE = "gradient_noise"  # its averages
-ADVISED_ROWS = (  # the schedule that `auto_schedule: advise` would have used so far
-    "advised_rows"
-)
 ROWS = "rows"
 PROGRAMS = "programs"
 _MAX_CONSTANT = 2**16
@@ -261,22 +258,12 @@ class AutoBatch(Component):
     """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it
     in `Loop.components`.
 
-    With `follow`, the decisions so far are in the plan with which a run resumes, so
-    only those of `advise` are in the record.
+    The decisions so far are in the plan with which a run resumes.
     """
 
     schedule: AutoSchedule
     noise: NoiseAverages
     on_event: OnEvent
-
-    def state(self) -> dict[str, Any]:
-        """See `Component`."""
-        return {ADVISED_ROWS: self.schedule.rows}
-
-    def load(self, record: Mapping[str, Any]) -> None:
-        """Continue from the advice in a checkpoint."""
-        if self.schedule.mode == "advise" and record.get(ADVISED_ROWS):
-            self.schedule.rows = [list(map(int, row)) for row in record[ADVISED_ROWS]]
 
     def after_step(
         self,
@@ -298,13 +285,7 @@ class AutoBatch(Component):
             self.on_event,
             sample=line["consumed_samples"],
         )
-        return {
-            (
-                "next_global_batch_size"
-                if auto.mode == "follow"
-                else "advised_global_batch_size"
-            ): auto.size
-        }
+        return {"next_global_batch_size": auto.size}
 
     def may_change_plan(self, done: int) -> bool:
         """See `Component`."""
@@ -312,10 +293,8 @@ class AutoBatch(Component):
 
     def next_plan(self, plan: Any) -> Any:
         """See `Component`."""
-        follows = (
-            self.schedule.mode == "follow" and self.schedule.size != plan.ramp.sizes[-1]
-        )
-        return plan.grown(self.schedule.ramp) if follows else plan
+        has_grown = self.schedule.size != plan.ramp.sizes[-1]
+        return plan.grown(self.schedule.ramp) if has_grown else plan
 
 
 class SameRun(Component):

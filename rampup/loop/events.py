@@ -76,7 +76,7 @@ class BatchSizeDecided(Event):
     """
 
     step: int  #: the step
-    changed: bool  #: whether the batch changes, or the advised one
+    changed: bool  #: whether the batch changes
     outlook: (
         str  #: the size with the reason for it, or with what the next larger one needs
     )

@@ -98,9 +98,7 @@ class Summary:
         None  #: of the first evaluation of the run; None without evaluation
     )
     final_eval_loss: float | None = None  #: of the last one
-    batch_size_schedule: str | None = (
-        None  #: with `auto`, the schedule that was used, or is advised
-    )
+    batch_size_schedule: str | None = None  #: with `auto`, the schedule that was used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

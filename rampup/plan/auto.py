@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from rampup.plan.noise_scale import NoiseEstimate
-from rampup.plan.ramp import AutoMode, BatchRamp
+from rampup.plan.ramp import BatchRamp
 
 DECISION_PERIOD = 10  # steps between two decisions
 MAX_WASTE = 0.2
@@ -29,19 +29,15 @@ class AutoSchedule:
     """
 
     sizes: tuple[int, ...]  # the legal sizes, from `auto_sizes`
-    # `follow` changes the batch of the run; `advise` only writes what it would do
-    mode: AutoMode
     half_life_samples: float  # samples that must pass between two changes
-    rows: list[
-        list[int]
-    ]  # start step, start sample and size of every phase so far, of the run's ramp or of the advice
+    rows: list[list[int]]  # start step, start sample and size of every phase so far
     max_waste: float = MAX_WASTE  # share of a sample that a batch may lose to grow
     # what the sizes count; prompts in reinforcement learning, with rollouts as steps
     unit: str = "samples"
 
     @property
     def size(self) -> int:
-        """The size that is in use, or advised."""
+        """The size that is in use."""
         return self.rows[-1][2]
 
     @property
@@ -81,16 +77,15 @@ class AutoSchedule:
         """Return in words why `decide` changed the batch after a step, or what the next
         larger batch needs.
         """
-        use = "" if self.mode == "follow" else "advises "
         if len(self.rows) > 1 and self.rows[-1][0] == step:
             return (
-                f"{use}{self.rows[-2][2]:,} -> {self.size:,} {self.unit}, because the"
+                f"{self.rows[-2][2]:,} -> {self.size:,} {self.unit}, because the"
                 f" noise scale is {noise}"
             )
         larger = next((size for size in self.sizes if size > self.size), None)
         if larger is None:
             return (
-                f"{use}{self.size:,} {self.unit}, the largest batch; the noise scale is"
+                f"{self.size:,} {self.unit}, the largest batch; the noise scale is"
                 f" {noise}"
             )
         needs, needed = [], self.needed_noise(larger)
@@ -103,4 +98,4 @@ class AutoSchedule:
             missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)
         ) > 0:
             needs.append(f"{missing:,} more {self.unit}")
-        return f"{use}{self.size:,} {self.unit}; {larger:,} need {', and '.join(needs)}"
+        return f"{self.size:,} {self.unit}; {larger:,} need {', and '.join(needs)}"

@@ -169,25 +169,19 @@ def summary(plan: RampPlan) -> tuple[str, str]:
 def _ramp_summary(plan: RampPlan) -> str:
     sizes = plan.ramp.sizes
     constant = f"the batch stays at {sizes[-1]:,} samples"
-    if plan.auto is not None:
-        possible = [f"{size:,}" for size in plan.auto["sizes"]]
+    if (auto := plan.auto) is not None:
+        possible = [f"{size:,}" for size in auto["sizes"]]
         listed = " or ".join(filter(None, [", ".join(possible[:-1]), possible[-1]]))
-        if plan.follows:
-            ends = [
-                (plan.auto[f"min_{unit}"], plan.auto[f"max_{unit}"])
-                for unit in ("steps", "samples")
-            ]
-            steps, samples = (
-                f"{least:,}" if least == most else f"{least:,} to {most:,}"
-                for least, most in ends
+        steps, samples = (
+            f"{least:,}" if least == most else f"{least:,} to {most:,}"
+            for least, most in (
+                (auto["min_steps"], auto["max_steps"]),
+                (auto["min_samples"], auto["max_samples"]),
             )
-            return (
-                f"auto: {listed} samples, by the measured noise scale; {steps} steps"
-                f" and {samples} samples"
-            )
+        )
         return (
-            f"{constant}; auto only advises: {listed} samples, by the measured noise"
-            " scale"
+            f"auto: {listed} samples, by the measured noise scale; {steps} steps and"
+            f" {samples} samples"
         )
     if len(sizes) == 1:
         return constant

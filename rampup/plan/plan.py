@@ -30,7 +30,7 @@ from rampup.plan.learning_rate import (
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
 from rampup.plan.pipeline import PipelineCandidate, Timetable, pass_bubble
-from rampup.plan.ramp import AutoMode, BatchRamp, Phase
+from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplit, BatchSplitter
 
@@ -89,11 +89,11 @@ class RampPlan:
         reserved_sizes: global batch sizes that the run may use besides those of the
             ramp, as with `batch_size_schedule: auto`. They are checked and split with
             the others, and the buffers of rows have room for them.
-        auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes;
-            None without it.
-        budget_samples: length of the run in samples, if `auto_schedule` follows it: the
-            run ends with the first batch that reaches them, so `total_steps` is that of
-            the ramp so far (`grown`). The clock of samples ends there too.
+        follows: whether the run decides about its batches while it runs, with the
+            reserved sizes, as with `batch_size_schedule: auto`.
+        budget_samples: length in samples of a run that `follows`: it ends with the
+            first batch that reaches them, so `total_steps` is that of the ramp so far
+            (`grown`). The clock of samples ends there too.
         splits, eval_split: the split of every phase's batch and of the evaluation batch
             (derived). A phase that is over (`BatchRamp.resumed_at`) needs none: if it
             cannot be split here, as many replicas as divide it stand for it.
@@ -124,7 +124,7 @@ class RampPlan:
     reference_batch_size: int | None = None
     seesaw: Seesaw | None = None
     reserved_sizes: tuple[int, ...] = ()
-    auto_schedule: AutoMode | None = None
+    follows: bool = False
     budget_samples: int | None = None
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
@@ -345,11 +345,6 @@ class RampPlan:
         )
         return self.reference_batch_size or sizes[-1]
 
-    @property
-    def follows(self) -> bool:
-        """Whether the run decides about its batches while it runs."""
-        return self.auto_schedule == "follow"
-
     def grown(self, ramp: BatchRamp) -> RampPlan:
         """Return this plan with a ramp that continues its own, and the steps that its
         budget, if it has one, then takes.
@@ -359,6 +354,7 @@ class RampPlan:
             if self.budget_samples is None
             else ramp.step_of_sample(self.budget_samples - 1) + 1
         )
+        ramp = ramp.resumed_at(self.ramp.first_step)
         return replace(self, ramp=ramp, total_steps=steps)
 
     @property
@@ -452,27 +448,23 @@ class RampPlan:
         """What is known of `batch_size_schedule=auto` before the run, as in `rampup
         plan --json`; None without it.
 
-        `sizes` are the global batch sizes that it may still use, or advise; the run
+        `sizes` are the global batch sizes that it may still use; the run
         takes `min_steps` to `max_steps` and consumes `min_samples` to `max_samples`:
         the batch stays, or is the largest from the last phase's start on.
         """
-        if self.auto_schedule is None:
+        if not self.follows:
             return None
-        now, steps = self.ramp.sizes[-1], self.total_steps
-        sizes, samples = self.reserved_sizes, [self.consumed_samples]
-        if self.follows:  # The batch never shrinks.
-            sizes = (now, *(size for size in sizes if size > now))
-            *before, (step, sample, _) = self.ramp.to_rows()
-            largest = self.grown(
-                BatchRamp.from_rows([*before, [step, sample, sizes[-1]]])
-            )
-            steps, samples = largest.total_steps, [*samples, largest.consumed_samples]
-            if self.budget_samples is not None and len(sizes) > 1:
-                samples = [self.budget_samples, self.budget_samples + sizes[-1] - 1]
-        counts = {"min_steps": steps, "max_steps": self.total_steps}
+        now = self.ramp.sizes[-1]  # the batch never shrinks
+        sizes = (now, *(size for size in self.reserved_sizes if size > now))
+        *before, (step, sample, _) = self.ramp.to_rows()
+        largest = self.grown(BatchRamp.from_rows([*before, [step, sample, sizes[-1]]]))
+        samples = [self.consumed_samples, largest.consumed_samples]
+        if self.budget_samples is not None and len(sizes) > 1:
+            samples = [self.budget_samples, self.budget_samples + sizes[-1] - 1]
         return {
             "sizes": sizes,
-            **counts,
+            "min_steps": largest.total_steps,
+            "max_steps": self.total_steps,
             "min_samples": min(samples),
             "max_samples": max(samples),
         }

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Self
 
 from rampup.errors import RampDefinitionError, RampupError, raise_together
 from rampup.plan.numbers import exact_fraction, parse_count
@@ -20,11 +20,6 @@ from rampup.plan.numbers import exact_fraction, parse_count
 MAX_PHASES = 200_000
 # Phases that an error message shows of two ramps.
 MAX_COMPARED = 12
-# `batch_size_schedule: auto`: the gradient noise that a run measures chooses the batch
-# size, in `rampup.plan.auto`. `follow` changes the batch; `advise` only reports
-# the size that it would have.
-AutoMode = Literal["advise", "follow"]
-AUTO_MODES: tuple[AutoMode, ...] = ("advise", "follow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SCHEDULE_UNITS = ("samples", "tokens")
 
 # The value of `batch_size_schedule` that follows the measured gradient noise, see
-# `AutoMode`; unknown to `ramp_from_config`.
+# `rampup.plan.auto`; unknown to `ramp_from_config`.
 AUTO_SCHEDULE = "auto"
 
 

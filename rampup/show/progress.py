@@ -378,10 +378,7 @@ class TrainProgress:
     @property
     def _has_phases(self) -> bool:
         """Whether the run has a ramp, or may get one."""
-        return (
-            len(self._plan.splits) > 1
-            or getattr(self._plan, "auto_schedule", None) == "follow"
-        )
+        return len(self._plan.splits) > 1 or getattr(self._plan, "follows", False)
 
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate, without

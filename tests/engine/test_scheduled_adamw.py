@@ -281,7 +281,7 @@ def test_a_program_that_is_given_its_segment_computes_what_one_with_a_table_does
     keys |= {
         "learning_rate_clock": "samples",
         "budget_samples": planned.consumed_samples,
-        "auto_schedule": "follow",
+        "follows": True,
     }
     began = RampPlan(
         ramp=BatchRamp.constant(ramp.sizes[0]),

@@ -148,31 +148,6 @@ def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     ] == [None]
 
 
-def test_auto_schedule_advises_without_changing_a_bit(tmp_path):
-    """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a
-    constant batch.
-    """
-    steps = AUTO | {
-        "steps": 40,
-        "learning_rate_schedule_steps": 40,
-        "auto_schedule": "advise",
-    }
-    run(tmp_path / "advised", steps, steps=23)
-    summary, lines = run(tmp_path / "advised", steps)
-    left_out = ("batch_size_schedule", "per_device_batch_size_start", "auto_schedule")
-    own = {name: value for name, value in steps.items() if name not in left_out}
-    _, plain = run(tmp_path, own, per_device_batch_size=1)
-    assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
-    advised = [
-        line["advised_global_batch_size"]
-        for line in lines
-        if "advised_global_batch_size" in line
-    ]
-    assert advised[-1] > 8
-    assert {line["global_batch_size"] for line in lines} == {8}
-    assert summary.batch_size_schedule.startswith("0:8 ")
-
-
 def test_critical_branches_from_the_batch_that_has_grown(whole):
     """The branches of a run that follows its noise start with the batch and the samples
     that it had at the checkpoint.

@@ -75,7 +75,6 @@ def test_auto_schedule_never_uses_an_illegal_size(number):
         half_life = float(10 ** rng.uniform(0, 4))
         auto = AutoSchedule(
             sizes=plan.reserved_sizes,
-            mode="follow",
             half_life_samples=half_life,
             rows=plan.ramp.to_rows(),
         )
@@ -114,9 +113,7 @@ def test_auto_schedule_has_hysteresis():
     """It grows only when the lower end is four times the next size and a half-life has
     passed, and never shrinks.
     """
-    auto = AutoSchedule(
-        sizes=(8, 16, 32), mode="follow", half_life_samples=100, rows=[[0, 0, 8]]
-    )
+    auto = AutoSchedule(sizes=(8, 16, 32), half_life_samples=100, rows=[[0, 0, 8]])
     assert auto.decide(step=10, sample=80, noise_scale=1e9) == 8
     assert auto.decide(step=20, sample=160, noise_scale=63.9) == 8
     assert auto.decide(step=30, sample=240, noise_scale=64.0) == 16
@@ -199,8 +196,6 @@ def test_auto_schedule_checks_every_size_before_the_run():
         build_plan(
             Config(**keys, per_device_batch_size=32, batch_scaling_reference=8), 1
         )
-    with pytest.raises(ConfigError, match="auto_schedule"):
-        Config(batch_size_schedule="auto", auto_schedule="maybe")
 
 
 def test_the_plan_says_what_auto_may_do():
@@ -246,25 +241,10 @@ def test_the_plan_says_what_auto_may_do():
         "auto: 32 or 64 samples, by the measured noise scale; 500 steps and 15,840 to"
         " 31,520 samples" in str(grown)
     )
-    advised = build_plan(Config(**keys, auto_schedule="advise"), 4)
-    assert advised.auto == {
-        "sizes": (16, 32, 64),
-        **steps,
-        "min_samples": 8_000,
-        "max_samples": 8_000,
-    }
-    assert (
-        "8,000 samples\nthe batch stays at 16 samples; auto only advises: 16, 32 or 64"
-        " samples" in str(advised)
-    )
-    advice = AutoSchedule(
-        sizes=(4,), mode="advise", half_life_samples=9, rows=[[0, 0, 4]]
-    )
+    advice = AutoSchedule(sizes=(4,), half_life_samples=9, rows=[[0, 0, 4]])
     unknown = NoiseEstimate(value=None, low=None, high=None)
     said = advice.outlook(step=10, sample=40, noise=unknown)
-    assert (
-        said == "advises 4 samples, the largest batch; the noise scale is not known yet"
-    )
+    assert said == "4 samples, the largest batch; the noise scale is not known yet"
     single = build_plan(Config(**keys | {"per_device_batch_size": 4}), 4)
     assert "auto: 16 samples, " in str(single)
     assert "rest" in str(single)
@@ -291,20 +271,14 @@ def test_a_budget_bounds_what_auto_may_cost():
     assert "data parallel 4, 4,001 samples\n" in str(plan)
     assert "63 to 251 steps and 4,001 to 4,064 samples" in str(plan)
     assert build_plan(Config(**keys, train_tokens=4_000 * 128 + 1), 4) == plan
-    advised = build_plan(Config(**keys, train_samples=4_001, auto_schedule="advise"), 4)
     assert default_half_life(plan) == default_half_life(
         plan.grown(BatchRamp.from_schedule("0:16 160:32"))
     )
-    assert (advised.total_steps, advised.reference_size, plan.reference_size) == (
-        251,
-        16,
-        64,
-    )
+    assert (plan.total_steps, plan.reference_size) == (251, 64)
     rng = np.random.default_rng(0)
     for _ in range(30):
         auto = AutoSchedule(
             sizes=plan.reserved_sizes,
-            mode="follow",
             half_life_samples=300,
             rows=plan.ramp.to_rows(),
         )
@@ -348,9 +322,7 @@ def exact_run(start, sizes, rule):
     """Return steps and samples to 1% of the first risk. The rate is the best one for a
     batch of 4, scaled by a rule.
     """
-    auto = AutoSchedule(
-        sizes=sizes, mode="follow", half_life_samples=80, rows=[[0, 0, 4]]
-    )
+    auto = AutoSchedule(sizes=sizes, half_life_samples=80, rows=[[0, 0, 4]])
     state, step, sample = start, 0, 0
     while state.risk > 0.01 * start.risk:
         if auto.is_due(step):

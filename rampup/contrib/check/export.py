@@ -550,7 +550,7 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
         raise choice_error("export", system, list(PLAN_EXPORTS))
     run = _Run(system=system, config=config, plan=plan)
     run.require(
-        plan.auto_schedule is None,
+        not plan.follows,
         "batch_size_schedule",
         "it cannot follow the measured noise; give a schedule",
     )

@@ -363,9 +363,7 @@ class RolloutRun:
                 "half_life_samples": half_life / config.num_generations,
                 "max_waste": config.auto_max_waste,
             }
-            auto = AutoSchedule(
-                sizes=sizes, mode="follow", rows=rows, unit="prompts", **limits
-            )
+            auto = AutoSchedule(sizes=sizes, rows=rows, unit="prompts", **limits)
             components += (
                 AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),
             )
