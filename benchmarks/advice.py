@@ -51,7 +51,7 @@ import numpy as np
 import optax
 
 import rampup
-from rampup.contrib.lab.measured_design import Measurements
+from rampup.contrib.lab.measurements import Measurements
 from rampup.data.batches import BatchLoader
 from rampup.data.files import open_sources
 from rampup.engine.optimizer import LearningRate, make_optimizer
@@ -528,8 +528,7 @@ class Runner:
         for source, design in known["designs"].items():
             for each in design.get("candidates", ()):
                 name = {
-                    "early growth, fastest": "fastest",
-                    "early growth, frugal": "frugal",
+                    "fastest ramp": "fastest",
                 }.get(each["name"], each["name"])
                 keys = {
                     "batch_size_schedule": each["batch_size_schedule"],

@@ -82,11 +82,12 @@ class AutoSchedule:
                 f"{self.rows[-2][2]:,} -> {self.size:,} {self.unit}, because the"
                 f" noise scale is {noise}"
             )
+        wasted = self._broken_limit(noise)
         larger = next((size for size in self.sizes if size > self.size), None)
         if larger is None:
             return (
                 f"{self.size:,} {self.unit}, the largest batch; the noise scale is"
-                f" {noise}"
+                f" {noise}{wasted}"
             )
         needs, needed = [], self.needed_noise(larger)
         if noise.low is None or noise.low < needed:
@@ -98,4 +99,19 @@ class AutoSchedule:
             missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)
         ) > 0:
             needs.append(f"{missing:,} more {self.unit}")
-        return f"{self.size:,} {self.unit}; {larger:,} need {', and '.join(needs)}"
+        more = ", and ".join(needs)
+        return f"{self.size:,} {self.unit}; {larger:,} need {more}{wasted}"
+
+    def _broken_limit(self, noise: NoiseEstimate) -> str:
+        """Return a sentence if the noise scale has fallen so far that the batch in use
+        loses more than `max_waste`, whatever its value in the interval; the batch does
+        not shrink.
+        """
+        if noise.high is None or noise.high >= self.needed_noise(self.size):
+            return ""
+        waste = self.size / (noise.high + self.size)
+        return (
+            f". The noise scale has fallen: {self.size:,} lose at least {waste:.0%} of"
+            f" their {self.unit}, more than {self.max_waste:.0%}, and the batch does not"
+            " shrink; a new run with a smaller one would not"
+        )

@@ -349,3 +349,17 @@ def test_auto_needs_fewer_steps_than_no_ramp_at_a_bounded_cost(spectrum):
         spectrum == "steep"
     ):  # With the rate of the small batch, growing is worse than not growing.
         assert exact_run(start, auto_sizes(4, 64), "none")[0] > steps
+
+
+def test_the_outlook_says_that_the_limit_is_broken_when_the_noise_falls():
+    """Only where the upper end of the interval is below 4 times the batch in use, also
+    for the largest batch; an open interval says nothing.
+    """
+    for sizes in ((8, 16, 32), (8, 16)):
+        auto = AutoSchedule(sizes=sizes, half_life_samples=10.0, rows=[[0, 0, 16]])
+        for high, is_said in ((63.0, True), (64.0, False), (None, False)):
+            value = None if high is None else 50.0
+            noise = NoiseEstimate(value=value, low=40.0, high=high)
+            said = auto.outlook(step=10, sample=160, noise=noise)
+            assert ("The noise scale has fallen" in said) == is_said
+            assert ("lose at least 20% of their samples" in said) == is_said

@@ -12,6 +12,8 @@ _HOME = {
     "Inspection": "rampup.contrib.lab.inspection",
     "inspect": "rampup.contrib.lab.inspection",
     "design_ramp": "rampup.contrib.lab.measured_design",
+    "largest_microbatch": "rampup.contrib.lab.largest",
+    "suggest_batch": "rampup.contrib.lab.scaling_laws",
     "topology_devices": "rampup.contrib.lab.topology",
 }
 __all__ = sorted(_HOME)

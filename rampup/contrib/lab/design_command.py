@@ -16,21 +16,13 @@ import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.config.files import yaml_text
+from rampup.config.schema import Config
 from rampup.contrib.lab.prediction import with_ends, write_prediction
 from rampup.contrib.rl import config as rl
 from rampup.loop import run_folder as files
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import AUTO, parse_count
 from rampup.show.console import make_table, print_notes
-from rampup.show.figures import (
-    DEFAULT_WIDTH,
-    LINES,
-    check_picture,
-    line_style,
-    new_figure,
-    prepare,
-    save,
-)
 from rampup.show.format import format_si, format_value
 
 DESIGN = {
@@ -67,7 +59,6 @@ DESIGN = {
         " schedule may follow), and `rampup report RUN_DIR` shows how far off the"
         " prediction was",
     ),
-    "-o --output": arg("FILE", "draw the candidates into a .png, .svg or .pdf file"),
 }
 
 
@@ -83,38 +74,13 @@ def design(args: argparse.Namespace) -> Result:
     ):
         return _rollout_sizes(args, source)
     if args.cost_per_prompt is not None:
-        rule = (
-            "--cost-per-prompt is for the folder of a run of reinforcement learning;"
-            " leave it out"
-        )
-        raise common.usage_error(rule, key="cost-per-prompt")
-    file = args.config
-    folders = [files.as_path(path) for path in args.measured]
-    if source.is_dir():
-        if (
-            not (source / files.CONFIG_FILE).is_file()
-            and (source / files.METRICS_FILE).is_file()
-        ):
-            problem = (
-                f"{source} has no {files.CONFIG_FILE}, so that it is not the folder of"
-                " a run of `rampup train`"
-            )
-            fix = (
-                "name a configuration of the run to design, and give a run of another"
-                f" loop as CONFIG.yml --measured {source}"
-            )
-            raise common.usage_error(f"{problem}; {fix}")
-        file, folders = common.run_config(source), [source, *folders]
-    elif not folders:
-        problem = (
-            "a design needs measurements: give --measured RUN_DIR, a run with"
-            " measure_gradient_noise=true or one that "
-        )
         raise common.usage_error(
-            f"{problem}`rampup critical` has measured", key="measured"
+            "--cost-per-prompt is for the folder of a run of reinforcement learning;"
+            " leave it out",
+            key="cost-per-prompt",
         )
+    file, folders = _measured(args, source)
     config = rampup.load_config(file, args.overrides, environ=os.environ)
-    check_picture(args.output)
     written = None if args.write is None else files.absolute_path(args.write)
     if (
         written is not None
@@ -124,49 +90,72 @@ def design(args: argparse.Namespace) -> Result:
         raise common.usage_error(
             f"{written} is not empty; name the folder of a new run", key="write"
         )
-    tokens = (
-        None
-        if args.train_tokens is None
-        else parse_count(args.train_tokens, what="train-tokens")
-    )
-    most = (
-        None
-        if args.max_batch is None
-        else parse_count(args.max_batch, what="max-batch", key="max-batch")
-    )
     devices = common.count_devices(args, config)
     facts = rampup.contrib.lab.design_ramp(
         config,
         folders,
         num_devices=devices,
-        train_tokens=tokens,
-        max_batch=most,
+        train_tokens=_count(args.train_tokens, "train-tokens"),
+        max_batch=_count(args.max_batch, "max-batch"),
         assume_growth=args.assume_growth,
     )
-    if args.output is not None:
-        draw_design(facts, args.output)
     if written is not None:
-        fastest = next(
-            each for each in facts["candidates"] if each["name"] == facts["fastest"]
-        )
-        where = {
-            "num_devices": devices,
-            "run_name": written.name,
-            "base_output_directory": str(written.parent),
-        }
-        config = replace(config, **where, **fastest["settings"])
-        files.run_folder(config.base_output_directory, config.run_name)
-        # First, so that no run is started without it.
-        write_prediction(written, config, facts)
-        text = yaml_text(
-            "# The configuration of a designed run, until it is started.\n",
-            config.keys(),
-            config.to_dict(),
-        )
-        files.write_whole(written / files.CONFIG_FILE, text.encode())
+        _write_run(written, config, facts, devices)
     return Result(
         facts=facts, show=lambda console: print_design(facts, console, written)
     )
+
+
+def _count(text: str | None, name: str) -> int | None:
+    return None if text is None else parse_count(text, what=name, key=name)
+
+
+def _measured(args: argparse.Namespace, source: Path) -> tuple[str, list[Path]]:
+    """Return the configuration of the run to design, and what was measured."""
+    folders = [files.as_path(path) for path in args.measured]
+    if not source.is_dir():
+        if not folders:
+            raise common.usage_error(
+                "a design needs measurements: give --measured RUN_DIR, a run with"
+                " measure_gradient_noise=true or one that `rampup critical` has"
+                " measured",
+                key="measured",
+            )
+        return args.config, folders
+    if (
+        not (source / files.CONFIG_FILE).is_file()
+        and (source / files.METRICS_FILE).is_file()
+    ):
+        raise common.usage_error(
+            f"{source} has no {files.CONFIG_FILE}, so that it is not the folder of a"
+            " run of `rampup train`; name a configuration of the run to design, and"
+            f" give a run of another loop as CONFIG.yml --measured {source}"
+        )
+    return common.run_config(source), [source, *folders]
+
+
+def _write_run(
+    folder: Path, config: Config, facts: Mapping[str, Any], devices: int
+) -> None:
+    """Make the folder of a run with the fastest schedule, and keep the prediction."""
+    fastest = next(
+        each for each in facts["candidates"] if each["name"] == facts["fastest"]
+    )
+    where = {
+        "num_devices": devices,
+        "run_name": folder.name,
+        "base_output_directory": str(folder.parent),
+    }
+    config = replace(config, **where, **fastest["settings"])
+    files.run_folder(config.base_output_directory, config.run_name)
+    # First, so that no run is started without it.
+    write_prediction(folder, config, facts)
+    text = yaml_text(
+        "# The configuration of a designed run, until it is started.\n",
+        config.keys(),
+        config.to_dict(),
+    )
+    files.write_whole(folder / files.CONFIG_FILE, text.encode())
 
 
 def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
@@ -182,7 +171,6 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
         "assume_growth",
         "devices",
         "write",
-        "output",
     )
     if others := [name for name in names if getattr(args, name) not in (None, [])]:
         rule = (
@@ -269,81 +257,60 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 def print_design(
     facts: Mapping[str, Any], console: Console, written: Path | None = None
 ) -> None:
-    """Print the candidates with their steps, time and loss, their schedules, and the
-    assumptions.
+    """Print the candidates with their steps, time and loss, their schedules, what the
+    ramp gains, and the assumptions.
     """
-    tokens = format_si(facts["train_tokens"])
     ends = ("", "_low", "_high")
     start, end = (
         with_ends(*(facts[f"noise_scale_{place}{each}"] for each in ends))
         for place in ("start", "end")
     )
+    capped = (
+        ", capped: it was measured to grow faster" * facts["noise_growth_is_capped"]
+    )
     console.print(
-        f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples:"
-        f" {start} at the start, {end} at the end ({facts['noise_source']}; last"
-        f" measured: {format_value(facts['noise_scale_last_measured'])}, then growing"
-        f" with the power {facts['noise_growth']:.2f})"
+        f"{format_si(facts['train_tokens'])} tokens, {facts['train_samples']:,} samples;"
+        f" noise scale in samples: {start} at the start, {end} at the end"
+        f" ({facts['noise_source']}; last measured:"
+        f" {format_value(facts['noise_scale_last_measured'])}, then growing with the"
+        f" power {facts['noise_growth']:.2f}{capped})"
     )
     console.print(
         "a batch of the noise scale costs 100% more tokens than a very small one, a"
         " fifth of it 20%"
     )
-    unit, per_hour = (
-        ("minutes", 60)
-        if max(each["hours"] for each in facts["candidates"]) < 1
-        else ("hours", 1)
-    )
+    unit, per_hour = "hours", 1
+    if max(each["hours"] for each in facts["candidates"]) < 1:
+        unit, per_hour = "minutes", 60
 
     def time(hours: float) -> str:
         return format_value(hours * per_hour)
 
     forms = {"hours": time, "loss_penalty": "{:.4f}".format, "hours_to_same_loss": time}
     rows = []
-    for candidate in facts["candidates"]:
-        name = candidate["name"] + (
-            " *" if candidate["name"] == facts["fastest"] else ""
-        )
-        rows.append(
-            (
-                name,
-                f"{candidate['steps']:,}",
-                *(_with_interval(candidate, key, form) for key, form in forms.items()),
-            )
-        )
-    console.print(
-        make_table(
-            console,
-            ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss"),
-            rows,
-            left=1,
-        )
-    )
+    for each in facts["candidates"]:
+        name = each["name"] + " *" * (each["name"] == facts["fastest"])
+        cells = (_with_interval(each, key, form) for key, form in forms.items())
+        rows.append((name, f"{each['steps']:,}", *cells))
+    titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
+    console.print(make_table(console, titles, rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
-    for candidate in facts["candidates"]:
-        rule = " ".join(
-            f"{key}={value}" for key, value in candidate["rate_rule"].items()
+    for each in facts["candidates"]:
+        rule = " ".join(f"{key}={value}" for key, value in each["rate_rule"].items())
+        console.print(
+            f'{each["name"]}: batch_size_schedule="{each["batch_size_schedule"]}"'
+            f" {rule}"
         )
         console.print(
-            f"{candidate['name']}:"
-            f' batch_size_schedule="{candidate["batch_size_schedule"]}" {rule}'
+            f"  {_with_interval(each, 'token_overhead', '{:.0%}'.format)} more tokens"
+            " than a very small batch"
         )
-        costs = (
-            f"{_with_interval(candidate, 'token_overhead', '{:.0%}'.format)} more"
-            " tokens than a very small batch"
-        )
-        wrong = (
-            "if the noise scale is half of this, it costs"
-            f" {candidate['more_tokens_if_noise_is_half']:.0%} more tokens"
-        )
-        console.print(f"  {costs}; {wrong}")
-        if candidate["hours_to_same_loss_if_noise_is_forgotten"] is not None:
-            taken = time(candidate["hours_to_same_loss_if_noise_is_forgotten"])
-            best = ", the fastest" * (
-                candidate["name"] == facts["fastest_if_noise_is_forgotten"]
-            )
-            console.print(
-                f"  if its noise is forgotten: {taken} {unit} to the same loss{best}"
-            )
+    console.print(
+        f"The ramp saves {facts['hours_saved']:.1%} of the hours of the best constant"
+        f" batch. With a noise scale that grows with a power of"
+        f" {facts['noise_growth']:.2f} and step times on a line, no ramp saves more than"
+        f" {facts['most_hours_saved']:.1%}."
+    )
     console.print("This is a model, not a measurement. It assumes:")
     for sentence in facts["assumptions"]:
         console.print(f"- {sentence}")
@@ -363,59 +330,3 @@ def _with_interval(
         return "-"
     value, low, high = (text(candidate[f"{key}{end}"]) for end in ("", "_low", "_high"))
     return value if low == value == high else f"{value} ({low} to {high})"
-
-
-def draw_design(facts: Mapping[str, Any], path: str) -> None:
-    """Draw the batch of every candidate over the tokens, and its hours by its loss
-    penalty.
-    """
-    figure = new_figure(DEFAULT_WIDTH, 4.2)
-    over_tokens, by_loss = figure.subplots(1, 2, width_ratios=(3, 2))
-    for number, candidate in enumerate(facts["candidates"]):
-        marker = LINES[number % len(LINES)]["marker"]
-        style = line_style(number) | (
-            {"linewidth": 3.0, "alpha": 0.5} if number >= len(LINES) else {}
-        )
-        sizes = candidate["sizes"]
-        edges = [*candidate["start_tokens"], facts["train_tokens"]]
-        over_tokens.step(
-            edges,
-            [*sizes, sizes[-1]],
-            where="post",
-            label=candidate["name"],
-            marker=marker,
-            markevery=[-1],
-            **style,
-        )
-        if candidate["loss_penalty"] is not None:
-            low, high = (
-                abs(candidate["loss_penalty"] - candidate[f"loss_penalty_{end}"])
-                for end in ("low", "high")
-            )
-            place = candidate["hours"], candidate["loss_penalty"]
-            by_loss.errorbar(
-                *place,
-                yerr=[[low], [high]],
-                fmt=marker,
-                capsize=3,
-                color=style["color"],
-            )
-    prepare(over_tokens, x="tokens", y="global batch, samples", from_zero=False)
-    over_tokens.set_yscale("log", base=2)
-    used = sorted(
-        {size for candidate in facts["candidates"] for size in candidate["sizes"]}
-    )
-    over_tokens.set_yticks(used, [f"{size:,}" for size in used])
-    over_tokens.minorticks_off()
-    prepare(by_loss, x="hours", y="expected loss penalty", from_zero=False)
-    hours = [candidate["hours"] for candidate in facts["candidates"]]
-    by_loss.set_xlim(
-        0.95 * min(hours), 1.05 * max(hours)
-    )  # so that hours that are equal have different numbers below them
-    figure.legend(
-        *over_tokens.get_legend_handles_labels(),
-        loc="outside upper left",
-        ncols=3,
-        frameon=False,
-    )
-    save(figure, path)

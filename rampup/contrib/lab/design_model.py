@@ -1,7 +1,7 @@
-"""Two models of the hours and the loss of a batch size schedule, and the best schedules
-under them. They read no files.
+"""A model of the hours and the loss of a batch size schedule, and the best schedule
+under it. It reads no files.
 
-`DesignModel` is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch
+The model is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch
 Training" (arXiv 1812.06162): a sample in a batch B does 1 / (1 + B/N) of the work of a
 sample in a very small batch, where N is the gradient noise scale. *Progress* is the
 number of samples that a run with a very small batch would need. N is a function of
@@ -10,10 +10,8 @@ progress, measured on a run. With t(B) seconds per step, a unit of progress take
 arXiv 2008.12260). The batch that minimizes it at every point of the run makes the
 fastest schedule to any loss.
 
-It has no memory: what the noise of a step costs is lost for good. `ForgettingModel` is
-for a constant learning rate, at which loss curves of different batches cross (Zhou et
-al. 2026, arXiv 2601.05034) and noise is forgotten (Wang et al. 2026, arXiv 2602.14208,
-whose functional scaling law is that of Li et al. 2025, arXiv 2509.19189).
+The model has no memory: what the noise of a step costs is lost for good. So it cannot
+judge a switch of the batch just before an anneal.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 from rampup.errors import DataError
+from rampup.plan.noise_scale import student
 
 # The largest published growth of the critical batch with the data (Zhang et al. 2024,
 # arXiv 2410.21676; Power Lines, arXiv 2505.13738, has 0.462); Merrill et al. 2025
@@ -34,16 +33,9 @@ PUBLISHED_GROWTH = 0.47
 # Exponents of the loss over the data, reducible part: Hoffmann et al. 2022 (arXiv
 # 2203.15556), and the refit of their data by Besiroglu et al. 2024 (arXiv 2404.10102).
 DATA_EXPONENTS = (0.28, 0.37)
-PARTS, FORGETTING_PARTS = (
-    1024,
-    1000,
-)  # parts of a schedule in which the models are integrated
-# a schedule that has not reached a loss after so many lengths of the run is taken never
-# to reach it
-MOST_LENGTHS = 3
-Schedule = tuple[
-    tuple[int, int], ...
-]  # thresholds in samples with the batch from there on, the first at 0
+PARTS = 1024  # parts of a schedule in which the model is integrated
+# thresholds in samples with the batch from there on, the first at 0
+Schedule = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +46,7 @@ class NoiseCurve:
     # straight lines between them in logarithms.
     knots: tuple[tuple[float, float], ...]
     growth: float  # exponent of the power law after the last knot
+    is_capped: bool = False  # whether the measured exponent was above that
 
     def at(self, progress: float) -> float:
         """Return the noise scale."""
@@ -92,22 +85,13 @@ class NoisePoint(NamedTuple):
             noise=self.noise * factor, low=self.low * factor, high=self.high * factor
         )
 
-    def widened(self, low: float, high: float) -> Self:
-        """Return the measurement with an interval that contains another one too; a
-        bound stays as it is.
-        """
-        return (
-            self
-            if self.is_bound
-            else self._replace(low=min(self.low, low), high=max(self.high, high))
-        )
-
 
 def noise_curves(
     points: Sequence[NoisePoint], growth: float | None = None
 ) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
     """Return the noise scale over the progress, and the lower and the upper end of its
-    interval, from points in order.
+    interval, from points in order. After the last one it grows with the power `growth`,
+    which None takes from the points.
     """
     # Where a measurement is only a bound, the curve has the others, held to it; the
     # bounds themselves if there are no others.
@@ -115,55 +99,64 @@ def noise_curves(
     known = NoiseCurve(
         knots=tuple((point.samples, point.noise) for point in exact), growth=0.0
     )
-    values = [point.noise for point in points]
-    for number, point in enumerate(points):
-        if point.is_bound and exact:
-            values[number] = (max if point.high == math.inf else min)(
-                point.noise, known.at(point.samples)
-            )
+    values = []
+    for point in points:
+        hold = max if point.high == math.inf else min
+        held = point.is_bound and exact
+        values.append(
+            hold(point.noise, known.at(point.samples)) if held else point.noise
+        )
     ends = (
         values,
         [point.low or min(point.noise, 1.0) for point in points],
         [point.high for point in points],
     )
-    knots = []
-    for noises in ends:
-        progress = 0.0
-        before = 0.0
-        found = list[tuple[float, float]]()
-        for point, noise in zip(points, noises, strict=True):
-            progress += (point.samples - before) / (1 + point.batch / noise)
-            before = point.samples
-            found.append((max(progress, 1.0), noise))
-        knots.append(tuple(found))
+    knots = [_knots(points, noises) for noises in ends]
+    assumed = PUBLISHED_GROWTH if growth is None else growth
     # After the last of at most two, the growth is not known, and its interval begins at
     # 0.
-    assumed = PUBLISHED_GROWTH if growth is None else growth
     growths = [assumed, 0.0, max(assumed, PUBLISHED_GROWTH)]
     if len(exact) > 2 and growth is None:
-        # A line through the second half of the measurements, each by its precision. Its
-        # slope has an interval of its own.
-        rows = []
-        placed = [
-            (place, point)
-            for (place, _), point in zip(knots[0], points, strict=True)
-            if not point.is_bound
-        ]
-        for place, point in placed[len(exact) // 2 :]:
-            ratios = (point.noise / point.low, point.high / point.noise, 1.001)
-            width = max(math.log(ratio) for ratio in ratios if ratio < math.inf)
-            rows.append((math.log(place), math.log(point.noise), width**-2))
-        _, slope, squares = weighted_line(rows)
-        error = squares**-0.5 if squares else math.inf
-        growths = [
-            min(max(each, 0.0), PUBLISHED_GROWTH)
-            for each in (slope, slope - error, slope + error)
-        ]
+        growths = _measured_growth(points, knots[0], len(exact) // 2)
     middle, low, high = (
-        NoiseCurve(knots=each, growth=power)
+        NoiseCurve(
+            knots=each,
+            growth=min(max(power, 0.0), PUBLISHED_GROWTH) if growth is None else power,
+            is_capped=growth is None and power > PUBLISHED_GROWTH,
+        )
         for each, power in zip(knots, growths, strict=True)
     )
     return middle, low, high
+
+
+def _knots(
+    points: Sequence[NoisePoint], noises: Sequence[float]
+) -> tuple[tuple[float, float], ...]:
+    """Return noise scales at the places of points, over the progress that they give."""
+    progress = before = 0.0
+    found = list[tuple[float, float]]()
+    for point, noise in zip(points, noises, strict=True):
+        progress += (point.samples - before) / (1 + point.batch / noise)
+        before = point.samples
+        found.append((max(progress, 1.0), noise))
+    return tuple(found)
+
+
+def _measured_growth(
+    points: Sequence[NoisePoint], knots: Sequence[tuple[float, float]], skipped: int
+) -> list[float]:
+    """Return the slope of a line through the points after the skipped ones, in
+    logarithms and each by its precision, and its slope less and plus its error.
+    """
+    rows = []
+    for (place, _), point in zip(knots, points, strict=True):
+        if not point.is_bound:
+            ratios = (point.noise / point.low, point.high / point.noise, 1.001)
+            width = max(math.log(ratio) for ratio in ratios if ratio < math.inf)
+            rows.append((math.log(place), math.log(point.noise), width**-2))
+    _, slope, squares = weighted_line(rows[skipped:])
+    error = squares**-0.5 if squares else math.inf
+    return [slope, slope - error, slope + error]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,128 +344,26 @@ class DesignModel:
             found, key=lambda schedule: self.run(schedule, progress=progress).seconds
         )
 
-    def late_switch(self, sizes: Sequence[int], *, samples: int) -> Schedule:
-        """Return the schedule with one late switch from the smallest batch that is
-        fastest to the loss of that batch.
-        """
-        target = self.run(((0, sizes[0]),), samples=samples).progress
-        return min(
-            late_switches(sizes, samples),
-            key=lambda schedule: self.run(schedule, progress=target).seconds,
-        )
 
+def most_saved(growth: float) -> float:
+    """Return the largest share of the hours that a ramp saves against the best constant
+    batch, under the model.
 
-class Point(NamedTuple):
-    """Where a schedule is in the second model."""
+    It holds for a step that takes a + c B seconds and a noise scale N in proportion to
+    progress^g. The best batch is then sqrt(a N / c) at every point; a unit of progress
+    takes c + a/N + 2 sqrt(a c / N) seconds with it, and a constant batch B takes c +
+    a/N + a/B + c B/N. Over the run the means of 1/N and of 1/sqrt(N) are 1/(1 - g) and
+    1/(1 - g/2) of those at its end, and the saving is largest where a/N is c on
+    average: (1 - sqrt(1 - g) / (1 - g/2)) / 2.
 
-    samples: float
-    progress: float  # samples that a very small batch would need for the signal
-    noise: float  # what the noise adds to the loss
+    Args:
+        growth: g, from 0 to 1.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgettingModel:
-    """The model for a constant learning rate, in which the loss is a signal plus a
-    noise.
-
-    The signal falls with the learning rate times the steps, and the noise relaxes to a
-    level in proportion to the rate over the batch. Two choices are ours. Noise fades
-    exponentially, not by a power law. And its size follows from a batch b for which the
-    rate was tuned: a slightly higher one would add as much noise as it lowers the
-    signal, so the noise of b is the decrease of the loss per factor e of the progress
-    P. A step of b makes a progress of b / (1 + b/N). With a rate that is scaled by
-    (B/b)^r, and is not above that of a noiseless step, a sample in a batch B makes
-
-        g(B) = min((B/b)^r b / (1 + b/N), N) / B    of progress, and its noise fades to    g(B)/g(b) |dL/dlnP|.
+    Example:
+        >>> [round(most_saved(g), 4) for g in (0.0, 0.3, 0.47, 0.8)]
+        [0.0, 0.0078, 0.0242, 0.1273]
     """
-
-    model: DesignModel  # the noise scale and the seconds
-    batch: int  # b, for which the learning rate was tuned
-    power: float  # r, of the rule by which the learning rate follows the batch
-    memory: float  # the progress in which noise falls by a factor e
-    # decrease of the loss per factor e of the progress, at the last measurement
-    slope: float
-    length: int  # samples of the run
-
-    def gain(self, size: int, progress: float) -> float:
-        """Return the progress that a sample makes in a batch, there."""
-        noise = self.model.noise.at(progress)
-        step = (
-            math.pow(size / self.batch, self.power)
-            * self.batch
-            / (1 + self.batch / noise)
-        )
-        return min(step, noise) / size
-
-    def follow(self, schedule: Schedule, loss: float = -math.inf) -> Point:
-        """Return where a schedule is after the samples of the run, or where it reaches
-        a loss, which may be later.
-        """
-        here = Point(0.0, 0.0, math.nan)
-        part = self.length / FORGETTING_PARTS
-        last = self.model.noise.knots[-1][0]
-        while (
-            here.samples
-            < self.length * (1 if loss == -math.inf else MOST_LENGTHS) - part / 2
-        ):
-            size = next(
-                size
-                for start, size in reversed(schedule)
-                if start <= here.samples + part / 2
-            )
-            gain = self.gain(size, here.progress)
-            progress = here.progress + gain * part
-            fall = self.slope * (max(progress, last) / last) ** -DATA_EXPONENTS[0]
-            level = gain / self.gain(self.batch, here.progress) * fall
-            before = level if here.samples == 0 else here.noise
-            here = Point(
-                here.samples + part,
-                progress,
-                level + (before - level) * math.exp(-gain * part / self.memory),
-            )
-            if self.loss(here) <= loss:
-                return here
-        return here if loss == -math.inf else here._replace(samples=math.inf)
-
-    def loss(self, point: Point) -> float:
-        """Return the loss, less that of the signal at the last measurement."""
-        last = self.model.noise.knots[-1][0]
-        return (
-            loss_penalty(point.progress, last, slope=self.slope, measured_at=last)
-            + point.noise
-        )
-
-    def seconds(self, schedule: Schedule, loss: float) -> float:
-        """Return the seconds until a schedule has a loss; infinite if it has not after
-        three times the samples of the run.
-        """
-        samples = self.follow(schedule, loss).samples
-        return (
-            self.model.times.total(schedule, samples)
-            if samples < math.inf
-            else math.inf
-        )
-
-    def late_switch(self, sizes: Sequence[int]) -> Schedule:
-        """Return the schedule with one switch from the smallest batch, in the second
-        half, whose loss is the lowest.
-        """
-        return min(
-            late_switches(sizes, self.length),
-            key=lambda schedule: self.loss(self.follow(schedule)),
-        )
-
-
-def late_switches(sizes: Sequence[int], samples: int) -> list[Schedule]:
-    """Return the schedules with one switch from the smallest batch, in the second half
-    of the samples (arXiv 2602.14208).
-    """
-    start = (0, sizes[0])
-    return [
-        (start, (round(samples * share / 20), size))
-        for share in range(10, 20)
-        for size in sizes[1:]
-    ] or [(start,)]
+    return (1 - math.sqrt(1 - growth) / (1 - growth / 2)) / 2
 
 
 def _parts_of(schedule: Schedule, samples: float) -> list[tuple[int, float]]:
@@ -504,25 +395,52 @@ def loss_penalty(
     return float(slope / exponent * (powers[0] - powers[1]))
 
 
-def loss_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return start and slope of a line through the loss over the logarithm of the
-    samples consumed, in the second half of a run, where the loss does not grow; None if
-    it is short.
+class LossLine(NamedTuple):
+    """A line through the loss of a run over ln(samples), in its second half."""
+
+    start: float
+    slope: float  # not above 0
+    residual: float  # standard deviation of the loss of a step around the line
+    num_steps: int
+    mean: float  # of ln(samples)
+    squares: float  # sum of the squares of ln(samples) - mean
+
+    @property
+    def pivot(self) -> float:
+        """The samples at which the loss of the line is known best."""
+        return math.exp(self.mean)
+
+    @property
+    def loss_at_pivot(self) -> float:
+        """The loss of the line there."""
+        return self.start + self.slope * self.mean
+
+    def error(self, distance: float, steps: float) -> float:
+        """Return half the width of the 90% interval of a mean loss over so many steps,
+        at a distance from the pivot by which the slope is multiplied.
+        """
+        variance = 1 / self.num_steps + 1 / steps + distance**2 / self.squares
+        return student(self.num_steps - 2) * self.residual * math.sqrt(variance)
+
+
+def loss_line(points: Sequence[tuple[int, float]]) -> LossLine | None:
+    """Return the line through (samples consumed, loss) of a run; it is level where the
+    loss grows, and None if the run is short.
     """
     late = [
-        (samples, loss)
+        (math.log(samples), loss)
         for samples, loss in points
         if 2 * samples >= points[-1][0] and math.isfinite(loss)
     ]
     if len(late) < 8:
         return None
-    rows = [(math.log(samples), loss, 1.0) for samples, loss in late]
-    start, slope, _ = weighted_line(rows)
-    return (
-        (start, slope)
-        if slope < 0
-        else (sum(loss for _, loss in late) / len(late), 0.0)
-    )
+    start, slope, squares = weighted_line([(x, loss, 1.0) for x, loss in late])
+    mean = sum(x for x, _ in late) / len(late)
+    if slope > 0:
+        start, slope = start + slope * mean, 0.0
+    errors = sum((loss - start - slope * x) ** 2 for x, loss in late)
+    residual = math.sqrt(errors / (len(late) - 2))
+    return LossLine(start, slope, residual, len(late), mean, squares)
 
 
 def format_schedule(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rampup.config.schema import IDENTITY_KEYS, KEYS, Config
+from rampup.contrib.lab.measured_design import LOSS_SHARE
 from rampup.errors import DataError
 from rampup.loop.run_folder import PREDICTION_FILE, write_whole
 from rampup.plan.describe import SECONDS_PER_HOUR
@@ -35,9 +36,6 @@ COMPARED = tuple(
     and not name.endswith("_seed")
 )
 QUANTITIES = ("loss", "steps", "hours", "noise_scale")
-LOSS_SHARE = (
-    0.05  # the loss after some samples is the mean over this share of them, the last
-)
 
 
 class Comparison(NamedTuple):
@@ -207,6 +205,9 @@ def _rows(
     *,
     with_noise: bool,
 ) -> list[dict[str, Any]]:
+    """Return a row for each quantity at each place of the course that a run has
+    passed.
+    """
     hours = [
         seconds / SECONDS_PER_HOUR for seconds in itertools.accumulate(run.seconds)
     ]
@@ -220,43 +221,59 @@ def _rows(
             place -= 1
         if place == len(run.samples):
             break
-        first = bisect.bisect_right(run.samples, (1 - LOSS_SHARE) * run.samples[place])
-        losses = [loss for loss in run.losses[first : place + 1] if math.isfinite(loss)]
         measured: dict[str, tuple[float | None, ...]] = {
-            "loss": (sum(losses) / len(losses) if losses else None, None, None),
+            "loss": (_mean_loss(run, place), None, None),
             "steps": (run.steps[place] + 1, None, None),
             "hours": (finite_or_none(hours[place]), None, None),
         }
         if with_noise and run.noise_scales:
-            found = (
-                values[place]
-                for values in (run.noise_scales, run.noise_lows, run.noise_highs)
-            )
-            measured["noise_scale"] = tuple(map(finite_or_none, found))
-        for quantity, (value, low, high) in measured.items():
-            predicted, least, most = (
-                _number(point.get(f"{quantity}{end}")) for end in ("", "_low", "_high")
-            )
-            if predicted is not None:
-                row = {
-                    "quantity": quantity,
-                    "tokens": point["tokens"],
-                    "predicted": predicted,
-                    "low": least,
-                    "high": most,
-                }
-                row |= {"measured": value, "measured_low": low, "measured_high": high}
-                row["off"] = None if value is None else value - predicted
-                # Whether the intervals of prediction and measurement overlap. An end of
-                # None has no limit.
-                first, last = (value, value) if low is None else (low, high)
-                row["inside"] = None
-                if first is not None and least is not None:
-                    row["inside"] = (most is None or first <= most) and (
-                        last is None or least <= last
-                    )
-                rows.append(row)
+            noise = run.noise_scales, run.noise_lows, run.noise_highs
+            measured["noise_scale"] = tuple(finite_or_none(x[place]) for x in noise)
+        rows += [
+            _row(quantity, point, *values)
+            for quantity, values in measured.items()
+            if point.get(quantity) is not None
+        ]
     return rows
+
+
+def _mean_loss(run: RunMetrics, place: int) -> float | None:
+    """Return the mean over the last share of the samples up to a step."""
+    first = bisect.bisect_right(run.samples, (1 - LOSS_SHARE) * run.samples[place])
+    losses = [loss for loss in run.losses[first : place + 1] if math.isfinite(loss)]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _row(
+    quantity: str,
+    point: Mapping[str, Any],
+    value: float | None,
+    low: float | None,
+    high: float | None,
+) -> dict[str, Any]:
+    """Return a prediction beside what was measured, with both intervals."""
+    predicted, least, most = (
+        _number(point.get(f"{quantity}{end}")) for end in ("", "_low", "_high")
+    )
+    assert predicted is not None
+    # Whether the intervals of prediction and measurement overlap. An end of None has no
+    # limit.
+    first, last = (value, value) if low is None else (low, high)
+    inside = None
+    if first is not None and least is not None:
+        inside = (most is None or first <= most) and (last is None or least <= last)
+    return {
+        "quantity": quantity,
+        "tokens": point["tokens"],
+        "predicted": predicted,
+        "low": least,
+        "high": most,
+        "measured": value,
+        "measured_low": low,
+        "measured_high": high,
+        "off": None if value is None else value - predicted,
+        "inside": inside,
+    }
 
 
 def _number(value: Any) -> float | None:

@@ -11,7 +11,6 @@ their compiler accepts it, and a roofline estimate ranks the settings.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import jax
 
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import KEYS, PER_ACCUMULATION_KEYS, Config, RunKeys
+from rampup.contrib.lab.largest import MARGIN, largest_of, memory_limit
 from rampup.contrib.lab.programs import (
     Programs,
     Report,
@@ -63,9 +63,6 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
-# Left free of a device's memory, for fragmentation and for what the backend's libraries
-# allocate themselves.
-MARGIN = Fraction(5, 100)
 SEARCH_FACTOR = 64  # the search ends at this many times the largest batch of the plan
 MAX_TIMED_SIZES = 8
 # Relative differences below this are ties, of times and of estimates. The proposal with
@@ -198,7 +195,7 @@ def tune(
         config = with_slices(config, target.topology)
         devices, margin = (
             topology_devices(target.topology),
-            Fraction(0),
+            0.0,
         )  # the compiler itself keeps what it needs
         limit = target.limit
         programs = Programs(config, devices, report, target=target)
@@ -528,26 +525,6 @@ def _roofline_seconds(
     return account and account.roofline(programs.target.topology, trips).seconds
 
 
-def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> int:
-    """Return the memory of one device in bytes, as given in GiB or else as the devices
-    report it.
-    """
-    if memory_gib is not None:
-        return parse_memory_gib(memory_gib)
-    limits = [
-        limit for device in devices if (limit := device_limit(device)) is not None
-    ]
-    if len(limits) < len(devices):
-        problem = (
-            f"the device {devices[0].device_kind!r} has no memory limit of its own"
-        )
-        raise ConfigError(
-            f"{problem}; pass the limit to tune for, such as --memory-gib 16",
-            key="memory-gib",
-        )
-    return min(limits)
-
-
 def _target(
     config: RunKeys,
     topology: Topology | str,
@@ -591,8 +568,8 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
     one_pass = max(legal)
     next_larger = None
 
-    def used(size: int) -> float:
-        return programs.bytes(programs.size(size))
+    def fits(size: int) -> bool:
+        return programs.bytes(programs.size(size)) <= usable
 
     # Sizes that take the largest batch in one pass come first and separately: their
     # program has no loop and therefore one gradient buffer less, so such a size can fit
@@ -601,15 +578,10 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
         # Powers of two are tried too.
         powers = {1 << exponent for exponent in range(most.bit_length())}
         sizes = sorted(size for size in legal | powers if least <= size <= most)
-        # The smallest first: if it does not fit, no larger one is compiled.
-        number = (
-            bisect.bisect_right(sizes, usable, lo=1, key=used)
-            if sizes and used(sizes[0]) <= usable
-            else 0
-        )
-        next_larger = sizes[number] if number < len(sizes) else next_larger
-        if number:
-            return sizes[number - 1], next_larger
+        largest, larger = largest_of(sizes, fits)
+        next_larger = larger or next_larger
+        if largest is not None:
+            return largest, next_larger
     return None, next_larger
 
 

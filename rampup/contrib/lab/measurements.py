@@ -1,0 +1,529 @@
+"""Read what measured runs say about a design: step times, the noise scale along the
+run with its intervals, critical batches, and the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rampup.config.load import load_config
+from rampup.config.schema import IDENTITY_KEYS, Config
+from rampup.contrib.lab.critical import critical_bound, implied_noise_scale
+from rampup.contrib.lab.design_model import NoiseCurve, NoisePoint
+from rampup.errors import ConfigError, DataError
+from rampup.loop.run_folder import (
+    CONFIG_FILE,
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
+    METRICS_FILE,
+    measured_throughput,
+    read_lines,
+    require_count,
+)
+from rampup.plan.noise_scale import NoiseEstimate, NoiseScale, fieller
+
+# Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval,
+# in samples and in units of weight.
+TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"
+SAMPLES, TOKENS = (
+    tuple(f"noise_scale_{unit}{end}" for end in ("", "_low", "_high"))
+    for unit in ("samples", "tokens")
+)
+COUNTS = ("consumed_samples", "global_batch_size")
+# larger than any number of a step, and small enough that squares of squares are finite
+LARGEST = 1e50
+LEAST_BIN = 16  # steps that S and G2 are averaged over at least
+# S over the standard error of G2, by the lower end of the 90% interval of a G2 that is
+# as large as that error.
+OPEN_RATIO = 2.64
+# the largest ratio of the ends of an interval at which an octave of samples still has
+# its own noise scale
+PRECISE = 4.0
+# The same for the first and the last step, and the shares of a run that their lines go
+# through: the first that is precise.
+END_PRECISE = 8.0
+FIRST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+LAST_SHARES = (1 / 4, 1 / 2, 1.0)
+FOREVER = 1e300  # a half-life with which no step of an average fades
+# lines of metrics.jsonl, each with its samples per unit of weight
+Steps = list[tuple[Mapping[str, Any], float]]
+
+
+class Measurements(NamedTuple):
+    """Everything that was measured."""
+
+    seconds: Mapping[int, float]  # seconds of a step by global batch size
+    # the kind of measurement that `noise` is: `critical` or `noise_scale`
+    source: str
+    # the noise scale along the run, in order; the smaller one, if there are two
+    noise: Sequence[NoisePoint]
+    # that of the second half of the samples; None if only critical batches are known
+    last_octave: NoiseEstimate | None
+    # (samples consumed, loss) of the run whose noise it is
+    losses: Sequence[tuple[int, float]]
+    notes: Sequence[str]
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], config: Config) -> Measurements:
+        """Read runs and results of `rampup tune`."""
+        seconds: dict[int, float] = {}
+        notes: list[str] = []
+        found = cls(seconds, "", (), None, (), notes)
+        for path in paths:
+            if path.is_file():
+                seconds |= _tuned_seconds(path)
+                continue
+            if not (path / METRICS_FILE).is_file():
+                problem = (
+                    f"{path} has no {METRICS_FILE}, and is no file with the output of"
+                    " `rampup tune --json`"
+                )
+                raise ConfigError(problem, key="measured")
+            lines = _checked_lines(path)
+            # What was measured first counts.
+            seconds |= _run_seconds(path, config, lines, notes) | seconds
+            if not found.noise:
+                found = found._replace(
+                    losses=[
+                        (line["consumed_samples"], line["loss"])
+                        for line in lines
+                        if line.get("loss") is not None
+                    ],
+                    **_noise_of(path, lines, notes),
+                )
+        if not found.noise:
+            names = ", ".join(map(str, paths))
+            fix = (
+                "train with measure_gradient_noise=true, or run `rampup critical"
+                " RUN_DIR` at one or more checkpoints"
+            )
+            raise DataError(
+                f"no noise scale and no critical batch was measured in {names}: {fix}",
+                key="measured",
+            )
+        notes += _bound_notes(found)
+        return found
+
+    def refuse_vague_end(self) -> None:
+        """Refuse a design if the noise scale of the second half of the samples, from
+        which it goes on, is not known to a factor of 4.
+        """
+        found = self.last_octave
+        if found is not None and not _is_precise(found):
+            raise DataError(
+                "the noise scale of the second half of the measured samples is"
+                f" {found}, which is not precise enough to design from: the ends of"
+                f" its interval must be within a factor of {PRECISE:g}; measure in a"
+                " longer run, or in one with a larger batch",
+                key="measured",
+            )
+
+
+def _tuned_seconds(path: Path) -> dict[int, float]:
+    """Return the step times in a file with the output of `rampup tune --json`."""
+    try:
+        phases = json.loads(path.read_text(encoding="utf-8"))["phases"]
+        timed = {
+            int(row["global_batch_size"]): float(row["step_seconds"])
+            for row in phases
+            if row["step_seconds"]
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not the output of `rampup tune --json`: {error!r}",
+            key="measured",
+        ) from error
+    if not timed:
+        raise ConfigError(f"{path}: tune has timed no phase", key="measured")
+    return timed
+
+
+def _noise_of(
+    folder: Path, lines: Sequence[Mapping[str, Any]], notes: list[str]
+) -> dict[str, Any]:
+    """Return the noise of a run, as fields of `Measurements`.
+
+    A run may have two sources of it, its noise scale at all places and the critical
+    batch at a few. Nobody knows which is right for a large model, so the smaller one
+    counts, which wastes fewer tokens: the measured noise scale, times the ratio of the
+    critical batch to it at the nearest checkpoint where that is below 1.
+    """
+    octaves = _octaves(lines)
+    points, critical = _noise_points(octaves), _critical_points(folder)
+    last_octave = _average(octaves[-1]).tokens if points else None
+    curve = NoiseCurve(
+        knots=tuple((each.samples, each.noise) for each in points if not each.is_bound),
+        growth=0.0,
+    )
+    if not curve.knots:
+        source = "critical" if critical else "noise_scale"
+        return {
+            "source": source,
+            "noise": critical or points,
+            "last_octave": None if critical else last_octave,
+        }
+    # A lower bound does not say that the critical batch is the smaller one.
+    ratios = {
+        each.samples: min(each.noise / curve.at(each.samples), 1.0)
+        for each in critical
+        if each.high < math.inf
+    }
+    smallest = min(ratios.values(), default=1.0)
+    if smallest == 1:
+        if critical:
+            notes.append(
+                "the critical batches of `rampup critical` are above the noise scale,"
+                " which is the smaller one and counts"
+            )
+        return {"source": "noise_scale", "noise": points, "last_octave": last_octave}
+    notes.append(
+        "the critical batches of `rampup critical` are as low as"
+        f" {smallest:.2g} of the measured noise scale: the smaller one counts, between"
+        " the checkpoints the noise scale in proportion"
+    )
+    scaled = [
+        each.scaled(ratios[min(ratios, key=lambda place: abs(place - each.samples))])
+        for each in points
+    ]
+    return {"source": "critical", "noise": scaled, "last_octave": last_octave}
+
+
+def _bound_notes(found: Measurements) -> list[str]:
+    """Return in sentences where the noise scale is only known to be at least or at most
+    a number.
+    """
+    what, larger = "noise scale", "measure over more samples, or in a larger batch"
+    if found.source == "critical":
+        what, larger = "critical batch", "measure again with larger --multiples"
+    kinds = {
+        "at least": (
+            [point for point in found.noise if point.high == math.inf],
+            larger,
+        ),
+        "at most": (
+            [point for point in found.noise if point.low == 0],
+            "try smaller --multiples",
+        ),
+    }
+    return [
+        f"at {len(bounds)} of {len(found.noise)} places the {what} is only known to be"
+        f" {relation} a number, {bounds[-1].noise:,.0f} the last time, after"
+        f" {bounds[-1].samples:,.0f} samples: the design follows other estimates, held"
+        f" to these bounds; {fix}"
+        for relation, (bounds, fix) in kinds.items()
+        if bounds
+    ]
+
+
+def _checked_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl, or refuse it if a number that a design needs
+    is damaged.
+    """
+    lines, before = list(read_lines(folder / METRICS_FILE)), 0
+    for line in lines:
+        for key in COUNTS:
+            require_count(line, key, str(folder))
+        where = f"{folder}, step {line['step']} of its {METRICS_FILE}"
+        for key in ("loss", TRACE, SQUARED_NORM, *SAMPLES, *TOKENS):
+            value = line.get(key)
+            number = (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and abs(value) < LARGEST
+            )
+            if value is not None and not (
+                number and (value >= 0 or key in ("loss", TRACE, SQUARED_NORM))
+            ):
+                rule = (
+                    f"{key}={reprlib.repr(value)} is damaged; it must be a number or"
+                    " null"
+                )
+                raise DataError(f"{where}: {rule}", key="measured")
+        samples, size = (line[key] for key in COUNTS)
+        if size < 1 or samples <= before:
+            rule = (
+                f"global_batch_size={size} must be at least 1, and"
+                f" consumed_samples={samples} more than {before}"
+            )
+            raise DataError(f"{where}: {rule}, that of the line before", key="measured")
+        before = samples
+    return lines
+
+
+def _run_seconds(
+    folder: Path, config: Config, lines: Sequence[Mapping[str, Any]], notes: list[str]
+) -> dict[int, float]:
+    """Return the median step times of a run, and note how its model differs."""
+    throughput = measured_throughput(folder, lines)
+    length = config.max_target_length
+    if (folder / CONFIG_FILE).is_file():
+        own = load_config(folder / CONFIG_FILE)
+        if own.max_target_length != length:
+            rule = (
+                f"{folder} was measured with max_target_length={own.max_target_length},"
+                f" but the design has {length}"
+            )
+            nearest = (own.max_target_length,)
+            raise ConfigError(
+                f"{rule}: a batch in samples does not mean the same",
+                key="max_target_length",
+                nearest=nearest,
+            )
+        if different := [
+            name
+            for name in IDENTITY_KEYS
+            if getattr(own, name) != getattr(config, name)
+        ]:
+            changes = ", ".join(
+                f"{name}={getattr(own, name)}" for name in different[:6]
+            )
+            notes.append(
+                f"{folder} was measured with other keys ({changes}); its times and its"
+                " noise are those of another run"
+            )
+    else:
+        # A run of another loop, which may count something else than this model's
+        # tokens, or samples.
+        rows = (
+            (
+                line["global_batch_size"],
+                line.get("tokens_per_second"),
+                line.get("step_seconds"),
+            )
+            for line in lines
+        )
+        lengths = sorted(
+            rate * time / size
+            for size, rate, time in rows
+            if isinstance(rate, float) and isinstance(time, float)
+        )
+        length = round(lengths[len(lengths) // 2]) if lengths else length
+    return {size: float(size * length / rate) for size, rate in throughput.items()}
+
+
+def _critical_points(folder: Path) -> list[NoisePoint]:
+    """Return the noise scales that `rampup critical` has found at a run's checkpoints;
+    the largest window of each counts.
+    """
+    parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
+    by_step = dict[int, tuple[int, NoisePoint]]()
+    for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if not found["decisive"]:
+                continue
+            step, tokens, size = (
+                int(found[key]) for key in ("step", "tokens", "critical_batch_size")
+            )
+            sizes = [int(branch["global_batch_size"]) for branch in found["branches"]]
+            share = {key: float(found[key]) for key in ("tolerance", "gain")}
+            bound = critical_bound(sizes, size)
+            if (
+                min(*sizes, found["consumed_samples"], found["global_batch_size"]) < 1
+                or share["gain"] <= share["tolerance"]
+            ):
+                raise ValueError("a size below 1, or a gain below the tolerance")
+            # The critical batch is between the largest that is good enough and the next
+            # one that was tried.
+            high = (
+                math.inf
+                if bound == "at_least"
+                else float(min(other for other in sizes if other > size))
+            )
+            low = 0.0 if bound == "at_most" else float(size)
+            value, low, high = (
+                implied_noise_scale(each, **share) for each in (size, low, high)
+            )
+            point = NoisePoint(
+                int(found["consumed_samples"]),
+                int(found["global_batch_size"]),
+                value,
+                low,
+                high,
+            )
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+            problem = f"{file} is not a result of `rampup critical`: {error!r}"
+            raise ConfigError(
+                f"{problem}; delete its folder, and measure again", key="measured"
+            ) from error
+        if step not in by_step or tokens > by_step[step][0]:
+            by_step[step] = tokens, point
+    return [point for _, (_, point) in sorted(by_step.items())]
+
+
+def _average(steps: Steps) -> NoiseScale:
+    """Return the averages over steps, none of which fades.
+
+    Steps whose running estimate has a value would have too large a G2.
+    """
+    noise = NoiseScale(half_life_samples=FOREVER)
+    for line, rate in steps:
+        size = line["global_batch_size"]
+        noise.update(
+            samples=size,
+            weight=size / rate,
+            trace=line[TRACE],
+            squared_norm=line[SQUARED_NORM],
+        )
+    return noise
+
+
+def _is_precise(found: NoiseEstimate) -> bool:
+    return (
+        found.high is not None
+        and bool(found.low)
+        and found.high <= PRECISE * (found.low or 0.0)
+    )
+
+
+def _octaves(lines: Sequence[Mapping[str, Any]]) -> list[Steps]:
+    """Return the steps with S and G2 in octaves of the samples: the last one is the
+    second half of the samples, the one before that half of the rest.
+    """
+    # The samples of a unit of weight, in which S and G2 are; None if a line has no
+    # estimate. The first lines have none yet.
+    rates = []
+    for line in lines:
+        pairs = (
+            (line.get(a), line.get(b)) for a, b in zip(SAMPLES, TOKENS, strict=True)
+        )
+        rates.append(next((a / b for a, b in pairs if a and b), None))
+    rate = next((rate for rate in rates if rate), 0.0)
+    octaves: list[Steps] = [[]]
+    before = 0
+    for line, own in zip(lines, rates, strict=True):
+        rate = own or rate
+        is_measured = None not in (line.get(TRACE), line.get(SQUARED_NORM))
+        if not is_measured or line.get("skipped", False) or not rate:
+            continue
+        octave = lines[-1]["consumed_samples"] // line["consumed_samples"]
+        if octave.bit_length() != before and len(octaves[-1]) >= LEAST_BIN:
+            octaves.append([])
+        octaves[-1].append((line, rate))
+        before = octave.bit_length()
+    if len(octaves) > 1 and len(octaves[-1]) < LEAST_BIN:
+        octaves[-2:] = [octaves[-2] + octaves[-1]]
+    return octaves
+
+
+def _noise_points(octaves: Sequence[Steps]) -> list[NoisePoint]:
+    """Return the noise scale in every octave of a run's samples, and at its first and
+    last step by lines through S and G2.
+    """
+    # Neighbours that are not precise are averaged together.
+    groups: list[Steps] = []
+    for precise, group in itertools.groupby(
+        octaves, lambda steps: _is_precise(_average(steps).tokens)
+    ):
+        parts = list(group)
+        groups += parts if precise else [list(itertools.chain(*parts))]
+    points = []
+    for steps in filter(None, groups):
+        noise = _average(steps)
+        samples, batch = (
+            sum(line[key] for line, _ in steps) / len(steps) for key in COUNTS
+        )
+        trace = noise.trace * noise.samples_per_weight
+        points.append(
+            _point(samples, batch, noise.in_samples, trace, noise.squared_norm)
+        )
+    steps = list(itertools.chain(*octaves))
+    if len(steps) >= LEAST_BIN:
+        points = [
+            _end_point(steps, FIRST_SHARES),
+            *points,
+            _end_point(steps[::-1], LAST_SHARES),
+        ]
+    return [point for point in points if point.low]
+
+
+def _point(
+    samples: float,
+    batch: float,
+    found: NoiseEstimate,
+    trace: float,
+    squared_norm: float,
+) -> NoisePoint:
+    """Return an estimate of the noise scale as a point. Its S is that of a sample."""
+    low = found.low or 0.0
+    # The interval is open if 0 is in that of G2. The ratio is a number all the same
+    # unless G2 is below its standard error.
+    value = found.value or low
+    if (
+        found.value is None
+        and squared_norm > 0
+        and trace < OPEN_RATIO * low * squared_norm
+    ):
+        value = trace / squared_norm
+    return NoisePoint(
+        samples, batch, value, low, math.inf if found.high is None else found.high
+    )
+
+
+class _EndLine:
+    """A weighted least-squares line through values of steps, at the first step."""
+
+    def __init__(self, places: np.ndarray, weights: np.ndarray) -> None:
+        self.places, total = places, weights.sum()
+        apart = places - weights @ places / total
+        squares = weights @ apart**2
+        self._slopes = weights * apart / squares
+        # How far a step's value moves the line at the first step, where the place is 0.
+        self._pulls = weights / total + apart[0] * self._slopes
+        # The share of a step's error that its residual keeps.
+        self._kept = 1 - weights / total - apart * self._slopes
+
+    def at_first(self, values: np.ndarray) -> float:
+        """Return the line there."""
+        return float(self._pulls @ values)
+
+    def errors(self, values: np.ndarray) -> np.ndarray:
+        """Return what each step's error adds to the line there. The sum of the squares
+        is the HC3 variance (MacKinnon and White 1985).
+        """
+        line = self.at_first(values) + float(self._slopes @ values) * self.places
+        return self._pulls / self._kept * (values - line)
+
+
+def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
+    """Return the noise scale at the first of the steps, by least-squares lines through
+    their S and through their G2.
+
+    They go through the first share of the run that gives a precise interval, which is
+    Fieller's. They are straight over the samples at the start of the run, and over
+    their logarithm at its end, from where the steps go backwards.
+    """
+    rows = [
+        [line[key] for key in (*COUNTS, SQUARED_NORM)] + [line[TRACE] * rate]
+        for line, rate in steps
+    ]
+    samples, sizes, norms, traces = np.array(rows, float).T
+    distances = abs(samples - samples[0])
+    is_start = samples[-1] > samples[0]
+    places = samples / samples[0] - 1 if is_start else np.log(samples / samples[0])
+    for share in shares:
+        part = distances <= max(share * samples.max(), distances[LEAST_BIN - 1])
+        weights = sizes[part]
+        line = _EndLine(places[part], weights)
+        trace, norm = line.at_first(traces[part]), line.at_first(norms[part])
+        trace_errors, norm_errors = line.errors(traces[part]), line.errors(norms[part])
+        found = fieller(
+            trace,
+            norm,
+            float(trace_errors @ trace_errors),
+            float(norm_errors @ norm_errors),
+            float(trace_errors @ norm_errors),
+            max(float(weights.sum() ** 2 / (weights @ weights)) - 2, 1.0),
+        )
+        low = found.low or 0.0
+        if low and found.high is not None and found.high <= END_PRECISE * low:
+            break
+    return _point(float(samples[0]), float(weights.mean()), found, trace, norm)
