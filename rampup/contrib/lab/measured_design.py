@@ -393,7 +393,7 @@ class Forecast:
             kind=config.lr_schedule_type,
             warmup_fraction=config.warmup_steps_fraction,
             decay_fraction=config.wsd_decay_steps_fraction,
-            decay_style=config.wsd_decay_style,
+            decay_style="linear",
         )
         return float(done) * (1 - config.learning_rate_final_fraction)
 
