@@ -127,6 +127,16 @@ class Unread:
     asks: bool = True
 
 
+def match_unread(system: str, rows: Mapping[str, Unread]) -> dict[str, Unread]:
+    """Return the keys of a system's table that match the patterns of some rows."""
+    return {
+        name: row
+        for name in load_known_keys(system).lives
+        for pattern, row in rows.items()
+        if re.fullmatch(pattern, name)
+    }
+
+
 def find_unread(
     located: Mapping[str, Located], unread: Mapping[str, Unread], *, asks: bool
 ) -> Iterator[tuple[str, str, Located]]:
@@ -137,6 +147,8 @@ def find_unread(
     """
     for name, place in located.items():
         row = unread.get(name)
+        if str(place.value).startswith("${"):  # it follows another key
+            continue
         if row is not None and row.asks is asks and place.value not in row.harmless:
             yield name, f"{name}={show_unknown(str(place.value))} {row.changes}", place
 

@@ -113,16 +113,19 @@ class RolloutJob(Job):
             **sizes,
         )
 
-    def read_data(self, epochs: int, *, joined: bool = False) -> None:
+    def read_data(
+        self, epochs: int, *, joined: bool = False, most: int | None = None
+    ) -> None:
         """Count training steps, and what each pass over the data set leaves over, or
-        all passes together if they are joined.
+        all passes together if they are joined; `most` ends the run.
         """
         if self["num_prompts"] is not None:
             rounds = 1 if joined else epochs
-            steps, self.lost_prompts = divmod(
-                self["num_prompts"] * (epochs if joined else 1), self.prompts
-            )
+            prompts = self["num_prompts"] * epochs // rounds
+            steps, self.lost_prompts = divmod(prompts, self.prompts)
             self.training_steps = steps * rounds
+        if most is not None:
+            self.training_steps = min(self.training_steps or most, most)
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples."""

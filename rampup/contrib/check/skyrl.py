@@ -12,7 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
-from rampup.contrib.check.known import load_known_keys, with_lines
+from rampup.contrib.check.known import (
+    Unread,
+    load_known_keys,
+    match_unread,
+    with_lines,
+)
 from rampup.contrib.check.reading import (
     Launch,
     Reading,
@@ -23,7 +28,12 @@ from rampup.contrib.check.reading import (
     program_of,
     read_hydra,
 )
-from rampup.contrib.check.rollout import RolloutJob, batch_meanings, dropped_prompts
+from rampup.contrib.check.rollout import (
+    RolloutJob,
+    batch_meanings,
+    dropped_prompts,
+    group_note,
+)
 from rampup.contrib.check.rules import (
     Dialect,
     Rule,
@@ -45,6 +55,10 @@ MICRO = "trainer.micro_train_batch_size_per_gpu"
 FORWARD = "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES = "generator.n_samples_per_prompt"
 WORKERS = "trainer.fully_async.num_parallel_generation_workers"
+LAST = "trainer.max_training_steps"
+STRATEGY = "trainer.strategy"
+# Of 2025, when its module was `skyrl_train`, and of August 2026, when it is `skyrl`.
+WORD, OLD, NEWEST = "skyrl_version", "legacy", "head"
 COLOCATE = "trainer.placement.colocate_all"
 COLOCATE_REF = "trainer.placement.colocate_policy_ref"
 MODELS = ("policy", "critic", "ref")
@@ -86,7 +100,7 @@ KEYS = {
     "trainer.update_epochs_per_batch": entry(1, "times that a step's samples are trained on"),
     "trainer.epochs": entry(1, "times that the data set is read"),
     "trainer.eval_batch_size": entry(1024, "prompts of an evaluation batch", unit="prompts"),
-    "trainer.strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron", "deepspeed")),
+    STRATEGY: entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron", "deepspeed")),
     "trainer.critic.model.path": entry(None, "the critic; null = none", kind="text"),
     "trainer.algorithm.use_kl_loss": entry(True, "a reference model in the loss", kind="bool"),
     "trainer.algorithm.use_kl_in_reward": entry(False, "a reference model in the reward", kind="bool"),
@@ -105,8 +119,35 @@ KEYS = {
     "generator.eval_n_samples_per_prompt": entry(1, "responses per evaluation prompt", unit="samples"),
     **{name: entry(1, "size of the inference engines") for name in ENGINE_KEYS},
     **{name: entry(None, "old name of an engine size") for name in OLD_ENGINE_KEYS},
+    LAST: entry(None, "training steps at most"),
+    WORD: entry(NEWEST, "the version", kind="text", choices=(OLD, NEWEST)),
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
+_DIVIDES = "divides the devices of a replica in SkyRL of 2025"
+_EXPERTS = "is not checked against the devices"
+_REWARD = "is of the reward model, whose devices and passes the numbers leave out"
+UNREAD = match_unread(
+    "skyrl",
+    {
+        r"trainer\.policy\.(?:tensor_model|pipeline_model|context)_parallel_size": Unread(
+            _DIVIDES, (None, 1)
+        ),
+        r".*expert_(?:model_|tensor_)?parallel_size": Unread(
+            _EXPERTS, (None, 1), asks=False
+        ),
+        r"trainer\.(?:policy|ref)\.megatron_config": Unread("replaces all its sizes"),
+        r"trainer\.(?:placement\.reward_\w+|reward\.sequence_parallel_size)": Unread(
+            _REWARD, (None, 1), asks=False
+        ),
+        r"trainer\.\w+\.deepspeed_config": Unread("is DeepSpeed's own", asks=False),
+        r"trainer\.algorithm\.dynamic_sampling\.type": Unread(
+            "generates again until the prompts of a step differ in reward", asks=False
+        ),
+        r"generator\.step_wise_trajectories|trainer\.step_wise_training": Unread(
+            "makes a sample of each turn, so that a step has more of them", asks=False
+        ),
+    },
+)
 LAUNCH = Launch(
     system="SkyRL",
     program=re.compile(
@@ -128,6 +169,11 @@ LAUNCH = Launch(
     bases={name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")},
     version="August 2026",
     keys="skyrl",
+    own=re.compile(
+        r"(?:.*/)?(?:skyrl(?:_train)?|examples|integrations)/.+|(?:main_[^/]*)?"
+    ),
+    follows=f"{WORD}={NEWEST}",
+    unread=UNREAD,
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 TRAINED = (
@@ -153,13 +199,17 @@ _SECTIONS = (
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source; programs beside SkyRL's own, such as its examples, add keys to its
-    settings.
+    """Read a source by the version that its module's name tells; programs beside
+    SkyRL's own, such as its examples, add keys to its settings.
     """
 
     def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
         program = "" if reading.command is None else program_of(reading.command)
-        return Version(is_fork="/" in program and "skyrl" not in program)
+        is_old = "skyrl_train" in program
+        return Version(
+            defaults={WORD: OLD if is_old else NEWEST},
+            is_fork=reading.is_fork or ("/" in program and "skyrl" not in program),
+        )
 
     return read_hydra(source, overrides, launch, choose)
 
@@ -167,16 +217,17 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 class SkyRLJob(RolloutJob):
     """A SkyRL file's numbers, by SkyRL's own formulas."""
 
-    version = "SkyRL of August 2026 (a956457)"
-
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        self.version = "SkyRL of 2025 (skyrl_train)"
+        if self[WORD] == NEWEST:
+            self.version = "SkyRL of August 2026 (a956457)"
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
         self.by_tokens: bool = (
             self["trainer.max_tokens_per_microbatch"] > 0
         )  # the number of passes then depends on lengths
-        self.megatron: bool = self["trainer.strategy"] == "megatron"
+        self.megatron: bool = self[STRATEGY] == "megatron"
         self.has_critic: bool = self["trainer.critic.model.path"] is not None
         self.has_ref: bool = (
             self["trainer.algorithm.use_kl_loss"]
@@ -265,7 +316,7 @@ class SkyRLJob(RolloutJob):
             self.engine_devices = math.prod(
                 self[new] if self[old] is None else self[old] for new, old in pairs
             )
-        self.read_data(self["trainer.epochs"])
+        self.read_data(self["trainer.epochs"], most=self[LAST])
 
     @property
     def outcome(self) -> Run:
@@ -361,13 +412,14 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
         )
         unsized = f"{COLOCATE} is on and the file does not size the inference engines"
         yield f"{unsized}: {sizes}, and so must every other model's devices."
-    if job["trainer.strategy"] == "fsdp2":
+    if job[STRATEGY] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
     if old := [name for name in job.settings.looked_up if _KNOWN.life(name) == (1, 1)]:
         yield (
             f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August"
             " 2026 refuses them."
         )
+    yield group_note(job.samples_per_prompt)
     yield "the learning-rate schedule advances with every optimizer step."
 
 
@@ -449,7 +501,7 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
 
 
 RULES: list[Rule[SkyRLJob]] = [
-    Rule(name="skyrl.strategy", keys=("trainer.strategy",), holds=lambda job: job["trainer.strategy"] != "deepspeed",
+    Rule(name="skyrl.strategy", keys=(STRATEGY,), holds=lambda job: job[STRATEGY] != "deepspeed" or job[WORD] == OLD,
         message=lambda job: "trainer.strategy=deepspeed must be another: only SkyRL before January 2026 has it",
         candidates=lambda job: ["fsdp"]),
     Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not job.unknown_keys,
@@ -486,7 +538,7 @@ RULES: list[Rule[SkyRLJob]] = [
             message=lambda job: f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
                 f"(max_staleness_steps + 1) = {job.max_workers:,}",
             division=lambda job: (job.max_workers, job.policy.mini_batch)),
-        Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
+        Rule(name="skyrl.megatron_has_no_critic", keys=(STRATEGY, "trainer.critic.model.path"),
             holds=lambda job: not (job.megatron and job.has_critic),
             message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
             candidates=lambda job: ["fsdp"]),

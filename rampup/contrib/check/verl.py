@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
-from rampup.contrib.check.known import load_known_keys, with_lines
+from rampup.contrib.check.known import (
+    Unread,
+    load_known_keys,
+    match_unread,
+    with_lines,
+)
 from rampup.contrib.check.reading import (
     Entry,
     Launch,
@@ -280,6 +285,55 @@ _PROGRAMS = re.compile(
     r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
     r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
 )
+_OTHER = "is of another model, whose devices and passes the numbers leave out"
+UNREAD = match_unread(
+    "verl",
+    {
+        r".*(?:veomni|torchtitan|turbo_config)\..*_size": Unread(
+            "is of a backend that the rules do not cover", (None, -1, 1)
+        ),
+        r".*\.(?:actor|ref|critic)\.rollout_n|critic\.rollout_n": Unread(
+            "counts the responses of a prompt for one model alone", (None, 1)
+        ),
+        r".*\.dynamic_context_parallel": Unread("gives long samples more devices"),
+        r".*\.(?:traj_mini|actor\.micro)_batch_size": Unread(
+            "changes the samples of a pass", (None, 1)
+        ),
+        r"data\.oversample_factor": Unread(
+            "generates for so many times the prompts of a step", (None, 1), asks=False
+        ),
+        r".*\.expert_(?:model|tensor)_parallel_size|.*rollout\.expert_parallel_size": (
+            Unread("is not checked against the devices", (None, 1), asks=False)
+        ),
+        r".*virtual_pipeline.*": Unread(
+            "asks for passes that are a multiple of the stages", asks=False
+        ),
+        r"(?:reward|reward_model|distillation)\..*(?:_size|_gpu|_node|nnodes|replicas)": (
+            Unread(_OTHER, (None, 0, 1, 8), asks=False)
+        ),
+        r".*\.disaggregation\..*(?:_size|replicas)": Unread(
+            "divides the devices that generate", (None, 1), asks=False
+        ),
+        r"actor_rollout_ref\.rollout\.(?:nnodes|n_gpus_per_node)": Unread(
+            "generates on devices of its own", (None, 0, 8), asks=False
+        ),
+        r"critic\.forward_.*": Unread(
+            "is of the critic's forward passes, which the numbers leave out",
+            asks=False,
+        ),
+        r"data\.train_max_samples": Unread(
+            "limits the data set; num_prompts=N counts it", (None, -1), asks=False
+        ),
+        r"rollout\.total_\w+": Unread("ends the run", asks=False),
+        r"trainer\.critic_warmup": Unread(
+            "are steps in which the actor is not updated", (None, 0), asks=False
+        ),
+    },
+)
+UNREAD |= {
+    f"trainer.v1.{mode}.parameter_sync_step": Unread("trains in parts", (None, 1))
+    for mode in ("sync", "colocate_async")
+}
 LAUNCH = Launch(
     system="veRL",
     program=re.compile(
@@ -297,6 +351,7 @@ LAUNCH = Launch(
     version="August 2026",
     programs=PROGRAMS,
     keys="verl",
+    unread=UNREAD,
     repeats=(
         "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt,"
         " and a mini batch counts the rows: give data.train_batch_size as many times as"
@@ -396,10 +451,12 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
     settings = read_hydra(source, others, launch, choose)
     known = load_known_keys("verl")
+    # A source without a stated version may be of a day between two versions.
+    versions = [keys_of] if stated else [keys_of - 1, keys_of, keys_of + 1]
     unknown = {
         name: place
         for name, place in settings.looked_up.items()
-        if not known.has(name, keys_of)
+        if not any(known.has(name, version) for version in versions)
     }
     return dataclasses.replace(settings, looked_up=unknown)
 
@@ -714,10 +771,9 @@ class VerlJob(RolloutJob):
             self.passes = -(-share // self.micro) if self.of.old_workers else whole
         # The data loader of fully asynchronous training gives prompts one by one: only
         # the end of the run is dropped.
-        self.read_data(self["trainer.total_epochs"], joined=self.fully_async)
-        if self[LAST] is not None:
-            steps = self[LAST] if self.training_steps is None else self.training_steps
-            self.training_steps = min(steps, self[LAST])
+        self.read_data(
+            self["trainer.total_epochs"], joined=self.fully_async, most=self[LAST]
+        )
 
     def _train(
         self, name: str, mini: int, micro: int | None, tokens: int | None, epochs: int

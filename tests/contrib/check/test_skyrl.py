@@ -3,8 +3,15 @@
 import itertools
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, numbers_test, verdict
+from helpers.dialect_files import (
+    boundary_test,
+    checker,
+    expect,
+    numbers_test,
+    verdict,
+)
 
+from rampup.contrib.check import check_command
 from rampup.contrib.check.reading import Settings
 from rampup.contrib.check.skyrl import (
     CRITIC_MINI,
@@ -237,3 +244,44 @@ def test_fine_tuning_is_refused():
         match=r"starts skyrl.train.main_sft, which the rules of SkyRL do not cover",
     ):
         verdict("skyrl", "python -m skyrl.train.main_sft batch_size=32")
+
+
+SIZES = (
+    "trainer.train_batch_size=1024 trainer.policy_mini_batch_size=256"
+    " trainer.micro_train_batch_size_per_gpu=40"
+    " trainer.micro_forward_batch_size_per_gpu=40"
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "version", "ok"),
+    [
+        ("skyrl_train.entrypoints.main_base", [], "SkyRL of 2025 (skyrl_train)", True),
+        ("skyrl.train.entrypoints.main_base", [], "SkyRL of August 2026", False),
+        ("skyrl.train.entrypoints.main_base", ["skyrl_version=legacy"], "SkyRL of 2025", True),
+    ],
+)  # fmt: skip
+def test_the_name_of_the_module_tells_the_generation(module, settings, version, ok):
+    """`skyrl_train` had DeepSpeed, which `skyrl` has not."""
+    command = f"python3 -m {module} trainer.strategy=deepspeed {SIZES}"
+    found = check_command(command.split(), "skyrl", settings)
+    assert found.version.startswith(version)
+    expect(found, ok=ok, samples_per_step=5120, optimizer_steps=4)
+
+
+def test_an_entry_point_of_another_repository_is_asked_about():
+    """One answer says that SkyRL's rules hold; keys of its own are then its own."""
+    command = f"python3 -m my_agent.main_terminal {SIZES} trainer.own_key=1".split()
+    said = "my_agent/main_terminal, a program of a fork.*add skyrl_version=head"
+    with pytest.raises(ConfigError, match=said):
+        check_command(command, "skyrl")
+    found = check_command(command, "skyrl", ["skyrl_version=head"])
+    expect(found, ok=True, note=["a program of a fork", "trainer.own_key"])
+
+
+def test_the_run_ends_after_its_training_steps():
+    """`trainer.max_training_steps` limits the run, with or without a known data set."""
+    command = f"python3 -m skyrl.train.entrypoints.main_base {SIZES}".split()
+    last = "trainer.max_training_steps=5"
+    for more, steps in (([], 5), (["num_prompts=3072"], 3), (["num_prompts=9216"], 5)):
+        expect(check_command([*command, last], "skyrl", more), training_steps=steps)
