@@ -21,6 +21,7 @@ from rampup.cli.common import (
     arg,
     commands_of,
     run_config,
+    usage_error,
     use_fake_devices,
 )
 from rampup.errors import ConfigError
@@ -120,7 +121,11 @@ def run_to_end(
 def _config_file(args: argparse.Namespace) -> Path:
     """Return the configuration's file, of a run the one in its folder."""
     folder = as_path(args.config)
-    return run_config(folder) if folder.is_dir() else folder
+    if folder.is_dir():
+        return run_config(folder)
+    if len(folder.parts) > 1 and not folder.suffix and not folder.exists():
+        raise usage_error(f"{folder}: no such run folder, nor a configuration")
+    return folder
 
 
 def read_run_config(args: argparse.Namespace, read: Callable[..., Any]) -> Any:

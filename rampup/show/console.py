@@ -107,6 +107,34 @@ def make_table(
     return table
 
 
+def print_table(
+    console: Console,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 0,
+) -> None:
+    """Print a table; or, where a number or a word of it would be cut, every row as lines
+    of its own, headed by its first cell.
+    """
+
+    def needed(number: int, column: Sequence[str]) -> int:
+        # A column of text is folded between words, one of numbers is not.
+        parts = [cell.split() if number < left else cell.split("\n") for cell in column]
+        return max((len(part) for cell in parts for part in cell), default=0)
+
+    columns = list(zip(titles, *rows, strict=True))
+    width = sum(needed(number, column) + 3 for number, column in enumerate(columns))
+    if width <= console.width:
+        console.print(make_table(console, titles, rows, left=left))
+        return
+    names = [title.replace("-\n", "").replace("\n", " ") for title in titles]
+    for head, *cells in rows:
+        console.print(head, style="bold")
+        pairs = zip(names[1:], cells, strict=True)
+        print_facts({f"  {name}": cell for name, cell in pairs if cell}, console)
+
+
 def is_for_a_log() -> bool:
     """Return whether a launcher may have made this process's terminal for a log, as
     `srun --unbuffered` and mpirun do.

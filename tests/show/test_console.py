@@ -1,16 +1,20 @@
 """Tests of rampup.show.console: plans, facts and timetables as text."""
 
+import io
 import re
 
 import pytest
 from helpers.screen import TERMINALS, printed
+from rich.console import Console
 
 from rampup import Config, build_plan
 from rampup.plan.pipeline import SCHEDULES, Timetable
 from rampup.show.console import (
     MAX_PHASES,
+    PLAIN,
     is_for_a_log,
     print_plan,
+    print_table,
     print_timetable,
 )
 
@@ -117,3 +121,19 @@ def test_print_timetable_leaves_out_a_picture_that_is_too_wide(costs):
     assert "too many to draw" in text
     assert str(table.bubble_fraction) in text
     assert len(text.splitlines()) < 12
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_print_table_cuts_no_number(width):
+    """A table that is wider than the console becomes lines, with every cell whole."""
+    rows = [
+        ("constant 8", "7,813", "0.6821 (0.5168 to 2.067)", ""),
+        ("0:8 500K:16", "4,151", "", "0.0025 (0.0003 to 0.015)"),
+    ]
+    console = Console(file=io.StringIO(), width=width, **PLAIN)
+    print_table(console, ("schedule", "steps", "time", "loss\npenalty"), rows, left=1)
+    text = console.file.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(cell in line for line in lines) for row in rows for cell in row)
+    assert ("  loss penalty" in text) == (width == 40)

@@ -100,6 +100,13 @@ def check(args: argparse.Namespace) -> Result:
     if verdict.ok and args.output is not None:
         write_conversion(verdict, args.output, source=args.file or "")
         print(f"wrote {args.output}", file=sys.stderr)
+    elif args.output is not None:
+        print(
+            f"{args.output} is not written: the file breaks"
+            f" {format_count(len(verdict.violations), 'rule')} of {system}; mend them"
+            " first",
+            file=sys.stderr,
+        )
     return Result(
         facts=verdict.to_dict(),
         show=lambda console: print_verdict(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rampup.cli.common import FAKE_DEVICES, Result, arg, use_fake_devices
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
-from rampup.show.console import PLAIN, make_table, print_notes
+from rampup.show.console import PLAIN, print_notes, print_table
 from rampup.show.format import format_value
 
 if TYPE_CHECKING:
@@ -130,14 +130,14 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
     titles = (
         "branch",
         "batch",
-        "learning rate",
-        "smoothed loss",
+        "learning\nrate",
+        "smoothed\nloss",
         "worse by",
         "+-",
-        "more tokens",
+        "more\ntokens",
         "",
     )
-    console.print(make_table(console, titles, rows, left=1))
+    print_table(console, titles, rows, left=1)
     if found.gain is not None:
         console.print(
             f"{found.tokens:,} tokens lowered the loss of the smallest branch by"

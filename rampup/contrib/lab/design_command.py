@@ -22,7 +22,7 @@ from rampup.contrib.rl import config as rl
 from rampup.loop import run_folder as files
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import AUTO, parse_count
-from rampup.show.console import make_table, print_notes
+from rampup.show.console import print_notes, print_table
 from rampup.show.format import format_si, format_value
 
 DESIGN = {
@@ -293,7 +293,7 @@ def print_design(
         cells = (_with_interval(each, key, form) for key, form in forms.items())
         rows.append((name, f"{each['steps']:,}", *cells))
     titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
-    console.print(make_table(console, titles, rows, left=1))
+    print_table(console, titles, rows, left=1)
     console.print("*: the fastest to the loss that the smallest batch has at the end")
     for each in facts["candidates"]:
         rule = " ".join(f"{key}={value}" for key, value in each["rate_rule"].items())
