@@ -49,6 +49,12 @@ class LoadedRun:
         config: the run's configuration, a `Config` or a `RolloutConfig`.
         context: tokens that the model reads at most.
         end_token: the token that ends a response; None if a text has no end.
+
+    >>> from pathlib import Path
+    >>> import rampup
+    >>> folder = Path("runs/a/checkpoints/9")  # rampup.load makes one
+    >>> rampup.lm.LoadedRun(folder=folder, step=9, params={}, state={}).model is None
+    True
     """
 
     folder: Path
@@ -211,6 +217,11 @@ def load(path: str | Path) -> LoadedRun:
             `rampup.contrib.rl.load` reads.
         ResumeMismatchError: the checkpoint is damaged, or the configuration in the
             folder is of another model.
+
+    >>> import rampup
+    >>> rampup.load("runs/nothing")
+    Traceback (most recent call last):
+    rampup.errors.ConfigError: there is no checkpoint in .../runs/nothing; name the folder of a run or one of its checkpoints
     """
     run, folder = named_checkpoint(path)
     record, step = read_record(folder), int(folder.name)

@@ -96,8 +96,22 @@ def train(
         should_stop: called once before every step, in every process; True in one of
             them stops the run as SIGTERM does.
 
+    Returns:
+        The summary of the run, in the names of `rampup train --json`.
+
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
+
+    >>> import rampup, tempfile
+    >>> tiny = "base_emb_dim=16 base_num_decoder_layers=1 base_mlp_dim=32 steps=3"
+    >>> tiny += " max_target_length=16 eval_interval=-1 per_device_batch_size=4"
+    >>> folder = tempfile.mkdtemp()
+    >>> config = rampup.load_config(
+    ...     "base", [*tiny.split(), f"base_output_directory={folder}", "run_name=tiny"]
+    ... )
+    >>> summary = rampup.train(config)
+    >>> summary.steps, summary.num_compilations
+    (3, 1)
     """
     if not isinstance(config, Config):
         raise ConfigError(
@@ -356,12 +370,20 @@ class TrainSetup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A run of the language model: everything from the mesh to the data, ready to
-    train.
+    train. `rampup.train` makes one and trains it.
+
+    >>> import jax, rampup
+    >>> tiny = "base_emb_dim=16 base_num_decoder_layers=1 base_mlp_dim=32".split()
+    >>> config = rampup.load_config("base", [*tiny, "max_target_length=16"])
+    >>> plan = rampup.build_plan(config, jax.device_count())
+    >>> run = rampup.lm.Run.from_config(config, plan)
+    >>> run.setup.model.num_parameters
+    10800
     """
 
-    setup: TrainSetup
+    setup: TrainSetup  #: the model, its optimizer and its training step on a mesh
     saved: SavedCheckpoint | None  #: the checkpoint from which it resumes, or None
-    loader: BatchLoader
+    loader: BatchLoader  #: reads the batch of every step
     data: Mapping[str, str]  #: fingerprints of the files with training data
     evaluation: EvalOptions | None  #: when to evaluate, and how; None = never
 
@@ -372,8 +394,14 @@ class Run:
         """Build a run on all devices, and check everything that can be checked. Nothing
         is written.
 
-        The plan is from `build_plan` or, with a checkpoint from which to resume, from
-        `rampup.config.resume.plan_to_resume`.
+        Args:
+            config: the configuration.
+            plan: that of `build_plan` or, with a checkpoint from which to resume, of
+                `rampup.config.resume.plan_to_resume`.
+            saved: the checkpoint from which to resume; None = none.
+
+        Returns:
+            The run, ready to train.
 
         Raises:
             RampupError: the configuration cannot be run here, or the processes have
@@ -504,8 +532,17 @@ class Run:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Summary:
-        """Train in the run's folder, to the plan's end or to SIGTERM, with events in
-        process 0 only; see `rampup.train`.
+        """Train in the run's folder, to the plan's end or to SIGTERM.
+
+        Args:
+            on_event: called with every event of the run, in process 0.
+            should_stop: called once before every step, see `rampup.train`.
+
+        Returns:
+            The summary of the run.
+
+        Raises:
+            ConfigError: the folder has a checkpoint, and the run was made without it.
         """
         config = self.setup.config
 
@@ -526,7 +563,16 @@ class Run:
     def train_in(
         self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]
     ) -> Summary:
-        """Train in a folder that this process owns, see `run_in_folder`."""
+        """Train in a folder that this process owns, see `run_in_folder`.
+
+        Args:
+            folder: the folder of the run.
+            on_event: called with every event of the run.
+            should_stop: called once before every step, see `rampup.train`.
+
+        Returns:
+            The summary of the run.
+        """
         setup = self.setup
         config = setup.config
         plan = setup.plan
