@@ -103,7 +103,7 @@ def check(args: argparse.Namespace) -> Result:
     elif args.output is not None:
         print(
             f"{args.output} is not written: the file breaks"
-            f" {format_count(len(verdict.violations), 'rule')} of {system}; mend them"
+            f" {format_count(len(verdict.violations), 'rule')} of {verdict.system}; mend them"
             " first",
             file=sys.stderr,
         )
