@@ -229,7 +229,12 @@ def inspect(
             from outside in, such as the number of microbatches of rampup's step; None =
             1, and for a `TrainStep` those of the batch.
 
+    Returns:
+        The facts of one device and one run of the program, with `findings` in sentences.
+
     Raises:
+        ConfigError: there is no program in `step`, or `mesh` or `loop_trips` do not fit
+            it.
         DataError: the text is not a compiled program.
 
     Example:
@@ -241,147 +246,40 @@ def inspect(
     if isinstance(step, TrainStep):
         if len(args) != 2 or not hasattr(args[1], "chunks"):
             raise ConfigError(
-                "a TrainStep takes a state and a batch: rampup.contrib.lab.inspect(step, state,"
-                " batch)"
+                "a TrainStep takes a state and a batch: rampup.contrib.lab.inspect(step,"
+                " state, batch)"
             )
         loop_trips = loop_trips or step.loop_trips(args[1].position.split)
-    compiled = None
-    if isinstance(step, (str, Path)):
-        text = _read(step)
-    else:
-        compiled = _compile(step, args)
-        text = compiled.as_text()
-        placed = (
-            leaf.sharding for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding")
-        )
-        meshes = (
-            each.mesh
-            for each in placed
-            if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)
-        )
-        mesh = mesh or next(meshes, None)
-    trips = (
-        (1,)
-        if loop_trips is None
-        else (loop_trips,)
-        if isinstance(loop_trips, int)
-        else tuple(loop_trips)
-    )
-    if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
-        raise ConfigError(
-            f"loop_trips={loop_trips!r} must be whole numbers of at least 1",
-            key="loop_trips",
-            nearest=(1,),
-        )
-    shape = (
-        tuple((str(n), size) for n, size in mesh.shape.items())
-        if isinstance(mesh, Mesh)
-        else mesh
-    )
-    program = Program(text)
+    compiled = None if isinstance(step, (str, Path)) else _compile(step, args)
+    program = Program(_read(step) if compiled is None else compiled.as_text())
     if not program.is_scheduled:
         raise DataError(
             "this program is not compiled yet and has no collectives; give the dump's"
             " *after_optimizations.txt"
         )
-    if shape and 1 < program.num_partitions != (
-        number := math.prod(size for _, size in shape)
-    ):
-        axes = ",".join(f"{name}={size}" for name, size in shape)
-        raise ConfigError(
-            f"mesh={axes} has {number} devices, but the program has"
-            f" {program.num_partitions}",
-            key="mesh",
-        )
-    entry = program.computations[program.entry]
-    states = jax.tree.leaves(
-        args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
-    )
-    uses_multi_steps = any(isinstance(x, optax.MultiStepsState) for x in states)
-    # The axes that shard a batch and no parameter: gradients are reduced over them. The
-    # training state is the first argument. ZeRO-1 shards the rest of the state over the
-    # replicas too.
-    of_params, of_batch = set[str](), set[str]()
-    for place, arg in enumerate(args):
-        for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
-            for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
-                (of_batch if place else of_params).update(axis_names(part))
-    account = account_of(program, shape)
+    trips = _checked_trips(loop_trips)
+    account = account_of(program, _mesh_of(program, mesh or _mesh_seen(args)))
     visits = list(program.visits())
     accumulators = tuple(_accumulators(program, visits))
-    # Name and array of every result.
-    names = (
-        list(entry.root.operands)
-        if entry.root.opcode == "tuple"
-        else [entry.root.name] * len(entry.root.arrays)
-    )
-    outputs = list(zip(names, entry.root.arrays, strict=False))
-    arguments = entry.parameters
-    donated = {
-        number: arguments[number]
-        for number in program.aliases.values()
-        if number in arguments
-    }
-    results = {array for _, array in outputs}
-    state = [
-        p
-        for number, p in arguments.items()
-        if number in donated or results.intersection(p.arrays)
-    ]
-    gradients = [a.dims for a in accumulators] + [
-        p.arrays[0].dims for p in state if p.arrays
-    ]
-    reductions = tuple(
-        c
-        for c in account.collectives
-        if _reduces_gradients(c, of_batch - of_params, gradients)
-    )
+    results = _results(program)
+    reductions = _gradient_reductions(program, account, args, accumulators, results)
     accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
     repeated = tuple(c for c in reductions if accumulating & set(c.loops))
-    # Executions of a loop's body. Inside it, a loop over layers reduces the gradients
-    # of one layer at a time.
-    loops = {
-        v.instruction.name: v for v in visits if v.instruction.name in accumulating
-    }
-    bodies = {
-        name: visit.runs * (program.trips(name, visit.computation.name) or 1)
-        for name, visit in loops.items()
-    }
-    each = [
-        c.num_bytes
-        * c.runs
-        // (bodies[next(name for name in c.loops if name in bodies)] or 1)
-        for c in repeated
-    ]
-    # Arguments that a result of the same shape could replace in memory, the largest
-    # first.
-    free = Counter(
-        (array.dtype, array.dims)
-        for number, (_, array) in enumerate(outputs)
-        if number not in program.aliases
-    )
-    not_donated = []
-    for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
-        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
-        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
-            free[key] -= 1
-            not_donated.append(Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes))
+    donated = _donated(program)
+    parameters = program.computations[program.entry].parameters
     found = Inspection(
         num_devices=program.num_partitions,
         loop_trips=trips,
         account=account,
         gradient_reductions=reductions,
         repeated_reductions=repeated,
-        repeated_bytes=sum(each),
+        repeated_bytes=_bytes_per_iteration(program, visits, repeated, accumulating),
         accumulators=accumulators,
-        optimizer_updates=_state_updates(program, outputs, arguments, trips),
-        uses_multi_steps=uses_multi_steps
-        or any(
-            (p.op_name or p.name).endswith(".mini_step") for p in arguments.values()
-        ),
+        optimizer_updates=_state_updates(program, results, parameters, trips),
+        uses_multi_steps=_uses_multi_steps(args, parameters),
         num_donated=len(donated),
         donated_bytes=sum(p.num_bytes for p in donated.values()),
-        not_donated=tuple(not_donated),
+        not_donated=tuple(_not_donated(program, results)),
         f32_matmuls={
             dtype: n
             for dtype, n in account.total_flops(trips).items()
@@ -391,6 +289,152 @@ def inspect(
         memory=None if compiled is None else program_memory(compiled),
     )
     return replace(found, findings=tuple(_findings(found)))
+
+
+def _checked_trips(loop_trips: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return iterations of loops as whole numbers of at least 1."""
+    if loop_trips is None:
+        return (1,)
+    trips = (loop_trips,) if isinstance(loop_trips, int) else tuple(loop_trips)
+    if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
+        raise ConfigError(
+            f"loop_trips={loop_trips!r} must be whole numbers of at least 1",
+            key="loop_trips",
+            nearest=(1,),
+        )
+    return trips
+
+
+def _mesh_seen(args: Sequence[Any]) -> Mesh | None:
+    """Return the mesh of the first argument that is on one."""
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def _mesh_of(program: Program, mesh: Mesh | MeshShape | None) -> MeshShape | None:
+    """Return names and sizes of the axes of a mesh, which has the devices of the
+    program.
+    """
+    shape = mesh
+    if isinstance(mesh, Mesh):
+        shape = tuple((str(name), size) for name, size in mesh.shape.items())
+    number = math.prod(size for _, size in shape) if shape else 1
+    if shape and 1 < program.num_partitions != number:
+        axes = ",".join(f"{name}={size}" for name, size in shape)
+        raise ConfigError(
+            f"mesh={axes} has {number} devices, but the program has"
+            f" {program.num_partitions}",
+            key="mesh",
+        )
+    return shape
+
+
+def _results(program: Program) -> list[tuple[str, Array]]:
+    """Return name and array of every result."""
+    root = program.computations[program.entry].root
+    names = [root.name] * len(root.arrays)
+    if root.opcode == "tuple":
+        names = list(root.operands)
+    return list(zip(names, root.arrays, strict=False))
+
+
+def _donated(program: Program) -> dict[int, Instruction]:
+    """Return the arguments whose memory results take over, by number."""
+    parameters = program.computations[program.entry].parameters
+    numbers = (n for n in program.aliases.values() if n in parameters)
+    return {number: parameters[number] for number in numbers}
+
+
+def _gradient_reductions(
+    program: Program,
+    account: Account,
+    args: Sequence[Any],
+    accumulators: Sequence[Accumulator],
+    results: Sequence[tuple[str, Array]],
+) -> tuple[Collective, ...]:
+    """Return the collectives that reduce gradients over the replicas.
+
+    Gradients are reduced over the axes that shard a batch and no parameter. The
+    training state is the first argument. ZeRO-1 shards the rest of the state over the
+    replicas too.
+    """
+    of_params, of_batch = set[str](), set[str]()
+    for place, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
+            for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
+                (of_batch if place else of_params).update(axis_names(part))
+    # Gradients have the shape of an accumulator or of a part of the state: an argument
+    # that is donated, or as large as a result.
+    donated, arrays = _donated(program), {array for _, array in results}
+    parameters = program.computations[program.entry].parameters
+    shapes = [a.dims for a in accumulators] + [
+        p.arrays[0].dims
+        for number, p in parameters.items()
+        if p.arrays and (number in donated or arrays.intersection(p.arrays))
+    ]
+    return tuple(
+        c
+        for c in account.collectives
+        if _reduces_gradients(c, of_batch - of_params, shapes)
+    )
+
+
+def _bytes_per_iteration(
+    program: Program,
+    visits: Sequence[Visit],
+    repeated: Sequence[Collective],
+    accumulating: set[str],
+) -> int:
+    """Return the bytes of collectives in one iteration of the loop that accumulates.
+    Inside it, a loop over layers reduces the gradients of one layer at a time.
+    """
+    runs = {
+        visit.instruction.name: visit.runs
+        * (program.trips(visit.instruction.name, visit.computation.name) or 1)
+        for visit in visits
+        if visit.instruction.name in accumulating
+    }
+    return sum(
+        c.num_bytes * c.runs // (runs[next(n for n in c.loops if n in runs)] or 1)
+        for c in repeated
+    )
+
+
+def _uses_multi_steps(
+    args: Sequence[Any], parameters: Mapping[int, Instruction]
+) -> bool:
+    """Return whether the state is that of `optax.MultiSteps`, by its type or, in a
+    text, by the names of its parts.
+    """
+    states = jax.tree.leaves(
+        args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
+    )
+    return any(isinstance(x, optax.MultiStepsState) for x in states) or any(
+        (p.op_name or p.name).endswith(".mini_step") for p in parameters.values()
+    )
+
+
+def _not_donated(
+    program: Program, results: Sequence[tuple[str, Array]]
+) -> Iterator[Buffer]:
+    """Yield the arguments that a result of the same shape could replace in memory, the
+    largest first.
+    """
+    free = Counter(
+        (array.dtype, array.dims)
+        for number, (_, array) in enumerate(results)
+        if number not in program.aliases
+    )
+    donated = _donated(program)
+    parameters = program.computations[program.entry].parameters
+    for number, p in sorted(parameters.items(), key=lambda item: -item[1].num_bytes):
+        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
+        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
+            free[key] -= 1
+            yield Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes)
 
 
 def _compile(step: Any, args: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from rampup.plan.split import BatchSplitter
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries
 # allocate themselves.
-MARGIN = 0.05
+MARGIN = Fraction(5, 100)
 MOST = 4096  # rows of the largest microbatch that is tried
 
 

@@ -195,7 +195,7 @@ def tune(
         config = with_slices(config, target.topology)
         devices, margin = (
             topology_devices(target.topology),
-            0.0,
+            Fraction(0),
         )  # the compiler itself keeps what it needs
         limit = target.limit
         programs = Programs(config, devices, report, target=target)
@@ -389,81 +389,19 @@ def _choose(
     facts: Facts, programs: Programs, choices: Sequence[Proposal], times: Times
 ) -> Proposal:
     """Choose the fastest proposal, and add it with its phases and with the others."""
-    # The time of a step is a line over its number of microbatches: a constant for the
-    # update, and the passes.
-    points = {
-        b: [(n, timing.seconds) for (other, n), timing in times.items() if other == b]
-        for b, _ in times
-    }
-    lines = {b: fit_line(numbers) for b, numbers in points.items()}
-
-    def step_time(microbatch_size: int, num_microbatches: int) -> float:
-        if programs.target is not None:
-            return (
-                _roofline_seconds(programs, microbatch_size, num_microbatches)
-                or math.inf
-            )
-        start, slope = lines.get(microbatch_size, (math.inf, 0.0))
-        return max(start + slope * num_microbatches, 0.0)
-
+    is_estimate = programs.target is not None
+    step_time = _step_time(programs, times)
     choices = tuple(
         replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices
     )
-    chosen = choices[0]
-    least = min(choice.run_seconds for choice in choices)
-    if math.isfinite(least):
-        # Ties go to fewer shapes, then to the earlier one.
-        tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
-        tied = [
-            choice
-            for choice in choices
-            if choice.run_seconds <= least * (1 + tolerance)
-        ]
-        chosen = min(tied, key=lambda choice: len(choice.sizes))
-    phases = []
-    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b = split.microbatch_size
-        is_estimate = programs.target is not None
-        # The program of the run; an estimate takes the one that was compiled, whose
-        # buffer is that of the largest batch.
-        size = (
-            programs.size(b)
-            if is_estimate
-            else Size(
-                microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b]
-            )
-        )
-        seconds = finite_or_none(step_time(b, split.num_microbatches))
-        tokens = split.global_batch_size * programs.config.max_target_length
-        speed = {
-            "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds if seconds else None,
-        }
-        if is_estimate:
-            speed = dict.fromkeys(speed) | {
-                f"roofline_{name.removeprefix('step_')}": value
-                for name, value in speed.items()
-            }
-        phases.append(
-            {name: row[name] for name in PHASE_KEYS}
-            | {"bytes": finite_or_none(programs.bytes(size)), **speed}
-        )
-    overhead = None
-    if programs.splitter.num_stages > 1:
-        ticks = {
-            b: [(math.prod(programs.loop_trips(b, n)), time) for n, time in numbers]
-            for b, numbers in points.items()
-        }
-        overhead = fit_tick_overhead(ticks, num_repeats=programs.splitter.num_repeats)
-    seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
-    others = sorted(
-        (choice for choice in choices if choice is not chosen),
-        key=lambda choice: choice.run_seconds,
-    )
+    chosen = _fastest(choices, ESTIMATE_TOLERANCE if is_estimate else TIE_TOLERANCE)
+    seconds_key = "roofline_run_seconds" if is_estimate else "run_seconds"
+    overhead = _tick_overhead(programs, times)
+    others = (choice for choice in choices if choice is not chosen)
     facts |= {
         "settings": chosen.to_dict(),
         seconds_key: finite_or_none(chosen.run_seconds),
-        "phases": phases,
+        "phases": _phases(programs, chosen, step_time),
         "alternatives": [
             {
                 "rampup_microbatch": other.plan.splitter.rampup_microbatch,
@@ -471,15 +409,98 @@ def _choose(
                 "executables": len(other.sizes),
                 seconds_key: finite_or_none(other.run_seconds),
             }
-            for other in others
+            for other in sorted(others, key=lambda choice: choice.run_seconds)
         ],
         "pipeline_tick_overhead": overhead,
         "notes": list(_notes(programs, choices, chosen, times, overhead)),
     }
-    if programs.target is None:
-        return chosen
-    # The programs of the chosen settings for absent slices: those of a step in the last
-    # phase.
+    if programs.target is not None:
+        facts |= _compiled_facts(programs, programs.target, chosen)
+    return chosen
+
+
+def _points(times: Times) -> dict[int, list[tuple[int, float]]]:
+    """Return the number of microbatches and the seconds of the timed steps, by
+    microbatch size.
+    """
+    return {
+        b: [(n, timing.seconds) for (other, n), timing in times.items() if other == b]
+        for b, _ in times
+    }
+
+
+def _step_time(programs: Programs, times: Times) -> Callable[[int, int], float]:
+    """Return the seconds of a step by microbatch size and number: a line over the
+    number, with a constant for the update, or an estimate for absent slices.
+    """
+    lines = {b: fit_line(numbers) for b, numbers in _points(times).items()}
+
+    def timed(microbatch_size: int, num_microbatches: int) -> float:
+        start, slope = lines.get(microbatch_size, (math.inf, 0.0))
+        return max(start + slope * num_microbatches, 0.0)
+
+    def estimated(microbatch_size: int, num_microbatches: int) -> float:
+        found = _roofline_seconds(programs, microbatch_size, num_microbatches)
+        return found or math.inf
+
+    return timed if programs.target is None else estimated
+
+
+def _fastest(choices: Sequence[Proposal], tolerance: float) -> Proposal:
+    """Return the fastest proposal, of ties that with fewer shapes, then the earlier
+    one; the first if no time is known.
+    """
+    least = min(choice.run_seconds for choice in choices)
+    if not math.isfinite(least):
+        return choices[0]
+    tied = [each for each in choices if each.run_seconds <= least * (1 + tolerance)]
+    return min(tied, key=lambda choice: len(choice.sizes))
+
+
+def _phases(
+    programs: Programs, chosen: Proposal, step_time: Callable[[int, int], float]
+) -> list[dict[str, Any]]:
+    """Return the phases of a proposal, with memory and speed."""
+    is_estimate = programs.target is not None
+    phases = []
+    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
+        b = split.microbatch_size
+        # The program of the run; an estimate takes the one that was compiled, whose
+        # buffer is that of the largest batch.
+        size = Size(b, chosen.plan.max_microbatches[b])
+        if is_estimate:
+            size = programs.size(b)
+        seconds = finite_or_none(step_time(b, split.num_microbatches))
+        tokens = split.global_batch_size * programs.config.max_target_length
+        rate = tokens / seconds if seconds else None
+        speed = {"step_seconds": seconds, "tokens_per_second": rate}
+        if is_estimate:
+            speed = dict.fromkeys(speed) | {
+                "roofline_seconds": seconds,
+                "roofline_tokens_per_second": rate,
+            }
+        memory = {"bytes": finite_or_none(programs.bytes(size))}
+        phases.append({name: row[name] for name in PHASE_KEYS} | memory | speed)
+    return phases
+
+
+def _tick_overhead(programs: Programs, times: Times) -> float | None:
+    """Return `pipeline_tick_overhead` from the timed steps; None without stages."""
+    if programs.splitter.num_stages == 1:
+        return None
+    ticks = {
+        b: [(math.prod(programs.loop_trips(b, n)), time) for n, time in numbers]
+        for b, numbers in _points(times).items()
+    }
+    return fit_tick_overhead(ticks, num_repeats=programs.splitter.num_repeats)
+
+
+def _compiled_facts(
+    programs: Programs, target: Target, chosen: Proposal
+) -> dict[str, Any]:
+    """Return the facts of the programs of the chosen settings for absent slices; the
+    collectives and the estimate are those of a step in the last phase.
+    """
     last = chosen.reached[-1]
     answers = [programs.answer(programs.size(b)) for b in chosen.sizes]
     largest = max(
@@ -487,30 +508,26 @@ def _choose(
         key=lambda memory: memory.total,
         default=None,
     )
-    facts["executables"], facts["compile_seconds"] = (
-        len(answers),
-        sum(each.seconds for each in answers),
-    )
-    facts["memory"] = largest and {**asdict(largest), "total": largest.total}
-    if (
-        account := programs.answer(programs.size(last.microbatch_size)).account
-    ) is not None:
-        trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
-        roofline = account.roofline(programs.target.topology, trips)
-        work = {
+    found = {
+        "executables": len(answers),
+        "compile_seconds": sum(each.seconds for each in answers),
+        "memory": largest and {**asdict(largest), "total": largest.total},
+    }
+    account = programs.answer(programs.size(last.microbatch_size)).account
+    if account is None:
+        return found
+    trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
+    roofline = account.roofline(target.topology, trips)
+    return found | {
+        "collectives_per_step": account.collective_rows(trips),
+        "roofline_seconds": roofline.seconds,
+        "roofline": {
+            **asdict(roofline),
             "flops": sum(account.total_flops(trips).values()),
             "memory_bytes": account.total_memory_bytes(trips),
-        }
-        facts["collectives_per_step"], facts["roofline_seconds"] = (
-            account.collective_rows(trips),
-            roofline.seconds,
-        )
-        facts["roofline"] = {
-            **asdict(roofline),
-            **work,
             "kernels_of_unknown_cost": list(account.kernels),
-        }
-    return chosen
+        },
+    }
 
 
 def _roofline_seconds(
@@ -871,67 +888,34 @@ def find_memory_options(
     """Return every option that saves memory at a microbatch: first those within
     `usable` bytes, then by the memory saved.
     """
-    config = base.config
-    axes = base.mesh.shape
-    before = base.bytes(size)
-    options: list[Facts] = []
-
-    def add(
-        name: str, settings: Mapping[str, Any], used: float, saved: float, **more: Any
-    ) -> None:
-        """Add an option with the keys to change, none if it takes other devices."""
-        row = {
-            "name": name,
-            "settings": settings,
-            "bytes": finite_or_none(used),
-            "saved_bytes": finite_or_none(saved),
-        }
-        # Bytes that are not `compiled` are an estimate; the remark says why there are
-        # none, or what they leave out.
-        options.append(
-            row
-            | {"fits": used <= usable, "slowdown": None, "compiled": True, "remark": ""}
-            | more
-        )
-
-    def measure(
-        name: str, settings: Mapping[str, Any], programs: Programs, changed: Size
-    ) -> None:
-        """Add a compiled option, with the time of its step over that without the change
-        if both run here.
-        """
-        used, slowdown = programs.bytes(changed), None
-        if programs.fits_here(changed) and base.fits_here(size):
-            steps = [
-                made.step_of(each, each.num_microbatches)
-                for made, each in ((base, size), (programs, changed))
-            ]
-            times = take_turns(dict(enumerate(steps)), seconds=SHORT_TIMING_SECONDS)
-            slowdown = times[1].seconds / times[0].seconds
-        remark = "the compiler still runs out of memory" if math.isinf(used) else ""
-        add(name, settings, used, before - used, slowdown=slowdown, remark=remark)
-
+    found = _MemoryOptions(base, size, usable)
     # The next smaller microbatch that divides every phase.
-    if legal := [
-        b
-        for b in base.splitter.legal_microbatches(base.plan.ramp.sizes)
-        if b < size.microbatch_size
-    ]:
-        measure(
-            f"a smaller microbatch, {legal[-1]}",
-            {"microbatch_size": legal[-1]},
-            base,
-            base.size(legal[-1]),
-        )
-    # Options that only take another compilation.
+    legal = base.splitter.legal_microbatches(base.plan.ramp.sizes)
+    if smaller := [b for b in legal if b < size.microbatch_size]:
+        settings = {"microbatch_size": smaller[-1]}
+        name = f"a smaller microbatch, {smaller[-1]}"
+        found.measure(name, settings, base, base.size(smaller[-1]))
+    for name, settings in _compiled_changes(base):
+        report(f"trying {name}")
+        found.try_keys(name, settings)
+    found.estimate_offloading()
+    found.estimate_another_device()
+    saving = [
+        row
+        for row in found.rows
+        if row["saved_bytes"] is None or row["saved_bytes"] > 0
+    ]
+    return sorted(saving, key=lambda row: (not row["fits"], -(row["saved_bytes"] or 0)))
+
+
+def _compiled_changes(base: Programs) -> list[tuple[str, dict[str, Any]]]:
+    """Return the options that only take another compilation, with their keys."""
+    config, axes = base.config, base.mesh.shape
     known = KEYS["remat_policy"].choices
-    policies = [
-        name
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (f"remat_policy={name}", {"remat_policy": name})
         for name in ("minimal", "full")
         if known.index(name) > known.index(config.remat_policy)
-    ]
-    changes: list[tuple[str, dict[str, Any]]] = [
-        (f"remat_policy={name}", {"remat_policy": name}) for name in policies
     ]
     for axis in ("fsdp", "tensor"):
         key = f"ici_{axis}_parallelism"
@@ -943,54 +927,103 @@ def find_memory_options(
         for n in sorted(set(factors) if axis == "fsdp" else set(factors[:1])):
             moved = {key: n * getattr(config, key), "ici_data_parallelism": -1}
             changes.append((f"{axis} axis of {n * axes[axis]}", moved))
-    for key, part in OFFLOAD_KEYS.items():
-        if not getattr(config, key) and reports_host_memory(base.mesh):
-            changes.append((key, {key: True}))
-        elif not getattr(config, key):
-            most = (
-                "the most it can save: the step brings it back to the device part by"
-                " part"
-            )
-            saved = bytes_per_device(getattr(base.state_shapes, part))
-            remark = host_memory_problem(base.mesh) or most
-            add(key, {key: True}, before - saved, saved, compiled=False, remark=remark)
-    for name, settings in changes:
-        report(f"trying {name}")
+    if reports_host_memory(base.mesh):
+        changes += [(key, {key: True}) for key in OFFLOAD_KEYS]
+    return [
+        (name, settings)
+        for name, settings in changes
+        if any(getattr(config, key) != value for key, value in settings.items())
+    ]
+
+
+class _MemoryOptions:
+    """Options that save memory at a microbatch, as `rows`."""
+
+    def __init__(self, base: Programs, size: Size, usable: float) -> None:
+        self.rows: list[Facts] = []
+        self._base, self._size, self._usable = base, size, usable
+        self._before = base.bytes(size)
+
+    def _add(
+        self, name: str, settings: Mapping[str, Any], used: float, **more: Any
+    ) -> None:
+        """Add an option with the keys to change, none if it takes other devices."""
+        saved = self._before - used if used < math.inf else math.inf
+        row = {
+            "name": name,
+            "settings": settings,
+            "bytes": finite_or_none(used),
+            "saved_bytes": finite_or_none(saved),
+            "fits": used <= self._usable,
+            "slowdown": None,
+            # Bytes that are not compiled are an estimate.
+            "compiled": True,
+            # Why there are no bytes, or what they leave out.
+            "remark": "",
+        }
+        self.rows.append(row | more)
+
+    def measure(
+        self, name: str, settings: Mapping[str, Any], programs: Programs, size: Size
+    ) -> None:
+        """Add a compiled option, with the time of its step over that without the change
+        if both run here.
+        """
+        used, slowdown = programs.bytes(size), None
+        if programs.fits_here(size) and self._base.fits_here(self._size):
+            pairs = ((self._base, self._size), (programs, size))
+            steps = [made.step_of(each, each.num_microbatches) for made, each in pairs]
+            times = take_turns(dict(enumerate(steps)), seconds=SHORT_TIMING_SECONDS)
+            slowdown = times[1].seconds / times[0].seconds
+        remark = "the compiler still runs out of memory" if math.isinf(used) else ""
+        self._add(name, settings, used, slowdown=slowdown, remark=remark)
+
+    def try_keys(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Add other keys of the configuration, or why they are refused."""
+        base = self._base
         changed = {
             key: value
             for key, value in settings.items()
-            if value != getattr(config, key)
+            if value != getattr(base.config, key)
         }
         try:
-            programs = Programs(
-                replace(config, **settings), base.devices, target=base.target
-            )
-            measure(name, changed, programs, programs.size(size.microbatch_size))
+            config = replace(base.config, **settings)
+            programs = Programs(config, base.devices, target=base.target)
+            size = programs.size(self._size.microbatch_size)
+            self.measure(name, changed, programs, size)
             programs.forget_state()
         except RampupError as error:
-            add(name, changed, math.inf, math.inf, remark=str(error).splitlines()[0])
-    if axes["data"] == axes["fsdp"] == 1:
-        # Half of the parameters, of the optimizer state, and of the gradients, which
-        # are as large as the parameters.
-        shapes = base.state_shapes
+            remark = str(error).splitlines()[0]
+            self._add(name, changed, math.inf, remark=remark)
+
+    def estimate_offloading(self) -> None:
+        """Add what host memory saves, where its program cannot be compiled here."""
+        base = self._base
+        if reports_host_memory(base.mesh):
+            return
+        most = (
+            "the most it can save: the step brings it back to the device part by part"
+        )
+        remark = host_memory_problem(base.mesh) or most
+        for key, part in OFFLOAD_KEYS.items():
+            if not getattr(base.config, key):
+                saved = bytes_per_device(getattr(base.state_shapes, part))
+                used = self._before - saved
+                more = {"saved_bytes": saved, "compiled": False, "remark": remark}
+                self._add(key, {key: True}, used, **more)
+
+    def estimate_another_device(self) -> None:
+        """Add half of the parameters, of the optimizer state, and of the gradients,
+        which are as large as the parameters.
+        """
+        axes, shapes = self._base.mesh.shape, self._base.state_shapes
+        if not axes["data"] == axes["fsdp"] == 1:
+            return
         saved = bytes_per_device((shapes.params, shapes.opt_state, shapes.params)) // 2
         remark = (
             "shards parameters, gradients and optimizer state in two; with"
             " ici_fsdp_parallelism=2 it is compiled"
         )
-        add(
-            "two devices on the fsdp axis",
-            {},
-            before - saved,
-            saved,
-            compiled=False,
-            remark=remark,
-        )
-    saving = [
-        option
-        for option in options
-        if option["saved_bytes"] is None or option["saved_bytes"] > 0
-    ]
-    return sorted(
-        saving, key=lambda option: (not option["fits"], -(option["saved_bytes"] or 0))
-    )
+        name = "two devices on the fsdp axis"
+        more = {"saved_bytes": saved, "compiled": False, "remark": remark}
+        self._add(name, {}, self._before - saved, **more)
