@@ -68,7 +68,8 @@ import rampup
 from rampup.cli import main
 from rampup.contrib.rl.packing import make_ladder, pack
 from rampup.contrib.rl.plan import Size, Training
-from rampup.show.figures import draw_batch, draw_memory
+from rampup.contrib.lab.memory_figure import draw_memory
+from rampup.show.figures import draw_batch
 
 found = jax.devices()
 print(

@@ -1,19 +1,18 @@
 """Tests of rampup.show.figures: the pictures, read back from the figures."""
 
-import itertools
 import math
 import re
 import sys
 from dataclasses import replace
 
 import pytest
+from helpers.figures import texts
 
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.pipeline import SCHEDULES, Timetable
 from rampup.show.figures import (
     draw_batch,
-    draw_memory,
     draw_rate,
     draw_runs,
     draw_timetable,
@@ -40,39 +39,6 @@ def run(name="a", steps=30):
     ]
     lines[3]["loss"] = None
     return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 2.5}])
-
-
-def texts(figure):
-    """Return everything that is written in a figure, and the pairs of texts that
-    overlap.
-    """
-    from matplotlib.text import Text
-
-    figure.draw_without_rendering()
-    ticks = {}
-    for axes in figure.axes:
-        for axis, (low, high), place in (
-            (axes.xaxis, axes.get_xlim(), 0),
-            (axes.yaxis, axes.get_ylim(), 1),
-        ):
-            ticks |= {
-                label: low <= label.get_position()[place] <= high
-                for label in axis.get_ticklabels()
-            }
-    shown = [
-        text
-        for text in figure.findobj(Text)
-        if text.get_text() and text.get_visible() and ticks.get(text, True)
-    ]
-    boxes = [
-        (text.get_text(), text.get_window_extent().shrunk(0.9, 0.9)) for text in shown
-    ]
-    overlapping = [
-        (one, other)
-        for (one, box), (other, other_box) in itertools.combinations(boxes, 2)
-        if box.overlaps(other_box)
-    ]
-    return [text for text, _ in boxes], overlapping
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -206,39 +172,6 @@ def test_draw_runs_compares_runs_over_samples(width):
         400,
         "above: up to 1M",
     )
-
-
-def test_draw_memory_names_the_largest_that_fits():
-    """A bar per size, sorted; bars that do not fit are hatched, and the largest that
-    fits is named.
-    """
-    figure = draw_memory(
-        [(4, 20 * GIB), (1, 5 * GIB), (2, 10 * GIB)], limit_bytes=16 * GIB
-    )
-    found, overlapping = texts(figure)
-    assert not overlapping
-    assert {"samples per microbatch", "memory, GiB", "5", "10", "20"} <= set(found)
-    (axes,) = figure.axes
-    assert [bar.get_height() for bar in axes.patches] == [5, 10, 20]
-    assert [bool(bar.get_hatch()) for bar in axes.patches] == [False, False, True]
-    assert axes.get_title(loc="left").endswith("the largest that fits: 2")
-    small = draw_memory([(1, GIB // 256)], limit_bytes=GIB // 128).axes[0]
-    assert small.get_ylabel() == "memory, MiB"
-    assert small.get_title(loc="left").startswith("usable: 8 MiB")
-    assert (
-        draw_memory([(1, 5 * GIB)], limit_bytes=GIB)
-        .axes[0]
-        .get_title(loc="left")
-        .endswith("none of these fits")
-    )
-    # Bars that would make the others flat, and unknown ones, are left out; the smallest
-    # size stays.
-    rows = [(1, GIB), (2, 2 * GIB), (4, 5 * GIB), (8, None)]
-    for limit, drawn in [(GIB, 2), (2 * GIB, 3), (GIB // 8, 1), (None, 3)]:
-        assert len(draw_memory(rows, limit_bytes=limit).axes[0].patches) == drawn
-    for bad in ([], [(0, 5)], [(1, -5)], [(1, None)]):
-        with pytest.raises(ConfigError, match="microbatch"):
-            draw_memory(bad)
 
 
 def test_svg_element_fits_into_a_page():

@@ -16,9 +16,9 @@ from rich.console import Console
 import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg
+from rampup.contrib.lab.memory_figure import check_picture, draw_memory
 from rampup.errors import ConfigError
 from rampup.show.console import PLAIN, TITLES, make_table, print_notes, split_columns
-from rampup.show.figures import check_picture, draw_memory
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
