@@ -17,9 +17,10 @@ from rich.console import Console
 import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
+from rampup.config.devices import list_devices
 from rampup.config.fix import find_fix
 from rampup.config.notes import hyperparameter_notes, run_notes
-from rampup.config.resume import list_devices, possible_devices
+from rampup.config.resume import possible_devices
 from rampup.config.schema import Config
 from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError

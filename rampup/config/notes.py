@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from rampup.config.build import budget_samples, hyperparameters
 from rampup.config.schema import Config
+from rampup.config.stages import budget_samples, hyperparameters
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
 from rampup.plan.plan import RampPlan
 

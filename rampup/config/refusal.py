@@ -1,22 +1,29 @@
 """What is wrong with a configuration that has no plan: every broken rule, each with its
 place and the nearest legal values.
 
-`build_plan` calls `all_problems` after a rule was broken. It runs each stage of the
-build again, also those after a broken one.
+`build_plan` calls `all_problems` after a rule was broken. It runs each of
+`rampup.config.stages.STAGES` again, also those after a broken one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from typing import Any
 
-from rampup.config import build
-from rampup.config.resume import list_devices, numbers_that_can
+from rampup.config.devices import list_devices, numbers_that_can
 from rampup.config.schema import KEYS, Config
+from rampup.config.stages import (
+    STAGES,
+    Draft,
+    budget_samples,
+    find_eval_size,
+    find_ramp,
+    plan_of,
+    ramp_of_keys,
+    set_ramp,
+)
 from rampup.errors import (
     BatchDivisibilityError,
     RampDefinitionError,
@@ -24,7 +31,6 @@ from rampup.errors import (
     combine,
     raise_together,
 )
-from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_in
 from rampup.plan.ramp import BatchRamp, parse_schedule
 from rampup.plan.ramp_keys import AUTO_SCHEDULE, ramp_from_config
@@ -32,82 +38,56 @@ from rampup.plan.refusal import batch_error, nearest_batches
 from rampup.plan.split import BatchSplitter
 
 
-def all_problems(
-    config: Config, num_devices: int, resumed: Mapping[str, Any]
-) -> RampupError:
-    """Return one error with every rule that a configuration breaks. `resumed` are the
-    other arguments of `build_plan`.
+def all_problems(draft: Draft) -> RampupError:
+    """Return one error with every rule that a configuration breaks.
+
+    Args:
+        draft: the configuration, the devices, and what a resumed run has; changed.
     """
-    ramp, seesaw, eval_size, reserved_sizes, consumed_samples = resumed.values()
+    config = draft.config
     problems: list[RampupError] = []
-    axes = splitter = None
-    # Neither has an effect on what is legal.
-    overhead = Fraction(0)
-    repeats = 1
+    eval_problems: list[RampupError] = []
     # The mesh, the pipeline and the ramp break different rules, so each is checked even
     # if another one is refused. A mesh that is refused has no known number of replicas:
-    # the ramp is then checked without its splitter.
-    with _collected(problems, config):
-        axes = build.mesh_axes(config, num_devices)
-    with _collected(problems, config):
-        overhead = build.tick_overhead(config)
-    known = axes or MeshAxes()
-    with _collected(problems, config):
-        repeats = build.num_repeats(config, known.pipeline)
-    with _collected(problems, config):
-        splitter = build.make_splitter(config, known, repeats, overhead)
-    with _collected(problems, config):
-        is_auto = config.batch_size_schedule == AUTO_SCHEDULE
-        if is_auto and reserved_sizes is None and splitter:
-            reserved_sizes = build.sizes_to_reserve(config, num_devices, splitter)
-        if ramp is None and not (is_auto and reserved_sizes is None):
-            ramp = _checked_ramp(
-                config,
-                num_devices,
-                splitter if axes else None,
-                reserved_sizes,
-                consumed_samples,
-            )
-            if config.seesaw_factor is not None and splitter is not None:
-                seesaw = build.make_seesaw(config, ramp, splitter)
-                ramp = seesaw.ramp
-    eval_problems: list[RampupError] = []
-    if (
-        eval_size is None
-        and axes
-        and splitter
-        and (config.eval_per_device_batch_size > 0 or not problems)
-    ):
-        with _collected(eval_problems, config):
-            eval_size = build.eval_batch(
-                config, num_devices, seesaw.base if seesaw else ramp, splitter
-            )
+    # the ramp is then checked without its splitter, and evaluation not at all.
+    for stage in STAGES:
+        if stage is find_eval_size:
+            if (
+                draft.axes
+                and draft.splitter
+                and (config.eval_per_device_batch_size > 0 or not problems)
+            ):
+                with _collected(eval_problems, config):
+                    stage(draft)
+            continue
+        with _collected(problems, config):
+            (check_ramp if stage is find_ramp else stage)(draft)
     if problems:
-        closing = (
-            "" if axes else "the batch sizes are checked again once the mesh is legal"
-        )
         refused = any(
             isinstance(problem, BatchDivisibilityError)
             for problem in [*problems, *eval_problems]
         )
-        if axes and splitter and ramp is None and refused:
-            closing = _devices_of_schedule(config, num_devices)
+        closing = ""
+        if not draft.axes:
+            closing = "the batch sizes are checked again once the mesh is legal"
+        elif draft.splitter and draft.ramp is None and refused:
+            closing = _devices_of_schedule(config, draft.num_devices)
         return combine([*problems, *eval_problems], closing)
-
-    assert splitter is not None
+    assert draft.splitter is not None
     if eval_problems:
-        eval_size = (
-            splitter.for_eval().smallest
-        )  # a legal one: only the other rules are left to check
-    resumed = {
-        "ramp": ramp,
-        "seesaw": seesaw,
-        "eval_size": eval_size,
-        "reserved_sizes": reserved_sizes,
-    }
+        # A legal one: only the other rules are left to check.
+        draft.eval_size = draft.splitter.for_eval().smallest
     with _collected(eval_problems, config):
-        build.plan_or_first_error(config, num_devices, **resumed)
+        plan_of(draft)
     return combine(eval_problems)
+
+
+def check_ramp(draft: Draft) -> None:
+    """Find the ramp, or raise the errors about its order and all its sizes, also those
+    that no step reaches.
+    """
+    if draft.ramp is None and not (draft.follows and draft.reserved_sizes is None):
+        set_ramp(draft, _checked_ramp(draft, draft.splitter if draft.axes else None))
 
 
 @contextlib.contextmanager
@@ -142,37 +122,23 @@ def _placed(problem: RampupError, config: Config) -> RampupError:
     return placed
 
 
-def _checked_ramp(
-    config: Config,
-    num_devices: int,
-    splitter: BatchSplitter | None,
-    reserved_sizes: Sequence[int] | None,
-    consumed_samples: int,
-) -> BatchRamp:
-    """Return the ramp, or raise the errors about its order and all its sizes, also
-    those that no step reaches.
-    """
-    schedule = (
-        None
-        if config.batch_size_schedule == AUTO_SCHEDULE
-        else config.batch_size_schedule
-    )
+def _checked_ramp(draft: Draft, splitter: BatchSplitter | None) -> BatchRamp:
+    config = draft.config
+    schedule = None if draft.follows else config.batch_size_schedule
     ramp: BatchRamp | None = None
     problems: list[RampupError] = []
     # Sizes to check, each with where the run has it.
     sizes: list[tuple[int, str]] = []
     try:
-        ramp = build.make_ramp(config, num_devices, splitter, reserved_sizes)
-        ramp = ramp.resumed_at(ramp.phase_of_sample(consumed_samples).start_step)
+        ramp = ramp_of_keys(draft, splitter)
         sizes = [
             (phase.global_batch_size, str(phase))
             for phase in ramp.phases
             if not ramp.is_over(phase)
         ]
-        if config.batch_size_schedule == AUTO_SCHEDULE:
-            sizes = [
-                (size, "batch_size_schedule: auto") for size in reserved_sizes or ()
-            ]
+        if draft.follows:
+            reserved = draft.reserved_sizes or ()
+            sizes = [(size, "batch_size_schedule: auto") for size in reserved]
     except RampDefinitionError as error:
         if splitter is None or schedule is None or config.enable_rampup_batch_size:
             raise
@@ -208,7 +174,7 @@ def _unused_entries(config: Config, used: set[int]) -> list[tuple[int, int]]:
         entries = parse_schedule(
             config.batch_size_schedule,
             sequence_length=length,
-            budget=build.budget_samples(config),
+            budget=budget_samples(config),
         )
         return [(at, size) for at, size in entries if size > 0 and size not in used]
     return []
@@ -278,9 +244,7 @@ def _devices_of_schedule(config: Config, num_devices: int) -> str:
     ):
         return ""
     with contextlib.suppress(RampupError):
-        ramp = ramp_from_config(
-            config, num_devices, budget=build.budget_samples(config)
-        )
+        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config))
         numbers = numbers_that_can(config, num_devices, {"ramp": ramp})
         return (
             f"numbers of devices that can run these batches: {list_devices(numbers)}"

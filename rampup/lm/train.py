@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
+from rampup.config.build import build_plan
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import (
     PER_PROCESS_KEYS,
@@ -30,6 +30,7 @@ from rampup.config.schema import (
     OptimizerKeys,
     RunKeys,
 )
+from rampup.config.stages import adam_base, adam_scaling, hyperparameters
 from rampup.data.batches import BatchLoader, BatchOptions, Loading, SampleOrder
 from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of

@@ -6,9 +6,9 @@ import pytest
 from helpers.runs import recorded
 
 from rampup import Config, build_plan
-from rampup.config import resume
-from rampup.config.build import plan_or_first_error
+from rampup.config import devices as devices_of
 from rampup.config.resume import plan_to_resume, possible_devices
+from rampup.config.stages import plan_or_first_error
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
@@ -290,11 +290,9 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
     config = Config(**SCHEDULE, microbatch_size=4)
     plan, numbers = build_plan(config, 4), []
     monkeypatch.setattr(
-        resume,
+        devices_of,
         "plan_or_first_error",
-        lambda *args, **keys: (
-            numbers.append(args[1]) or plan_or_first_error(*args, **keys)
-        ),
+        lambda draft: numbers.append(draft.num_devices) or plan_or_first_error(draft),
     )
     assert possible_devices(config, plan) == [1, 2, 4]
     assert numbers == [1, 2, 4, 8, 16]

@@ -11,9 +11,9 @@ from helpers.runs import recorded
 
 from rampup import Config, build_plan, load_config
 from rampup.cli import main
-from rampup.config.build import hyperparameters
 from rampup.config.resume import plan_to_resume
 from rampup.config.schema import NANOCHAT_REFERENCE_TOKENS
+from rampup.config.stages import hyperparameters
 from rampup.errors import RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from rampup.config.build import mesh_axes
 from rampup.config.schema import Config
+from rampup.config.stages import mesh_axes
 from rampup.contrib.check import SYSTEMS, load_dialect
 from rampup.contrib.check.maxtext import MaxTextJob
 from rampup.contrib.check.megatron import LinearRamp, MegatronJob

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rampup.config.build import mesh_axes
 from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key, keys_for_alias
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import ModelKeys, head_problems
+from rampup.config.stages import mesh_axes
 from rampup.contrib.rl.plan import (
     AGGREGATIONS,
     MAX_SAMPLES,

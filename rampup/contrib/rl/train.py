@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.config.build import mesh_axes
+from rampup.config.stages import mesh_axes
 from rampup.contrib.rl.config import (
     RolloutConfig,
     build_rollout_schedule,
