@@ -37,6 +37,10 @@ _CUT = re.compile(
 )
 
 
+class ScriptError(Exception):
+    """A script that does not end, is no script, or cannot be followed."""
+
+
 @dataclass(slots=True)
 class Document:
     """The text that a command gets as input."""
@@ -61,8 +65,8 @@ class Node(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str, line: int | None = None) -> list[Any]:
-    """Return the (connector, negated, commands of a pipe) rows of a script; ValueError
-    or IndexError if it does not end.
+    """Return the (connector, negated, commands of a pipe) rows of a script; ScriptError
+    if it does not end.
     """
     return Parser(text, line).script()
 
@@ -132,7 +136,7 @@ class Parser:
         """Return the next word, which must be one of some."""
         self.skip("\n")
         if (token := self.next()) not in tokens:
-            raise ValueError(
+            raise ScriptError(
                 f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}"
             )
         return token
@@ -231,7 +235,7 @@ class Parser:
                 patterns = []
                 while (token := self.next()) != ")":
                     if not token:
-                        raise ValueError(f"line {line}: the case does not end")
+                        raise ScriptError(f"line {line}: the case does not end")
                     if token not in ("|", "("):
                         patterns.append(token)
                 parts.append((patterns, self.rows()))
@@ -276,7 +280,7 @@ class Parser:
                 self.next()
                 self.expect(")")
                 if len(node.words) != 1:
-                    raise ValueError(f"line {line}: unexpected '('")
+                    raise ScriptError(f"line {line}: unexpected '('")
                 self.skip("\n")
                 return Node("function", line, node.words, [self.command()])
             elif not self.redirect(node.parts):
@@ -322,23 +326,29 @@ def skip_part(text: str, at: int) -> int:
     if letter == "\\":
         return min(at + 2, len(text))
     if letter == "'":
-        return text.index("'", at + 1) + 1
+        return _end_of_quote(text, at, "'")
     if letter in '"`':
         end = at + 1
-        while text[end] != letter:
-            end = (
-                skip_part(text, end)
-                if text[end] in "\\$" or (text[end] == "`" and letter == '"')
-                else end + 1
-            )
-        return end + 1
+        while end < len(text) and text[end] != letter:
+            inner = text[end] in "\\$" or (text[end] == "`" and letter == '"')
+            end = skip_part(text, end) if inner else end + 1
+        return _end_of_quote(text, end - 1, letter)
     if letter == "$" and text[at + 1 : at + 2] in ("{", "(", "["):
         return find_close(text, at + 1) + 1
     if text[at : at + 2] == "$'":
         at += 2
-        while text[at] != "'":
+        while at < len(text) and text[at] != "'":
             at += 2 if text[at] == "\\" else 1
+        return _end_of_quote(text, at - 1, "'")
     return at + 1
+
+
+def _end_of_quote(text: str, at: int, letter: str) -> int:
+    """Return the place behind the next letter of a kind after a place."""
+    end = text.find(letter, at + 1)
+    if end < 0:
+        raise ScriptError(f"a {letter} does not end")
+    return end + 1
 
 
 def find_close(text: str, at: int) -> int:
@@ -349,7 +359,7 @@ def find_close(text: str, at: int) -> int:
     documents: list[re.Match[str]] = []
     while True:
         if end >= len(text):
-            raise ValueError(f"a {opening!r} does not end")
+            raise ScriptError(f"a {opening!r} does not end")
         if text[end] == closing:
             depth -= 1
             if not depth:
@@ -373,7 +383,7 @@ def find_close(text: str, at: int) -> int:
                 end -= 1
             documents.clear()
             if end >= len(text):
-                raise ValueError("a '(' does not end")
+                raise ScriptError("a '(' does not end")
         is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in (
             "{",
             "(",

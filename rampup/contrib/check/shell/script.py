@@ -64,6 +64,7 @@ from rampup.contrib.check.shell.grammar import (
     Document,
     Node,
     Parser,
+    ScriptError,
     find_close,
     parse,
     skip_part,
@@ -257,7 +258,7 @@ def read_commands(
     try:
         with contextlib.suppress(_Stop):
             reader.run(parse(RESERVED.sub("?", text), line))
-    except (IndexError, ValueError, RecursionError) as error:
+    except (ScriptError, RecursionError) as error:
         reason = (
             "it is nested too deeply"
             if isinstance(error, RecursionError)
@@ -415,7 +416,7 @@ class _Reader:
         for node in nodes:
             self.spent["steps"] += 1
             if self.spent["steps"] > MAX_STEPS:
-                raise ValueError(
+                raise ScriptError(
                     f"line {node.line}: it has more than {MAX_STEPS:,} steps"
                 )
             if len(nodes) == 1:
@@ -1078,7 +1079,7 @@ class _Reader:
                         arguments=parameters or [mark("$0")],
                         outer=tuple(words),
                     )
-                except (ValueError, IndexError):
+                except ScriptError:
                     del self.commands[number:]
         return None if words[0] in ("grep", "command", "which", "nvidia-smi") else True
 
@@ -1216,7 +1217,7 @@ class _Reader:
                     lambda: self.script(text, None),
                     [self.zero, *arguments] if arguments else None,
                 )
-        except (ValueError, IndexError) as error:
+        except (ConfigError, ScriptError) as error:
             reason = (
                 str(error)
                 if isinstance(error, ConfigError)
@@ -1416,7 +1417,7 @@ class _Reader:
                 else value
             )
             if len(value) > MAX_TEXT:
-                raise ValueError(f"{name} is longer than {MAX_TEXT:,} characters")
+                raise ScriptError(f"{name} is longer than {MAX_TEXT:,} characters")
             self.exported |= {name} if self.exports_all else set()
         if not key:
             self.env[name] = value
@@ -1539,9 +1540,12 @@ class _Reader:
         perhaps after `cd`.
         """
         try:
-            *before, (connector, _, nodes) = parse(text, 0)
-        except (ValueError, IndexError):
+            rows = parse(text, 0)
+        except ScriptError:
             return None
+        if not rows:
+            return None
+        *before, (connector, _, nodes) = rows
         with self.changed(depth=self.depth + 1, env=dict(self.env)):
             is_plain = connector != "||" and all(
                 len(pipe) == 1 and pipe[0].words[:1] == ["cd"] for _, _, pipe in before
@@ -1708,7 +1712,7 @@ class _Reader:
         """
         try:
             return str(compile_expression(text, self.variable)())
-        except (ValueError, ArithmeticError, IndexError) as error:
+        except (ScriptError, ZeroDivisionError) as error:
             # Which of its assignments have happened is not known.
             for name in (
                 match[2]
@@ -1734,7 +1738,7 @@ class _Reader:
             text = self.text("${" + name + key + "}")
             if not (text.isdecimal() or has_unknown(text)):
                 if self.depth >= MAX_NESTING:
-                    raise ValueError(text)
+                    raise ScriptError(text)
                 self.spent["steps"] += 1
                 if self.spent["steps"] > MAX_STEPS:
                     raise RecursionError

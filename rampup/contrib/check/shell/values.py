@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
+from rampup.contrib.check.shell.grammar import ScriptError
+
 # The kinds of markers; `script.py` says what they mean.
 UNSET = "\ue000"
 ARGUMENT = "\ue001"
@@ -162,12 +164,17 @@ def compile_expression(
     """
     tokens = [*(match[0] for match in _TOKEN.finditer(text)), ""]
 
+    def take() -> str:
+        if not tokens:
+            raise ScriptError(text)
+        return tokens.pop(0)
+
     def expect(token: str) -> None:
-        if tokens.pop(0) != token:
-            raise ValueError(text)
+        if take() != token:
+            raise ScriptError(text)
 
     def expression(level: int) -> Callable[[], int]:
-        token = tokens.pop(0)
+        token = take()
         left: Callable[[], int]
         if token in _UNARY:
             operand = expression(len(_LEVELS))
@@ -180,8 +187,8 @@ def compile_expression(
             left = partial(variable, match, right)
         else:
             left = partial(to_number, token)
-        while (own := _PRECEDENCE.get(tokens[0], -1)) >= level:
-            sign = tokens.pop(0)
+        while tokens and (own := _PRECEDENCE.get(tokens[0], -1)) >= level:
+            sign = take()
             right = expression(own + (sign not in ("?", "**")))
             if sign == "?":
                 expect(":")
@@ -202,8 +209,8 @@ def compile_expression(
 
 def to_number(token: str) -> int:
     """Return a number in bash's notation."""
-    if has_unknown(token):
-        raise ValueError(token)
+    if not re.fullmatch(r"0[xX][0-9a-fA-F]+|0[0-7]*|[1-9]\d*", token):
+        raise ScriptError(token)
     return int(token, 8 if re.fullmatch(r"0\d+", token) else 0)
 
 
@@ -215,10 +222,10 @@ def apply_sign(sign: str, left: Callable[[], int], right: Callable[[], int]) -> 
         )
     first, second = left(), right()
     if sign in ("<<", ">>", "**") and not 0 <= second < 64:
-        raise ValueError(sign)  # undefined in C, or an error
+        raise ScriptError(sign)  # undefined in C, or an error
     result = int(_ARITHMETIC[sign](first, second))
     if abs(result) >= 2**63:
-        raise ValueError(sign)
+        raise ScriptError(sign)
     return result
 
 
@@ -411,11 +418,11 @@ def _print_expression(text: str) -> str | None:
     """Return what `expr` prints for whole numbers with signs between them."""
 
     def no_variable(match: re.Match[str], _: Callable[[], int]) -> int:
-        raise ValueError(match[0])
+        raise ScriptError(match[0])
 
     try:
         return f"{compile_expression(text, no_variable)()}\n"
-    except (ValueError, ArithmeticError):
+    except (ScriptError, ZeroDivisionError):
         return None
 
 
@@ -427,14 +434,13 @@ def _print_formatted(form: str, values: Sequence[str]) -> str | None:
         or "\\" in form.replace("\\n", "")
     ):
         return None
-    try:
-        filled = [
-            int(value) if kind[-1] == "d" else value
-            for kind, value in zip(kinds, values, strict=True)
-        ]
-        return str(form.replace("\\n", "\n") % tuple(filled))
-    except ValueError:
+    rows = list(zip(kinds, values, strict=True))
+    if not all(
+        kind[-1] == "s" or re.fullmatch(r"-?\d+", value) for kind, value in rows
+    ):
         return None
+    filled = [int(value) if kind[-1] == "d" else value for kind, value in rows]
+    return str(form.replace("\\n", "\n") % tuple(filled))
 
 
 def _print_field(
