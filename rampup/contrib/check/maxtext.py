@@ -24,6 +24,7 @@ from rampup.config.yaml import Located
 from rampup.contrib.check.known import Unread, load_known_keys
 from rampup.contrib.check.reading import (
     Launch,
+    Reading,
     Settings,
     Source,
     entry,
@@ -262,146 +263,159 @@ LAUNCH = Launch(
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a base.yml, a script or a command, above the files that `base_config` or the
-    command names.
+    command names, and the file of its model.
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
-    command = reading.command
-    given = [
-        setting for setting in reading.overrides if setting.partition("=")[0] == BASE
-    ]
-    leaves = (
-        _read_slices(command) | _read_topology(reading.leaves) | dict(reading.leaves)
+    chosen = dict(setting.split("=", 1) for setting in reading.overrides)
+    given = (
+        _read_slices(reading.command)
+        | _read_topology(reading.leaves)
+        | dict(reading.leaves)
     )
-    name = given[-1].partition("=")[2] if given else ""
-    folder = Path(reading.path).parent
-    seen = [os.path.realpath(reading.path)]
-    place = leaves.get(BASE, Located(value="", path=reading.path))
-    if command is not None and not name:
-        name = next(
-            (
-                word
-                for word in command.words
-                if word.endswith((".yml", ".yaml")) and "=" not in word
-            ),
-            "",
-        )
-        place = command.locate(name, name)
-    elif not name and isinstance(place.value, str):
-        name = place.value
-    # Upper files win over those from which they start. The last one may be one that
-    # MaxText ships.
-    shipped = ""
-    own_bases: dict[str, Located] = {}
-    while name.strip():
-        file = next(
-            (
-                file
-                for file in (folder / name, *_copies(name, reading.path))
-                if os.path.isfile(file)
-            ),
-            None,
-        )
-        if file is None:
-            # The file of MaxText's configs that the path ends with, or else one of its
-            # name.
-            parts = PurePosixPath(show_unknown(name)).parts
-            ends = ["/".join(parts[first:]) for first in range(len(parts))]
-            named = (
-                found
-                for found in launch.bases
-                if parts and found.endswith(f"/{parts[-1]}")
-            )
-            if shipped := next(
-                (end for end in ends if end in launch.bases), None
-            ) or next(named, ""):
-                break
-            said = (
-                f"{BASE}={show_unknown(name)} is neither beside this file nor one that"
-                " MaxText ships; put it there, or add"
-            )
-            raise ConfigError(
-                f"{said} {BASE}=base.yml for MaxText's defaults",
-                key=BASE,
-                path=place.path,
-                line=place.line,
-            )
-        if os.path.realpath(file) in seen:
-            raise ConfigError(
-                f"{BASE} is a circular reference at {file.name}",
-                key=BASE,
-                path=str(file),
-            )
-        seen.append(os.path.realpath(file))
-        below = read_source(file, (), launch).rename(launch.canonical)
-        place = below.leaves.get(BASE, Located(value="", path=str(file)))
-        name = place.value if isinstance(place.value, str) else ""
-        folder = file.parent
-        own_bases |= below.leaves
-        leaves = {**below.leaves, **leaves}
-
-    answered = {setting.partition("=")[0] for setting in reading.overrides}
-    answered |= {BASE, *launch.entries, *own_bases}
+    chain = _Chain(launch, reading, given, chosen.get(BASE, ""))
+    answered = {*chosen, BASE, *launch.entries, *chain.own_bases}
     looked_up = {
         key: value for key, value in reading.leaves.items() if key not in answered
     }
-    # The model's own file counts above base.yml and below a command's settings.
-    chosen = [
-        setting.partition("=")[2]
-        for setting in reading.overrides
-        if setting.startswith("model_name=")
-    ]
-    model = (
-        chosen[-1]
-        if chosen
-        else str(leaves["model_name"].value)
-        if "model_name" in leaves
-        else "default"
-    )
-    models = (
-        []
-        if unknown_names(model)
-        else find_in_repository(reading.path, f"configs/models/{model}.yml")
-    )
-    model_note = ""
-    if models:
-        own = (
-            read_source(models[0], (), launch, strict=False)
-            .rename(launch.canonical)
-            .leaves
-        )
-        leaves = {**leaves, **own} if command is None else {**own, **leaves}
-        model_note = f"model_name={model}: {models[0]} is read above base.yml."
-    elif model and not unknown_names(model) and not _MODELS.match(model):
-        model_note = (
-            f"model_name={model} is no model of MaxText; what its"
-            f" configs/models/{model}.yml sets is not read."
-        )
+    leaves, model_notes = _above_model(chain.leaves, reading, launch, chosen)
     reading = dataclasses.replace(
         reading,
-        notes=(*reading.notes, *filter(None, [model_note])),
+        notes=(*reading.notes, *model_notes),
         leaves={
             name: value
             for name, value in leaves.items()
             if not (name in MAY_BE_EMPTY and value.value in ("", None))
         },
-        overrides=[setting for setting in reading.overrides if setting not in given],
-        recognized=reading.recognized or bool(shipped),
+        overrides=[
+            setting
+            for setting in reading.overrides
+            if setting.partition("=")[0] != BASE
+        ],
+        recognized=reading.recognized or bool(chain.shipped),
     )
     defaults = {
         name: value
-        for name, value in launch.bases.get(shipped, {}).items()
+        for name, value in launch.bases.get(chain.shipped, {}).items()
         if name in launch.entries
     }
     settings = type_settings(reading, launch, defaults)
     notes = [*settings.notes]
-    if len(seen) > 1 and command is not None:
-        notes.append(f"{', '.join(seen[1:])}: its base file, which is read.")
-    if shipped not in ("", "base.yml"):
+    if chain.files[1:] and reading.command is not None:
+        notes.append(f"{', '.join(chain.files[1:])}: its base file, which is read.")
+    if chain.shipped not in ("", "base.yml"):
         notes.append(
-            f"what the source does not set is from MaxText's own {shipped} of"
+            f"what the source does not set is from MaxText's own {chain.shipped} of"
             f" {launch.version}."
         )
     return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
+
+
+class _Chain:
+    """The base files from which a source starts. Upper ones win over those from which
+    they start; the last one may be one that MaxText ships.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        reading: Reading,
+        leaves: Mapping[str, Located],
+        chosen: str,
+    ) -> None:
+        self.launch = launch
+        self.path = reading.path
+        self.leaves = dict(leaves)
+        self.own_bases: dict[str, Located] = {}  # the keys of files that were read
+        self.files = [os.path.realpath(reading.path)]
+        self.shipped = ""
+        place = leaves.get(BASE, Located(value="", path=reading.path))
+        if chosen:
+            place = dataclasses.replace(place, value=chosen)
+        elif reading.command is not None:
+            words = reading.command.words
+            files = (word for word in words if word.endswith((".yml", ".yaml")))
+            name = next((word for word in files if "=" not in word), "")
+            place = reading.command.locate(name, name)
+        folder = Path(reading.path).parent
+        while isinstance(place.value, str) and place.value.strip():
+            if (file := self._find(place.value, folder)) is None:
+                self.shipped = self._find_shipped(place)
+                return
+            place, folder = self._read(file), file.parent
+
+    def _find(self, name: str, folder: Path) -> Path | None:
+        """Return the file of a name: beside the one that names it, or in its
+        repository.
+        """
+        places = (folder / name, *_copies(name, self.path))
+        return next((file for file in places if os.path.isfile(file)), None)
+
+    def _find_shipped(self, place: Located) -> str:
+        """Return the file of MaxText's configs that a path ends with, or else one of its
+        name.
+        """
+        name = show_unknown(place.value)
+        parts = PurePosixPath(name).parts
+        ends = ("/".join(parts[first:]) for first in range(len(parts)))
+        named = (
+            found
+            for found in self.launch.bases
+            if parts and found.endswith(f"/{parts[-1]}")
+        )
+        found = next((end for end in ends if end in self.launch.bases), None)
+        if found := found or next(named, ""):
+            return found
+        raise ConfigError(
+            f"{BASE}={name} is neither beside this file nor one that MaxText ships",
+            fix=f"put it there, or add {BASE}=base.yml for MaxText's defaults",
+            key=BASE,
+            path=place.path,
+            line=place.line,
+        )
+
+    def _read(self, file: Path) -> Located:
+        """Add the keys of a file below those above it; return the base that it
+        names.
+        """
+        if os.path.realpath(file) in self.files:
+            raise ConfigError(
+                f"{BASE} is a circular reference at {file.name}",
+                key=BASE,
+                path=str(file),
+            )
+        self.files.append(os.path.realpath(file))
+        below = read_source(file, (), self.launch).rename(self.launch.canonical)
+        self.own_bases |= below.leaves
+        self.leaves = {**below.leaves, **self.leaves}
+        return below.leaves.get(BASE, Located(value="", path=str(file)))
+
+
+def _above_model(
+    leaves: Mapping[str, Located],
+    reading: Reading,
+    launch: Launch,
+    chosen: Mapping[str, str],
+) -> tuple[Mapping[str, Located], list[str]]:
+    """Return the keys with those of the model's own file, which counts above base.yml
+    and below a command's settings; and a note on it.
+    """
+    place = leaves.get("model_name")
+    model = chosen.get("model_name", str(place.value) if place else "default")
+    if not model or unknown_names(model):
+        return leaves, []
+    files = find_in_repository(reading.path, f"configs/models/{model}.yml")
+    if files:
+        own = read_source(files[0], (), launch, strict=False).rename(launch.canonical)
+        note = f"model_name={model}: {files[0]} is read above base.yml."
+        if reading.command is None:
+            return {**leaves, **own.leaves}, [note]
+        return {**own.leaves, **leaves}, [note]
+    if _MODELS.match(model):
+        return leaves, []
+    return leaves, [
+        f"model_name={model} is no model of MaxText; what its"
+        f" configs/models/{model}.yml sets is not read."
+    ]
 
 
 def _copies(name: str, path: str) -> list[Path]:
@@ -1044,56 +1058,74 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             f" tokens and averages them: {few}"
         )
     if job.ramp_phases:
-        *ramp, (steps, _, trained) = job.ramp_phases
-        samples = job[SAMPLES]
-        if passes > 1:
-            shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + [
-                "..."
-            ] * (len(ramp) > MAX_LISTED_PHASES)
-            batches = (
-                f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples"
-                f" in {steps:,} steps)"
-            )
-            jump = (
-                f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here"
-                " include the factor in every batch"
-            )
-            yield (
-                f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the"
-                f" batch {jump}"
-            )
-        if samples < 1:
-            yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
-        elif trained != samples:
-            taken = (
-                f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES}"
-                f" requests {samples:,}"
-            )
-            yield (
-                f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's"
-                " share do not count towards the next"
-            )
-        if lost := job.lost_at_ramp_end:
-            buffer = f"the buffer of {sizes.to_load:,} rows is dropped with the ramp"
-            rows = f"{trained:,} trained, {trained + lost:,} loaded"
-            yield (
-                f"at the end of the ramp {lost:,} loaded rows are never trained on:"
-                f" {buffer} ({rows})"
-            )
-        buffered = (
-            f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint"
-            " contains"
+        yield from _ramp_notes(job)
+    yield from _pipeline_notes(job)
+    if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
+        refusals = "; ".join(
+            str(problem) for problem in job.planned.problems or (job.planned,)
         )
-        replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
-        yield Always(
-            f"a resume within the ramp loses {buffered}, and is one batch behind:"
-            f" {replay}"
+        yield f"rampup itself would refuse this file: {refusals}"
+
+
+def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
+    """Yield what MaxText's ramp ignores, takes, and loses at its end and at a resume."""
+    sizes, passes = job.sizes, job[ACCUMULATION]
+    *ramp, (steps, _, trained) = job.ramp_phases
+    samples = job[SAMPLES]
+    if passes > 1:
+        shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (
+            len(ramp) > MAX_LISTED_PHASES
         )
-        number = f"each of the {len(job.ramp_phases):,} batch sizes"
+        batches = (
+            f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples"
+            f" in {steps:,} steps)"
+        )
+        jump = (
+            f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here"
+            " include the factor in every batch"
+        )
         yield (
-            f"{number} is compiled at its first step; only the final one is lowered at"
-            " the start"
+            f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the"
+            f" batch {jump}"
         )
+    if samples < 1:
+        yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
+    elif trained != samples:
+        taken = (
+            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES}"
+            f" requests {samples:,}"
+        )
+        yield (
+            f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's"
+            " share do not count towards the next"
+        )
+    if lost := job.lost_at_ramp_end:
+        buffer = f"the buffer of {sizes.to_load:,} rows is dropped with the ramp"
+        rows = f"{trained:,} trained, {trained + lost:,} loaded"
+        yield (
+            f"at the end of the ramp {lost:,} loaded rows are never trained on:"
+            f" {buffer} ({rows})"
+        )
+    buffered = (
+        f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint"
+        " contains"
+    )
+    replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
+    yield Always(
+        f"a resume within the ramp loses {buffered}, and is one batch behind: {replay}"
+    )
+    number = f"each of the {len(job.ramp_phases):,} batch sizes"
+    yield (
+        f"{number} is compiled at its first step; only the final one is lowered at"
+        " the start"
+    )
+
+
+def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
+    """Yield which keys a pipeline ignores, what it does not check, and where it
+    waits.
+    """
+    sizes, passes = job.sizes, job[ACCUMULATION]
     if not job.is_piped:
         if ignored := [
             key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO
@@ -1130,11 +1162,6 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             f"each of the {passes} accumulation passes waits for the pipeline to fill;"
             f" {once}"
         )
-    if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
-        refusals = "; ".join(
-            str(problem) for problem in job.planned.problems or (job.planned,)
-        )
-        yield f"rampup itself would refuse this file: {refusals}"
 
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")

@@ -270,87 +270,97 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with
     underscores or dashes), a script or a command.
     """
-    reading = read_source(source, overrides, launch)
-    settings = [setting.partition("=") for setting in reading.overrides]
-    renamed = [
-        (canonical(name) if launch.known(name) and name[0] != "-" else name, *value)
-        for name, *value in settings
-    ]
-    overridden = {name for name, *_ in renamed}
-    notes = [*reading.notes]
-    command = reading.command
-    if command is not None and _starts_swift(command):
-        notes.append("ms-swift starts this: the rules are those of Megatron-LM.")
-    if command is None:
-        # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a
-        # script.
-        groups = {name.rpartition(".")[0] for name in reading.leaves}
-        later = sorted(
-            group
-            for group in groups
-            if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups
-        )
-        notes += (
-            [f"{', '.join(later)}: the keys of another run, which are not read."]
-            if later
-            else []
-        )
-        located = _least_nested(reading, later, overridden)
-    else:
-        located = _find_devices(command, reading.leaves, overridden)
-        hints = re.search(
-            "gpu|node|world|data_parallel_size", " ".join({*located, *overridden})
-        )
-        is_alone = _starts_one_process(command) and not hints
-        if is_alone and all(
-            located[axis].value == 1 for axis in AXES if axis in located
-        ):
-            located["world_size"] = command.locate(1)
-            one = (
-                "the command says no number of processes, so it is one, with one device"
-            )
-            notes.append(f"{one}; if a launcher does, add world_size=N.")
+    reading = _rename(read_source(source, overrides, launch), launch)
+    overridden = {setting.partition("=")[0] for setting in reading.overrides}
+    read_devices = _read_yaml if reading.command is None else _read_command
+    reading = read_devices(reading, overridden)
+    located = reading.leaves
     # What a script does not say about the devices is one question: the size of the job.
     if any(name in located and _is_open(located[name]) for name in _DEVICES):
-        located = {
-            name: value for name, value in located.items() if name not in _DEVICES
-        }
+        located = {name: at for name, at in located.items() if name not in _DEVICES}
+        reading = dataclasses.replace(reading, leaves=located)
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
     # that of layers.
-    depends = not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden})
-    entries = (
-        {
+    entries = KEYS
+    if not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden}):
+        entries = {
             name: dataclasses.replace(entry, optional=False)
             for name, entry in KEYS.items()
         }
-        if depends
-        else KEYS
-    )
-    reading = dataclasses.replace(
-        reading,
-        leaves=located,
-        overrides=["".join(setting) for setting in renamed],
-        repeated={canonical(name): line for name, line in reading.repeated.items()},
-        notes=tuple(notes),
-    )
-    # Megatron refuses unknown options behind its program; those before it are the
-    # launcher's.
-    words = () if command is None else command.words
-    behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
-    own = {
-        canonical(word.partition("=")[0]) for word in behind if word.startswith("--")
-    }
-    is_flat = command is None and not {"devices", "num_nodes"} & located.keys()
-    if is_flat:  # a file of Megatron's arguments
-        own = {*located}
-    looked_up = {
-        name: place
-        for name, place in located.items()
-        if name in own and name not in KEYS and name not in overridden
-    }
-    decides = _SIZES if is_flat or command else _LAYOUTS
+    own = _own_options(reading)
+    decides = _LAYOUTS if own is None else _SIZES
     launch = dataclasses.replace(launch, entries=entries, decides=decides)
+    looked_up = {
+        name: located[name] for name in (own or set()) - KEYS.keys() - overridden
+    }
     return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
+
+
+def _rename(reading: Reading, launch: Launch) -> Reading:
+    """Return a reading whose settings have Megatron's own names."""
+    settings = [setting.partition("=") for setting in reading.overrides]
+    renamed = [
+        canonical(name) + equals + value
+        if launch.known(name) and name[0] != "-"
+        else name + equals + value
+        for name, equals, value in settings
+    ]
+    repeated = {canonical(name): line for name, line in reading.repeated.items()}
+    return dataclasses.replace(reading, overrides=renamed, repeated=repeated)
+
+
+def _read_yaml(reading: Reading, overridden: Collection[str]) -> Reading:
+    """Return a YAML file by Megatron's names, without the keys of further runs: groups
+    such as MODEL_ARGS_2 beside MODEL_ARGS, as those in a script.
+    """
+    groups = {name.rpartition(".")[0] for name in reading.leaves}
+    later = sorted(
+        group
+        for group in groups
+        if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups
+    )
+    notes = reading.notes
+    if later:
+        said = f"{', '.join(later)}: the keys of another run, which are not read."
+        notes = (*notes, said)
+    located = _least_nested(reading, later, overridden)
+    return dataclasses.replace(reading, leaves=located, notes=notes)
+
+
+def _read_command(reading: Reading, overridden: Collection[str]) -> Reading:
+    """Return a command with the devices that its launcher says, or the one of a process
+    that nothing launches.
+    """
+    assert reading.command is not None
+    notes = [*reading.notes]
+    if _starts_swift(reading.command):
+        notes.append("ms-swift starts this: the rules are those of Megatron-LM.")
+    located = _find_devices(reading.command, reading.leaves, overridden)
+    hints = re.search(
+        "gpu|node|world|data_parallel_size", " ".join({*located, *overridden})
+    )
+    is_whole = all(located[axis].value == 1 for axis in AXES if axis in located)
+    if _starts_one_process(reading.command) and not hints and is_whole:
+        located["world_size"] = reading.command.locate(1)
+        notes.append(
+            "the command says no number of processes, so it is one, with one device; if"
+            " a launcher does, add world_size=N."
+        )
+    return dataclasses.replace(reading, leaves=located, notes=tuple(notes))
+
+
+def _own_options(reading: Reading) -> set[str] | None:
+    """Return the keys that Megatron itself looks up, and refuses if it does not have
+    them: those behind its program, not those of the launcher, or all of a flat file.
+    None for a file of NeMo.
+    """
+    if reading.command is None:
+        is_nemo = not {"devices", "num_nodes"}.isdisjoint(reading.leaves)
+        return None if is_nemo else {*reading.leaves}
+    words = reading.command.words
+    behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
+    options = (word.partition("=")[0] for word in behind if word.startswith("--"))
+    return {canonical(word) for word in options} & reading.leaves.keys()
 
 
 def _least_nested(
@@ -1196,31 +1206,14 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
 
 
 def _notes(job: MegatronJob) -> Iterator[str]:
-    if (
-        "devices" in job.settings.given
-        and not {"num_nodes", "world_size"} & job.settings.given
-    ):
+    """Yield what is special to the file, its ramp, and its version and pipeline."""
+    given = job.settings.given
+    if "devices" in given and not {"num_nodes", "world_size"} & given:
         yield (
             "num_nodes is not in the file: one node is taken, as NeMo does; add"
             " num_nodes=N if the launcher sets it."
         )
-    known = load_known_keys("megatron")
-    if foreign := with_lines(
-        {
-            name: place
-            for name, place in job.settings.looked_up.items()
-            if known.life(name) is None
-        }
-    ):
-        said = (
-            "Megatron-LM stops at options that it does not have, such as"
-            f" {', '.join(foreign[:6])}"
-        )
-        yield (
-            f"{said}: this is for a fork or another version. They are taken as options"
-            " that change no size"
-        )
-    is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
+    yield from _foreign_options(job)
     if job.ramp is not None and job.has_ramp:
         phases = [(p.start_step, p.global_batch_size) for p in job.ramp.phases]
         yield from ends_before_ramp(job.total_steps(), phases)
@@ -1228,95 +1221,128 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         count = math.gcd(*job.num_microbatches)
         yield from few_samples_per_pass(count, job.micro, MICRO)
     if job.has_schedule:
-        kept = [entry.text for entry in job.thresholds]
-        if not job.unreadable and job.written_entries != kept:
-            yield (
-                f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done"
-                f" here: {_listed(kept)}"
-            )
-        if job["seq_length"] is None:
-            yield (
-                "thresholds are taken as samples; Megatron's command line always takes"
-                " them as tokens (give seq_length=N)"
-            )
-        for pair in job.thresholds:
-            threshold, _, size = pair.text.partition(":")
-            if pair.samples != pair.as_run:
-                exact = f"threshold {threshold} is {pair.samples:,} samples exactly"
-                yield (
-                    f"{exact} and {pair.as_run:,} in Megatron's floating-point product"
-                )
-            if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
-                yield f"{pair.text}: the size is silently truncated to {pair.size}"
-        if job.ramp is not None:
-            skipped = len({entry.size for entry in job.thresholds}) - len(
-                set(job.ramp.sizes)
-            )
-            if skipped > 0:
-                yield f"{skipped:,} sizes are skipped by one large step and never run"
-            yield Always(
-                "evaluation uses one micro batch per replica unless"
-                " eval_global_batch_size is given"
-            )
+        yield from _schedule_notes(job)
     elif job.linear is not None and job.ramp is not None:
-        linear, ramp = job.linear, job.ramp
-        if linear.unit > 1:
-            yield (
-                f"{DECREASE}: every batch is rounded down to a multiple of"
-                f" {linear.unit:,}: {_listed(ramp.sizes)}"
-            )
-        for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
-            if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
-                change = (
-                    f"changes to {phase.global_batch_size:,} at step"
-                    f" {phase.start_step:,} (sample {phase.start_sample:,})"
-                )
-                theirs = (
-                    f"Megatron's floating-point division has {row[1]:,} from step"
-                    f" {row[0]:,} (sample {row[2]:,})"
-                )
-                yield (
-                    f"exact arithmetic {change}; {theirs}; later phases may differ too"
-                )
-                break
-        skipped = linear.num_increments + 1 - len(ramp.phases)
-        if skipped and linear.unit == 1:
-            yield (
-                f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by"
-                " one large step and never run"
-            )
-        yield Always(
-            "at every change Megatron saves a checkpoint; the learning rate follows"
-            " samples and is not scaled with the batch"
-        )
+        yield from _linear_notes(job.linear, job.ramp)
     elif job[DECREASE] and job.ramp is not None and job.ramp.sizes[-1] != job.final:
         yield (
             f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a"
             f" multiple of {job.unit:,}"
         )
-    # Which version the report speaks for, if a linear ramp depends on it, and what the
-    # other one does.
-    if job.has_linear and not is_nemo and not {PARTITION, "deepspeed"} & {*job.uneven}:
-        since = (
-            f"it has no effect without {SCHEDULE}, and the batch is {job.final:,} from"
-            f" the first step ({VERSION}=head)"
+    yield from _version_notes(job)
+    yield from _pipeline_notes(job)
+
+
+def _foreign_options(job: MegatronJob) -> Iterator[str]:
+    """Yield a note on options that no Megatron has."""
+    known = load_known_keys("megatron")
+    foreign = {
+        name: place
+        for name, place in job.settings.looked_up.items()
+        if known.life(name) is None
+    }
+    if foreign:
+        yield (
+            "Megatron-LM stops at options that it does not have, such as"
+            f" {', '.join(with_lines(foreign)[:6])}: this is for a fork or another"
+            " version. They are taken as options that change no size"
         )
+
+
+def _schedule_notes(job: MegatronJob) -> Iterator[str]:
+    """Yield what Megatron makes of the entries of a schedule in steps."""
+    kept = [entry.text for entry in job.thresholds]
+    if not job.unreadable and job.written_entries != kept:
+        yield (
+            f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done"
+            f" here: {_listed(kept)}"
+        )
+    if job["seq_length"] is None:
+        yield (
+            "thresholds are taken as samples; Megatron's command line always takes"
+            " them as tokens (give seq_length=N)"
+        )
+    for pair in job.thresholds:
+        threshold, _, size = pair.text.partition(":")
+        if pair.samples != pair.as_run:
+            exact = f"threshold {threshold} is {pair.samples:,} samples exactly"
+            yield (f"{exact} and {pair.as_run:,} in Megatron's floating-point product")
+        if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
+            yield f"{pair.text}: the size is silently truncated to {pair.size}"
+    if job.ramp is not None:
+        skipped = len({entry.size for entry in job.thresholds}) - len(
+            set(job.ramp.sizes)
+        )
+        if skipped > 0:
+            yield f"{skipped:,} sizes are skipped by one large step and never run"
+        yield Always(
+            "evaluation uses one micro batch per replica unless"
+            " eval_global_batch_size is given"
+        )
+
+
+def _linear_notes(linear: LinearRamp, ramp: BatchRamp) -> Iterator[str]:
+    """Yield what a linear ramp rounds, skips and saves."""
+    if linear.unit > 1:
+        yield (
+            f"{DECREASE}: every batch is rounded down to a multiple of"
+            f" {linear.unit:,}: {_listed(ramp.sizes)}"
+        )
+    for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
+        if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
+            change = (
+                f"changes to {phase.global_batch_size:,} at step"
+                f" {phase.start_step:,} (sample {phase.start_sample:,})"
+            )
+            theirs = (
+                f"Megatron's floating-point division has {row[1]:,} from step"
+                f" {row[0]:,} (sample {row[2]:,})"
+            )
+            yield (f"exact arithmetic {change}; {theirs}; later phases may differ too")
+            break
+    skipped = linear.num_increments + 1 - len(ramp.phases)
+    if skipped and linear.unit == 1:
+        yield (
+            f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by"
+            " one large step and never run"
+        )
+    yield Always(
+        "at every change Megatron saves a checkpoint; the learning rate follows"
+        " samples and is not scaled with the batch"
+    )
+
+
+def _version_notes(job: MegatronJob) -> Iterator[str]:
+    """Yield for which version the report speaks, if a linear ramp depends on it, and
+    what the other one does.
+    """
+    is_nemo = not {"num_nodes", "devices"}.isdisjoint(job.settings.given)
+    if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
+        yield (
+            "NeMo 2 ends the job at every change of the batch, to be restarted with the"
+            " devices for the next"
+        )
+    if job[RAMP] is None:
+        return
+    if job.has_schedule:
+        yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
+    elif not job.has_linear:
+        yield (
+            f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a"
+            f" warning: the batch is {job.final:,} from the first step. Give {SCHEDULE}"
+            f" instead, or {VERSION}=legacy for older versions"
+        )
+    elif not is_nemo and not {PARTITION, "deepspeed"} & {*job.uneven}:
         yield (
             f"this is what {RAMP} does in Megatron-LM until April 2026 and"
-            f" megatron-core up to 0.16; since then {since}"
+            " megatron-core up to 0.16; since then it has no effect without"
+            f" {SCHEDULE}, and the batch is {job.final:,} from the first step"
+            f" ({VERSION}=head)"
         )
-    elif job[RAMP] is not None and job.has_schedule:
-        yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
-    elif job[RAMP] is not None and not job.has_linear:
-        batch = f"the batch is {job.final:,} from the first step"
-        warns = (
-            f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a"
-            " warning"
-        )
-        yield (
-            f"{warns}: {batch}. Give {SCHEDULE} instead, or {VERSION}=legacy for older"
-            " versions"
-        )
+
+
+def _pipeline_notes(job: MegatronJob) -> Iterator[str]:
+    """Yield what is not checked of a pipeline, and where it waits."""
     if job.uneven and job.stages > 1:
         yield (
             f"{' and '.join(job.uneven)}: how layers are split is not checked, and the"
@@ -1324,11 +1350,6 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         )
     if job.chunks > 1 and job.stages == 1:
         yield "there is one pipeline stage: its layer chunks change nothing"
-    if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
-        yield (
-            "NeMo 2 ends the job at every change of the batch, to be restarted with the"
-            " devices for the next"
-        )
     if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
         yield (
             f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are"
