@@ -131,7 +131,7 @@ class Container(NamedTuple):
     """
 
     script: str
-    line: int
+    line: int | None  # of its commands; None for those of the script
     machine: Machine = Machine()
 
 

@@ -12,9 +12,8 @@ import difflib
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from rampup.contrib.check.known import (
     sections_of,
     with_lines,
 )
-from rampup.contrib.check.launchers import find_containers
+from rampup.contrib.check.launchers import Container, find_containers
 from rampup.contrib.check.shell.script import SCRIPTS, Command, read_commands
 from rampup.contrib.check.shell.values import (
     ARGUMENT,
@@ -222,82 +221,93 @@ def type_settings(
         )
         raise ConfigError(said, key="from", path=reading.path)
     problems: list[RampupError] = [*reading.questions]
-    later = []
-    for name, line in reading.repeated.items():
-        if name not in entries:
-            later.append(
-                f"{name} is given twice, again in line {line}; the last one counts."
-            )
-        elif name not in chosen:
-            said = f"{name} is given twice; choose one with {name}=..."
-            problems.append(ConfigError(said, key=name, path=reading.path, line=line))
-    problems += _find_mappings(
-        {name: value for name, value in reading.leaves.items() if name not in chosen},
-        entries,
-    )
+    problems += _find_doubles(reading, entries.keys() - chosen.keys())
+    written = {key: at for key, at in reading.leaves.items() if key not in chosen}
+    problems += _find_mappings(written, entries)
     problems += _find_misspelt(given, entries)
-    others = {name: value for name, value in given.items() if name not in entries}
     if launch.keys:
         problems += find_questions(
-            others,
+            {name: value for name, value in given.items() if name not in entries},
             launch.unread,
             load_known_keys(launch.keys),
             system,
             launch.decides or _decides(entries),
             launch.repeats,
         )
-    located = {
-        name: Located(value=value, path=f"a base file of {system}")
-        for name, value in defaults.items()
-    } | given
-    values = {name: entry.default for name, entry in entries.items()}
     notes = [*reading.notes]
     notes += [
         f"{said}: the rules do not follow it."
         for _, said, _ in find_unread(given, launch.unread, asks=False)
     ]
-    for name, entry in located.items():
-        if name not in entries:
-            continue
+    path = f"a base file of {system}"
+    located = {name: Located(value=at, path=path) for name, at in defaults.items()}
+    located |= given
+    values = {name: entry.default for name, entry in entries.items()}
+    for name in located.keys() & entries.keys():
+        place = located[name]
         try:
-            value = resolve_reference(entry.value, name, located, values)
-            if isinstance(value, str) and (unknown := unknown_names(value)):
-                # The error has the `key=value` that would settle it.
-                variables = [word for word in unknown if word.isidentifier()]
-                settle = (
-                    f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
-                )
-                if ARGUMENT in value or re.search(r"\$\{?\d", explain_unknown(value)):
-                    settle += (
-                        ", or the script's arguments: `rampup check ... -- bash FILE"
-                        " ARGUMENTS`"
-                    )
-                said = (
-                    f"{name}={show_unknown(value)[:100]}: {explain_unknown(value)}; add"
-                    f" {settle}"
-                )
-                error = ConfigError(said, key=name)
+            value = resolve_reference(place.value, name, located, values)
+            if isinstance(value, str) and unknown_names(value):
+                question = _ask_for(name, value)
                 if not entries[name].optional:
-                    raise error
-                notes.append(f"{error}. The numbers of a step are the same without it.")
+                    raise question
+                notes.append(
+                    f"{question}. The numbers of a step are the same without it."
+                )
                 known.discard(name)
-                continue
-            values[name] = entries[name].key.convert(name, value)
+            else:
+                values[name] = entries[name].key.convert(name, value)
         except ConfigError as error:
             problems.append(
                 ConfigError(
                     str(error),
                     key=name,
                     nearest=error.nearest,
-                    path=entry.path,
-                    line=entry.line,
+                    path=place.path,
+                    line=place.line,
                 )
             )
     raise_together(problems)
     notes += _idle_devices(reading.command, launch, values)
+    notes += [
+        f"{name} is given twice, again in line {line}; the last one counts."
+        for name, line in reading.repeated.items()
+        if name not in entries
+    ]
     others = {name: value for name, value in located.items() if name not in entries}
     return Settings(
-        values=values, given=frozenset(known), others=others, notes=(*notes, *later)
+        values=values, given=frozenset(known), others=others, notes=tuple(notes)
+    )
+
+
+def _find_doubles(reading: Reading, keys: Set[str]) -> Iterator[ConfigError]:
+    """Yield an error for each of some keys that a file gives twice."""
+    for name, line in reading.repeated.items():
+        if name in keys:
+            yield ConfigError(
+                f"{name} is given twice",
+                fix=f"choose one with {name}=...",
+                key=name,
+                path=reading.path,
+                line=line,
+            )
+
+
+def _ask_for(name: str, value: str) -> ConfigError:
+    """Return the question for a value with unknown parts, with the `key=value` that
+    would settle it.
+    """
+    variables = [word for word in unknown_names(value) if word.isidentifier()]
+    settle = f"{name}=..."
+    if variables:
+        settle = f"{variables[0]}=..., or {settle}"
+    why = explain_unknown(value)
+    if ARGUMENT in value or re.search(r"\$\{?\d", why):
+        settle += (
+            ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
+        )
+    return ConfigError(
+        f"{name}={show_unknown(value)[:100]}: {why}", fix=f"add {settle}", key=name
     )
 
 
@@ -566,89 +576,96 @@ def read_source(
     there. A script without a command that starts the system is an error if `strict`, or
     else sets nothing.
     """
-    is_file = not isinstance(source, tuple)
-    path, text = (
-        (COMMAND_LINE, shlex.join(source))
-        if isinstance(source, tuple)
-        else (str(source), read_text(source))
-    )
-    is_script = text.startswith("#!") or path.endswith(SCRIPTS)
-    suffix = Path(path).suffix
-    if is_file and launch.python is not None and suffix in (".py", ".ipynb"):
+    if isinstance(source, tuple):
+        return _read_commands(
+            shlex.join(source), COMMAND_LINE, overrides, launch, strict, line=0
+        )
+    path, suffix = str(source), Path(source).suffix
+    if launch.python is not None and suffix in (".py", ".ipynb"):
         leaves = launch.python(path, overrides)
         recognized = len(leaves) >= MIN_MATCHES
         return Reading(
             path=path, leaves=leaves, overrides=overrides, recognized=recognized
         )
-    if is_file and (kind := _UNREAD.get(suffix)):
+    text = read_text(source)
+    if kind := _UNREAD.get(suffix):
         raise ConfigError(
-            f"this is {kind}, which is not read; paste its command: `rampup check --"
-            " COMMAND ...`",
+            f"this is {kind}, which is not read",
+            fix="paste its command: `rampup check -- COMMAND ...`",
             path=path,
         )
-    is_yaml = (
+    is_script = text.startswith("#!") or path.endswith(SCRIPTS)
+    is_yaml = not is_script and (
         text.lstrip().startswith("{")
         or _YAML_KEY.search(text)
         or not _COMMAND_WORD.search(text)
     )
-    containers = find_containers(text) if is_file and is_yaml and not is_script else []
-    if is_file and is_yaml and not is_script and not containers:
-        leaves, repeated = read_leaves(text, path)
-        parents = leaves[PARENT].value if PARENT in leaves else None
-        recognized = isinstance(parents, list) and any(
-            isinstance(name, str) and name in launch.bases for name in parents
-        )
-        return Reading(
-            path=path,
-            leaves=leaves,
-            overrides=overrides,
-            repeated=repeated,
-            recognized=recognized,
-        )
+    if not is_yaml:
+        return _read_commands(text, path, overrides, launch, strict)
+    if containers := find_containers(text):
+        return _read_commands(text, path, overrides, launch, strict, containers)
+    leaves, repeated = read_leaves(text, path)
+    parents = leaves[PARENT].value if PARENT in leaves else None
+    recognized = isinstance(parents, list) and any(
+        isinstance(name, str) and name in launch.bases for name in parents
+    )
+    return Reading(
+        path=path,
+        leaves=leaves,
+        overrides=overrides,
+        repeated=repeated,
+        recognized=recognized,
+    )
+
+
+def _read_commands(
+    text: str,
+    path: str,
+    overrides: Sequence[str],
+    launch: Launch,
+    strict: bool,
+    containers: Sequence[Container] = (),
+    line: int | None = None,
+) -> Reading:
+    """Read a script, the commands of some containers, or a command, whose `line` is
+    0.
+    """
     settings = [setting.partition("=") for setting in overrides]
     given = {
         name: value
         for name, equals, value in settings
         if equals and name.isidentifier() and not launch.known(name)
     }
-    read = partial(
-        read_commands,
-        path=path,
-        given=given,
-        nested=launch.program,
-        relevant=launch.relevant,
-        environment=launch.environment,
-    )
-    if containers:
-        commands = [
-            command._replace(machine=row.machine)
-            for row in containers
-            for command in read(row.script, line=row.line)
-        ]
-    else:
-        commands = read(text, line=None if is_file else 0)
-    started = {
-        row.script for row in commands if given and row.script and not row.unread
-    }
-    texts = [text * is_file, *map(read_text, started)]
-    # Slurm's variables count where the script does not name them.
-    variables = {
-        name
-        for name in given
-        if name.startswith("SLURM_")
-        or any(re.search(rf"\b{name}\b", text) for text in texts)
-    }
+    scripts = containers or [Container(text, line)]
+    commands = [
+        command._replace(machine=row.machine)
+        for row in scripts
+        for command in read_commands(
+            row.script,
+            path,
+            given,
+            launch.program,
+            launch.relevant,
+            row.line,
+            launch.environment,
+        )
+    ]
+    started = {row.script for row in commands if row.script and not row.unread}
+    whole = "\n".join(["" if line == 0 else text, *map(read_text, started)])
     reading = _ask_of_forks(_choose(commands, overrides, launch, path, strict), launch)
+    # A name that only the scripts have is a variable. Those of Slurm count where the
+    # script does not name them.
     kept = [
-        item
-        for item in reading.overrides
-        if (name := item.partition("=")[0]) not in variables or name in reading.leaves
+        setting
+        for setting in reading.overrides
+        if (name := setting.partition("=")[0]) in reading.leaves
+        or name not in given
+        or not (name.startswith("SLURM_") or re.search(rf"\b{name}\b", whole))
     ]
     seen = [
         f"{name}={value[:_SHOWN]}"
         for name, value in launch.environment.items()
-        if name not in given
-        and any(re.search(rf"\$\{{?{re.escape(name)}\b", text) for text in texts)
+        if name not in given and re.search(rf"\$\{{?{re.escape(name)}\b", whole)
     ]
     notes = [f"of this shell's environment: {', '.join(seen)}."] if seen else []
     return dataclasses.replace(reading, overrides=kept, notes=(*reading.notes, *notes))
