@@ -123,7 +123,7 @@ _ROOMS = {
     "rampup.data": ("BatchLoader BatchOptions"),
     "rampup.engine": ("AdamSchedule LearningRate TrainStep"),
     "rampup.checks": ("LossProblem LossReport ParameterCheck StepReport"),
-    "rampup.loop": ("Component Summary"),
+    "rampup.loop": ("Component Summary ramp_to_continue"),
     "rampup.lm": ("LoadedRun Run"),
     "rampup.plan.topology": ("Topology"),
     "rampup.contrib.check": ("check_command check_file"),

@@ -24,11 +24,10 @@ from rampup.plan.ramp_keys import AUTO_SCHEDULE
 
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
-    """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that
+    """Return what a checkpoint has of the ramp beside its rows, as JSON: the keys that
     define it, and the devices.
     """
     return {
-        "ramp": plan.ramp.to_rows(),
         "ramp_keys": ramp_keys(config),
         "num_devices": plan.num_devices,
         "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
@@ -43,7 +42,8 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
 def plan_to_resume(
     config: Config, num_devices: int, record: Mapping[str, Any]
 ) -> RampPlan:
-    """Return the plan of a resumed run from its checkpoint's `ramp_record` and `step`.
+    """Return the plan of a resumed run from its checkpoint's `ramp_record`, with the
+    rows of its `ramp`, and `step`.
 
     Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError
     gives the nearest numbers of devices that can split them. For another ramp,

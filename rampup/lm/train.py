@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,11 @@ from rampup.engine.step import EvalStep, TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.transformer import LanguageModel, matrices
-from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
+from rampup.loop.checkpoint import (
+    CheckpointOptions,
+    SavedCheckpoint,
+    reading_record,
+)
 from rampup.loop.components import AutoBatch, Component, NoiseAverages, SameRun
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
@@ -65,7 +70,7 @@ from rampup.loop.metrics import (
     WandbWriter,
     required,
 )
-from rampup.loop.run_folder import as_path
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, as_path
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import default_half_life
 from rampup.plan.numbers import AUTO
@@ -129,7 +134,10 @@ def train(
     )
 
     def make(saved: SavedCheckpoint | None) -> Run:
-        ramp = None if saved is None else ramp_before(saved.record)
+        ramp = None
+        if saved is not None:
+            with reading_record(Path(CHECKPOINT_FOLDER), saved.step):
+                ramp = ramp_before(saved.record)
         num_devices = jax.device_count()
         plan = (
             build_plan(config, num_devices)
@@ -164,9 +172,14 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if RAMP_RECORD not in record:
         return None
     found: dict[str, Any] = record[RAMP_RECORD]
+    rows = [list(map(operator.index, row)) for row in record[RAMP_ROWS]]
     return {
         **found,
-        "ramp": record.get(RAMP_ROWS, found["ramp"]),
+        "ramp": BatchRamp.from_rows(rows).to_rows(),
+        "ramp_keys": dict(found["ramp_keys"]),
+        "num_devices": operator.index(found["num_devices"]),
+        "eval_global_batch_size": found["eval_global_batch_size"],
+        "eval_per_device_batch_size": found["eval_per_device_batch_size"],
         "step": record["step"],
     }
 

@@ -11,6 +11,7 @@ from rampup import load_name
 _HOME = {
     "Component": "rampup.loop.components",
     "Summary": "rampup.loop.loop",
+    "ramp_to_continue": "rampup.loop.loop",
 }
 __all__ = sorted(_HOME)
 

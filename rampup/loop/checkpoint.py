@@ -20,7 +20,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,23 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
             f"the record of {checkpoint} is of step {record.get('step')!r:.100}"
         )
     return record
+
+
+@contextlib.contextmanager
+def reading_record(folder: Path, step: int) -> Iterator[None]:
+    """Say in words that the record of an intact checkpoint does not have what a reader
+    expects, as after a change by hand.
+    """
+    try:
+        yield
+    except (ResumeMismatchError, StorageError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ResumeMismatchError(
+            f"the record of {folder / str(step)} is damaged:"
+            f" {type(error).__name__}: {error}"[:500],
+            fix="move it away to resume from the one before",
+        ) from error
 
 
 def read_state(folder: Path, step: int, state: Any) -> Any:

@@ -19,11 +19,13 @@ holds:
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -31,8 +33,18 @@ from typing import Any
 
 import jax
 
-from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
-from rampup.errors import DataError, ResumeMismatchError, StorageError
+from rampup.engine.processes import (
+    broadcast_from_process0,
+    check_joined,
+    first_problem,
+    is_primary,
+)
+from rampup.errors import (
+    DataEndedError,
+    DataError,
+    ResumeMismatchError,
+    StorageError,
+)
 from rampup.loop import events
 from rampup.loop.checkpoint import (
     CheckpointOptions,
@@ -40,6 +52,7 @@ from rampup.loop.checkpoint import (
     SavedCheckpoint,
     checkpoint_steps,
     find_checkpoint,
+    reading_record,
 )
 from rampup.loop.components import (
     Component,
@@ -69,8 +82,11 @@ from rampup.loop.run_folder import (
     write_whole,
 )
 from rampup.plan.noise_scale import default_half_life
+from rampup.plan.ramp import BatchRamp
 
 NAMED_FILES = 10  # in an error message, if the data have changed
+SILENT_SECONDS = 60.0  # after which another process of a loop of one's own is gone
+ENDED_FILE = "data_ended.json"  # the step for which the run had no rows
 # Parts of a checkpoint's record besides those of the components.
 RAMP_ROWS = "ramp_rows"
 SCHEDULE_STEPS = "schedule_steps"
@@ -171,8 +187,12 @@ class Loop:
                 *self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER))
             )
 
-    def _owned(self) -> contextlib.AbstractContextManager[None]:
-        return own_run(self.folder, shared=bool(self.checkpoints.checkpoint_period))
+    @contextlib.contextmanager
+    def _owned(self) -> Iterator[None]:
+        """Own the folder, and end in words if another process fails or is gone."""
+        shared = bool(self.checkpoints.checkpoint_period)
+        with watchdog(SILENT_SECONDS), own_run(self.folder, shared=shared):
+            yield
 
     def restore(
         self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None
@@ -188,43 +208,13 @@ class Loop:
         """
         if saved is None:
             return state, 0
-        ramp, found = ramp_before or self.plan.ramp, saved.record
-        expected = self._identity(ramp, saved.step)
-        changed = {
-            key: (found.get(key), value)
-            for key, value in expected.items()
-            if found.get(key) != value
-        }
-        if "fingerprint" in changed:
-            rows, _ = changed.pop(RAMP_ROWS, (None, None))
-            if rows is not None and (table := ramp.differences(rows)):
-                problem = (
-                    f"the ramp is not that of the checkpoint of step {saved.step} in"
-                    f" {self.folder}"
-                )
-                fix = "restore the ramp, or train in another folder"
-                raise ResumeMismatchError(
-                    f"{problem}:\n{table}\n{fix}", key="fingerprint"
-                )
-        if changed:
-            places = ("in the checkpoint", "here")
-            changes = {
-                key: describe_change(old, new, places, most=NAMED_FILES)
-                for key, (old, new) in changed.items()
-            }
-            table = "\n".join(
-                f"  {key}: {line}" for key, lines in changes.items() for line in lines
-            )
-            problem = (
-                f"the checkpoint of step {saved.step} in {self.folder} is of"
-                " another run"
-            )
-            fix = "set these keys back, or give the run another run_name"
-            raise ResumeMismatchError(
-                f"{problem}:\n{table}\n{fix}", key=next(iter(changed))
-            )
-        for component in self.components:
-            component.load(found)
+        if problem := first_problem(self._ended_data(saved.step)):
+            raise DataEndedError(problem)
+        found = saved.record
+        with reading_record(self.folder / CHECKPOINT_FOLDER, saved.step):
+            self._check_same_run(found, saved.step, ramp_before or self.plan.ramp)
+            for component in self.components:
+                component.load(found)
         with Checkpoints(
             self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed
         ) as checkpoints:
@@ -253,6 +243,53 @@ class Loop:
                     events.LearningRateChanged(step=step, plan=self.plan, **rates)
                 )
         return restored, saved.step
+
+    def _check_same_run(self, found: Mapping[str, Any], step: int, ramp: Any) -> None:
+        """Refuse a checkpoint after `step` steps whose ramp or identity is another."""
+        place = f"the checkpoint of step {step} in {self.folder}"
+        before, now = found.get(RAMP_ROWS), ramp.to_rows()
+        if 0 < getattr(ramp, "first_step", 0) <= step and before is not None:
+            # A ramp that goes on from here has to have the steps before in common.
+            before, now = _rows_before(before, step), _rows_before(now, step)
+        places = ("in the checkpoint", "here")
+        if before != now:
+            table = ramp.differences(found[RAMP_ROWS]) or "\n".join(
+                describe_change(before, now, places, most=1)
+            )
+            raise ResumeMismatchError(
+                f"the ramp is not that of {place}:\n{table}\nrestore the ramp, continue"
+                " it with rampup.loop.ramp_to_continue, or train in another folder",
+                key=RAMP_ROWS,
+            )
+        lines, first = [], None
+        for key, value in self.checkpoints.identity.items():
+            if found.get(key) != value:
+                first = first or key
+                changes = describe_change(
+                    found.get(key), value, places, most=NAMED_FILES
+                )
+                lines += [f"  {key}: {change}" for change in changes]
+        if lines:
+            table = "\n".join(lines)
+            raise ResumeMismatchError(
+                f"{place} is of another run:\n{table}\nset these keys back, or give the"
+                " run another run_name",
+                key=first,
+            )
+
+    def _ended_data(self, step: int) -> str:
+        """Return that the data of this run had ended after `step` steps, or ""."""
+        file = self.folder / ENDED_FILE
+        if not is_primary() or step >= self.plan.total_steps or not file.exists():
+            return ""
+        if _ended_step(file) != step:
+            return ""
+        return (
+            f"the data of the run in {self.folder} ended after step {step} of"
+            f" {self.plan.total_steps}, and a start from there might take the first"
+            f" rows again; give a plan of {step} steps, or, if the batches now go on"
+            f" with new rows, delete {file}"
+        )
 
     @property
     def _schedule_steps(self) -> int | None:
@@ -308,6 +345,9 @@ class Loop:
             )
             interrupted = done < plan.total_steps
             self._flush(metrics)
+            if isinstance(failure, DataEndedError) and is_primary():
+                content = json.dumps({"step": done, "problem": str(failure)})
+                write_whole(self.folder / ENDED_FILE, content.encode())
             # A checkpoint needs all processes, and a row that one cannot read may be no
             # problem for the others.
             can_save = failure is None or jax.process_count() == 1
@@ -427,6 +467,13 @@ class Loop:
                         self._save(checkpoints, next_plan, done, state, metrics)
                     if grows:
                         break
+                else:
+                    if done < plan.total_steps:
+                        raise DataEndedError(
+                            f"the batches ended after step {done} of"
+                            f" {plan.total_steps}",
+                            fix=f"give more rows, or a plan of {done} steps",
+                        )
             except DataError as error:
                 return done, state, error, plan
             finally:
@@ -468,7 +515,10 @@ class Loop:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all
         # steps before it.
         if self._flush(metrics):
-            record = self._identity(plan.ramp, done)
+            record: dict[str, Any] = {
+                **self.checkpoints.identity,
+                RAMP_ROWS: plan.ramp.to_rows(),
+            }
             record |= (
                 {}
                 if self._schedule_steps is None
@@ -498,15 +548,51 @@ class Loop:
             raise error
         self.on_event(events.StorageFailed(problem=str(error)))
 
-    def _identity(self, ramp: Any, step: int) -> dict[str, Any]:
-        """Return the values that must be the same in a checkpoint after `step` steps
-        and in the run that resumes it.
-        """
-        position = {
-            "consumed_samples": ramp.samples_before(step),
-            "fingerprint": ramp.fingerprint,
-        }
-        return {**position, **self.checkpoints.identity, RAMP_ROWS: ramp.to_rows()}
+
+def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRamp:
+    """Return the ramp with which the run in a folder goes on: that of its newest
+    checkpoint, and from there on the sizes of another one for the same samples.
+
+    It is for a loop of one's own what `on_plan_change=continue_by_samples` is for
+    `rampup train`. Make plan, step and `Loop` with it. Phases that are over need no
+    split, so the run may go on with more devices.
+
+    Args:
+        folder: the run's folder.
+        ramp: the ramp from here on, and all of it if there is no checkpoint.
+
+    Returns:
+        A ramp whose steps before the checkpoint are those that the run has done.
+
+    Raises:
+        ResumeMismatchError: every checkpoint is damaged, or the newest has no ramp.
+
+    Example:
+        >>> ramp = BatchRamp.from_schedule("0:8 100:16")
+        >>> ramp_to_continue("runs/a-new-one", ramp) == ramp
+        True
+    """
+    checkpoints = as_path(folder) / CHECKPOINT_FOLDER
+    saved = find_checkpoint(checkpoints)
+    if saved is None:
+        return ramp
+    with reading_record(checkpoints, saved.step):
+        before = BatchRamp.from_rows(saved.record[RAMP_ROWS])
+        return before.spliced_at(saved.step, ramp).resumed_at(saved.step)
+
+
+def _ended_step(file: Path) -> int | None:
+    """Return the step of a file that says that the data have ended, or None."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return found.get("step") if isinstance(found, dict) else None
+
+
+def _rows_before(rows: Sequence[Sequence[Any]], step: int) -> list[Sequence[Any]]:
+    """Return the rows of a ramp whose phases begin before a step."""
+    return [row for row in rows if row[0] < step]
 
 
 @contextlib.contextmanager

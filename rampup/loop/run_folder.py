@@ -19,7 +19,7 @@ import reprlib
 import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -340,8 +340,8 @@ def describe_damage(path: Path) -> str:
 
 
 def describe_gaps(path: Path, steps: int) -> str:
-    """Return which of the first steps have no line in metrics.jsonl, as a sentence; ""
-    if all have one.
+    """Return which of the first steps have no line in metrics.jsonl, or more than one,
+    as a sentence; "" if each has one.
     """
     lines = 0
     for part in _parts(path):
@@ -351,29 +351,38 @@ def describe_gaps(path: Path, steps: int) -> str:
             )
     if lines == steps:  # counted, as parsing takes long
         return ""
-    missing = sorted(set(range(steps)) - {line["step"] for line in read_lines(path)})
-    gaps = [
-        [step for _, step in gap]
-        for _, gap in itertools.groupby(
-            enumerate(missing), lambda pair: pair[1] - pair[0]
+    count = Counter(line["step"] for line in read_lines(path))
+    if missing := [step for step in range(steps) if not count[step]]:
+        return f"{path} has no line of {_name_steps(missing)}, which came before this start"
+    if twice := [step for step in range(steps) if count[step] > 1]:
+        return f"{path} has more than one line of {_name_steps(twice)}"
+    return ""
+
+
+def _name_steps(steps: list[int]) -> str:
+    """Return step numbers as text, such as "step 3, steps 7 to 9"."""
+    runs = [
+        [step for _, step in run]
+        for _, run in itertools.groupby(
+            enumerate(steps), lambda pair: pair[1] - pair[0]
         )
     ]
     named = [
-        f"step {gap[0]}" if len(gap) == 1 else f"steps {gap[0]} to {gap[-1]}"
-        for gap in gaps[:10]
+        f"step {run[0]}" if len(run) == 1 else f"steps {run[0]} to {run[-1]}"
+        for run in runs[:10]
     ]
-    more = f" (and {len(gaps) - 10} more gaps)" if len(gaps) > 10 else ""
-    return (
-        f"{path} has no line of {', '.join(named)}{more}, which came before this start"
-        if gaps
-        else ""
-    )
+    more = f" (and {len(runs) - 10} more gaps)" if len(runs) > 10 else ""
+    return f"{', '.join(named)}{more}"
 
 
 def _parts(path: Path) -> list[Path]:
     """Return the files that exist of metrics.jsonl or eval.jsonl: one, or in a bucket
     any number.
     """
+    if path.is_dir():
+        raise StorageError(
+            f"{path} is a folder and not a file", fix="move it away, or rename it"
+        )
     later = path.parent.glob(f"{path.stem}-*{path.suffix}") if is_bucket(path) else ()
     return [
         *([path] if path.exists() else []),

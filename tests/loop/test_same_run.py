@@ -1,0 +1,186 @@
+"""Tests of how a loop goes on: data that end, a ramp that changes, more devices, and
+records that are damaged.
+"""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import toy
+
+import rampup
+from rampup.errors import DataEndedError, ResumeMismatchError, StorageError
+from rampup.loop import ramp_to_continue
+from rampup.loop.checkpoint import write_checksums
+from rampup.loop.run_folder import describe_gaps
+
+ROWS = [{"n": np.int32(n), "x": np.float32(n % 7)} for n in range(48)]
+
+
+def run(
+    folder,
+    batches=None,
+    *,
+    ramp="0:8",
+    steps=10,
+    mesh="one",
+    period=3,
+    stop=None,
+    data=4,
+):
+    """Run or resume a loop, with the batches that a function makes of (step, start);
+    return the summary and the rows that were read.
+    """
+    mesh, tx, read = toy.mesh_of(mesh), optax.sgd(0.1), []
+    ramp = rampup.BatchRamp.from_schedule(ramp) if isinstance(ramp, str) else ramp
+    plan = rampup.RampPlan(
+        ramp=ramp,
+        splitter=rampup.BatchSplitter(data_parallel_size=mesh.shape["data"]),
+        num_devices=mesh.size,
+        total_steps=steps,
+    )
+
+    def loss_fn(params, batch, keys):
+        errors = (params["w"] - batch["x"]) ** 2
+        return errors.sum(), errors.size, {}
+
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+
+    def noted(start):
+        found = step.batches(ROWS, start) if batches is None else batches(step, start)
+        for batch in found:
+            read.extend(np.ravel(batch.chunks[0]["n"]).tolist())
+            yield batch
+
+    calls = iter(range(1000))
+    loop = rampup.Loop(
+        plan=plan,
+        step=step,
+        batches=noted,
+        folder=folder,
+        checkpoints=rampup.CheckpointOptions(checkpoint_period=period),
+        should_stop=lambda: next(calls) == stop,
+    )
+    _, summary = loop.run(rampup.create_state({"w": np.float32(0)}, tx, mesh))
+    return summary, read
+
+
+ENDINGS = {
+    "a stream at a step": lambda step, start: step.stream(iter(ROWS), start),
+    "a stream inside a step": lambda step, start: step.stream(iter(ROWS[:-2]), start),
+    "the remainder dropped": lambda step, start: step.stream(
+        iter(ROWS), start, drop_remainder=True
+    ),
+    "a generator": lambda step, start: (
+        batch for batch in step.batches(ROWS, start, stop=6)
+    ),
+}
+
+
+@pytest.mark.parametrize("batches", ENDINGS.values(), ids=ENDINGS)
+@pytest.mark.parametrize("period", [3, 4])
+def test_a_loop_whose_data_end_says_so_and_takes_no_row_twice(
+    tmp_path, batches, period
+):
+    """The steps before the end are saved. Another start reads nothing, a plan of as
+    many steps is finished, and new rows go on after the file is deleted.
+    """
+    with pytest.raises(DataEndedError, match="ended after"):
+        run(tmp_path, batches, period=period)
+    done = max(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]"))
+    assert done in (5, 6)
+    with pytest.raises(DataEndedError, match=rf"ended after step {done} of 10.*delete"):
+        run(tmp_path, batches, period=period)
+    summary, read = run(tmp_path, batches, steps=done)
+    assert (summary.steps, summary.interrupted, read) == (done, False, [])
+    (tmp_path / "data_ended.json").unlink()
+    new = {"n": np.int32(99), "x": np.float32(1)}
+    summary, read = run(
+        tmp_path, lambda step, start: step.stream(iter([new] * 99), start)
+    )
+    assert (summary.steps, set(read)) == (10, {99})
+
+
+@pytest.mark.parametrize("mesh", ["one", "data"])
+def test_a_loop_of_ones_own_goes_on_with_another_ramp(tmp_path, mesh):
+    """Its plan is made with the ramp of the checkpoint and the new sizes, also on more
+    devices than the first batches can be split for.
+    """
+    ramp = rampup.BatchRamp.from_schedule("0:2 4:4")
+    assert ramp_to_continue(tmp_path, ramp) == ramp
+    run(tmp_path, ramp=ramp, stop=5)
+    other = rampup.BatchRamp.from_schedule("0:2 16:8")
+    with pytest.raises(ResumeMismatchError, match="ramp_to_continue"):
+        run(tmp_path, ramp=other)
+    continued = ramp_to_continue(tmp_path, other)
+    assert continued.to_rows() == [[0, 0, 2], [2, 4, 4], [5, 16, 8]]
+    summary, read = run(tmp_path, ramp=continued, mesh=mesh, steps=7)
+    assert (summary.resumed_from, summary.steps) == (5, 7)
+    assert read[:16] == list(range(16, 32))
+    assert summary.consumed_samples == 16 + 2 * 8
+
+
+def test_a_ramp_that_goes_on_has_the_steps_that_were_done(tmp_path):
+    """A ramp that is resumed at a step, but had other batches before it, is refused."""
+    run(tmp_path, ramp="0:2 4:4", stop=5)
+    other = rampup.BatchRamp.from_schedule("0:4").resumed_at(5)
+    with pytest.raises(ResumeMismatchError, match="the ramp is not that of"):
+        run(tmp_path, ramp=other)
+
+
+DAMAGE = {
+    "short rows": {"ramp_rows": [[0, 0]]},
+    "nulls": {"ramp_rows": [[0, 0, None], [2, None, 4]]},
+    "no rows": {"ramp_rows": 7},
+    "a text": {"ramp_rows": "rows"},
+    "shapes": {"shape_changes": [1, 2]},
+    "programs": {"programs": 3},
+}
+
+
+@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_record_with_right_checksums_is_refused_in_words(tmp_path, change):
+    """Whatever the record has instead of what it had, no bare exception comes out."""
+    run(tmp_path, stop=5)
+    folder = tmp_path / "checkpoints" / "5"
+    record = folder / "record" / "metadata"
+    record.write_text(json.dumps(json.loads(record.read_text()) | change))
+    write_checksums(folder)
+    with pytest.raises(ResumeMismatchError, match=r"damaged|readable|ramp is not"):
+        run(tmp_path)
+    if "ramp_rows" in change:
+        with pytest.raises(ResumeMismatchError, match="damaged|must start at"):
+            ramp_to_continue(tmp_path, rampup.BatchRamp.constant(8))
+    shutil.rmtree(folder)
+    assert run(tmp_path)[0].steps == 10
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
+def test_a_folder_in_place_of_a_file_is_refused_in_words(tmp_path, name):
+    """At the start and at a resume."""
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(StorageError, match=f"{name} is a folder and not a file; move"):
+        run(tmp_path)
+
+
+def test_metrics_with_lines_twice_are_reported(tmp_path):
+    """A copy of the lines behind them is not taken for a run."""
+    run(tmp_path, stop=5)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line * 2 for line in lines))
+    assert describe_gaps(file, 5).endswith("has more than one line of steps 0 to 4")
+
+
+def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):
+    """The ramp is its rows, and nothing that follows from them."""
+    run(tmp_path, stop=5)
+    record = json.loads(
+        (tmp_path / "checkpoints" / "5" / "record" / "metadata").read_text()
+    )
+    assert record["ramp_rows"] == [[0, 0, 8]]
+    assert not {"fingerprint", "consumed_samples"} & record.keys()
+    assert jax.tree.leaves(record).count(8) == 1
