@@ -152,7 +152,7 @@ def test_a_damaged_record_with_right_checksums_is_refused_in_words(tmp_path, cha
     with pytest.raises(ResumeMismatchError, match=r"damaged|readable|ramp is not"):
         run(tmp_path)
     if "ramp_rows" in change:
-        with pytest.raises(ResumeMismatchError, match="damaged|must start at"):
+        with pytest.raises(ResumeMismatchError, match=r"damaged|must start at"):
             ramp_to_continue(tmp_path, rampup.BatchRamp.constant(8))
     shutil.rmtree(folder)
     assert run(tmp_path)[0].steps == 10
