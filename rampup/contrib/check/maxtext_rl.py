@@ -11,17 +11,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rampup.contrib.check.known import Unread, match_unread
 from rampup.contrib.check.maxtext import (
     AXIS_GROUPS,
     BASES,
+    UNREAD,
     known_keys,
     old_keys,
     read_chain,
 )
 from rampup.contrib.check.reading import Launch, Settings, entry
-from rampup.contrib.check.rollout import RolloutJob
+from rampup.contrib.check.rollout import group_note
 from rampup.contrib.check.rules import Dialect, Rule, at_least, multiple
-from rampup.contrib.check.verdict import counted, product, times
+from rampup.contrib.check.tunix import PromptJob
+from rampup.contrib.check.verdict import counted
 from rampup.plan.numbers import divisors
 
 BATCH = "batch_size"
@@ -49,30 +52,61 @@ AUTO = -1
 KEYS = {
     BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts"),
     TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts"),
-    ROLLOUT: entry(AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts"),
+    ROLLOUT: entry(
+        AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts"
+    ),
     OLD: entry(None, "older name of both, until they were split", unit="prompts"),
     GENERATIONS: entry(2, "responses per prompt", unit="samples"),
     ITERATIONS: entry(1, "optimizer steps per batch"),
-    LOSS: entry("sequence-mean-token-mean", "how the loss of a batch is averaged", kind="text", choices=tuple(LOSSES)),
+    LOSS: entry(
+        "sequence-mean-token-mean",
+        "how the loss of a batch is averaged",
+        kind="text",
+        choices=tuple(LOSSES),
+    ),
     "rl.use_agentic_rollout": entry(False, "the agentic learner", kind="bool"),
     "num_batches": entry(4, "batches of an epoch"),
     "num_epoch": entry(1, "passes over the prompts"),
     "train_fraction": entry(1.0, "share of the batches that is used", kind="float"),
     "num_test_batches": entry(5, "evaluation batches"),
-    "eval_batch_size": entry(AUTO, "prompts per evaluation batch; -1 = batch_size", unit="prompts"),
+    "eval_batch_size": entry(
+        AUTO, "prompts per evaluation batch; -1 = batch_size", unit="prompts"
+    ),
     "test_batch_start_index": entry(0, "first evaluation prompt", unit="prompts"),
     FRACTIONS[0]: entry(0.5, "share of the devices that train", kind="float"),
     FRACTIONS[1]: entry(0.5, "share of the devices that generate", kind="float"),
     "chips_per_vm": entry(4, "devices of a host", minimum=1, unit="devices"),
     "use_pathways": entry(True, "whether one controller sees all hosts", kind="bool"),
-    **{key: entry(AUTO, f"slices that {do}", unit="slices") for key, do in zip(SLICES, ("train", "generate"), strict=True)},
+    **{
+        key: entry(AUTO, f"slices that {do}", unit="slices")
+        for key, do in zip(SLICES, ("train", "generate"), strict=True)
+    },
     "rollout_data_parallelism": entry(AUTO, "replicas of the generator; -1 = the rest"),
-    "rollout_tensor_parallelism": entry(1, "devices that share the generator's matrices; -1 = the rest"),
-    "rollout_expert_parallelism": entry(1, "devices that share its experts; -1 = the rest"),
-    **{axis: entry(AUTO if axis == FSDP else 1, "devices along this axis", minimum=1, also=(AUTO,)) for axis in AXES},
-    "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, unit="devices"),
-    "num_prompts": entry(None, "prompts of the data set after its filter; given as num_prompts=N", minimum=0, unit="prompts"),
-}  # fmt: skip
+    "rollout_tensor_parallelism": entry(
+        1, "devices that share the generator's matrices; -1 = the rest"
+    ),
+    "rollout_expert_parallelism": entry(
+        1, "devices that share its experts; -1 = the rest"
+    ),
+    **{
+        axis: entry(
+            AUTO if axis == FSDP else 1,
+            "devices along this axis",
+            minimum=1,
+            also=(AUTO,),
+        )
+        for axis in AXES
+    },
+    "num_devices": entry(
+        None, "devices of the run; given as num_devices=N", minimum=1, unit="devices"
+    ),
+    "num_prompts": entry(
+        None,
+        "prompts of the data set after its filter; given as num_prompts=N",
+        minimum=0,
+        unit="prompts",
+    ),
+}
 ALIASES = {
     **{
         f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS
@@ -92,122 +126,112 @@ LAUNCH = Launch(
     bases=BASES,
     version="August 2026",
     keys="maxtext",
+    unread={
+        **{name: row for name, row in UNREAD.items() if name not in KEYS},
+        **match_unread(
+            "maxtext",
+            {
+                r"dcn_\w+_parallelism": Unread(
+                    "divides slices, which these rules do not follow", (None, 1, -1)
+                ),
+                r"per_device_batch_size|gradient_accumulation_steps": Unread(
+                    "is of pre-training, and not read here", (None, 1), asks=False
+                ),
+                r"rl\.off_policy_steps": Unread(
+                    "lets samples be so many steps old", (None, 0), asks=False
+                ),
+            },
+        ),
+    },
 )
 
 
-class MaxTextRlJob(RolloutJob):
+class MaxTextRlJob(PromptJob):
     """The numbers of an rl.yml. Some are computed in MaxText's floating point."""
 
     version = "MaxText of August 2026 (e591f30) with its Tunix"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.batch = self.prompts = self[
-            BATCH
-        ]  # prompts per training step and optimizer step
+        self.batch = self.prompts = self[BATCH]
         self.samples_per_prompt: int = self[GENERATIONS]
         self.iterations: int = self[ITERATIONS]  # optimizer steps per batch
         # Prompts per backward pass and per generate call.
         self.train_micro: int = self.batch if self[TRAIN] == AUTO else self[TRAIN]
-        self.rollout_micro: int = (
+        self.rollout_micro = (
             self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
         )
         if self["rl.use_agentic_rollout"]:
             self.rollout_micro = 1
-        # Prompts of one epoch, training steps of the run, and prompts that never fill a
-        # batch.
-        known = self["num_prompts"]
+        self._count_data()
+        self._divide_devices()
+        checked = (rule for rule in RULES if rule.found_by == "validator")
+        self.usable = not any(rule.is_broken(self) for rule in checked)
+        if not self.usable:
+            return
+        self.count(self.batch, self.train_micro, self.iterations)
+        # Prompts of an evaluation, in full batches.
+        given: int = self["eval_batch_size"]
+        size: int = given if given > 0 else self.batch
+        rows = self["num_test_batches"] * size - max(self["test_batch_start_index"], 0)
+        self.eval_prompts = max(rows // size, 0) * size
+
+    def _count_data(self) -> None:
+        """Count the prompts of an epoch, the steps of the run, and prompts that never
+        fill a batch.
+        """
+        known, epochs = self["num_prompts"], self["num_epoch"]
         fraction = self["train_fraction"] if 0 < self["train_fraction"] <= 1 else 0
         self.wanted_prompts = int(self["num_batches"] * self.batch * fraction)
-        self.epoch_prompts: int = (
-            self.wanted_prompts if known is None else min(self.wanted_prompts, known)
-        )
-        self.full_batches, self.lost_prompts = divmod(
-            self.epoch_prompts * self["num_epoch"], max(self.batch, 1)
-        )
+        wanted = self.wanted_prompts
+        self.epoch_prompts: int = wanted if known is None else min(wanted, known)
+        given = self.epoch_prompts * epochs
+        self.full_batches, self.lost_prompts = divmod(given, max(self.batch, 1))
         self.total_steps = self.full_batches * self.iterations
         # Optimizer steps that the learning-rate schedule is made for.
-        self.scheduled_steps = int(
-            self["num_batches"] * self.iterations * fraction * self["num_epoch"]
-        )
+        scheduled = self["num_batches"] * self.iterations * fraction * epochs
+        self.scheduled_steps = int(scheduled)
+
+    def _divide_devices(self) -> None:
+        """Count the devices that train and that generate; None if the number of devices
+        is unknown or the split is invalid.
+        """
         self.rollout_axes = [self[axis] for axis in ROLLOUT_AXES]
-        self.axes_valid = (
-            all(n == AUTO or n > 0 for n in self.rollout_axes)
-            and self.rollout_axes.count(AUTO) <= 1
-        )
+        are_sizes = all(n == AUTO or n > 0 for n in self.rollout_axes)
+        self.axes_valid = are_sizes and self.rollout_axes.count(AUTO) <= 1
         slices = [self[key] for key in SLICES]
-        self.multislice = (
-            min(slices) > 0
-        )  # training and generation have slices of their own
+        # Training and generation have slices of their own.
+        self.multislice = min(slices) > 0
         self.slices_agree = self.multislice or slices == [AUTO, AUTO]
         self.fractions_valid = all(0 < self[key] <= 1 for key in FRACTIONS)
-        # Devices that train and that generate; None if the number of devices is unknown
-        # or the split is invalid.
         self.trainer_devices: int | None = None
         self.sampler_devices: int | None = None
-        if (devices := self["num_devices"]) is not None and (
-            self.multislice or (self.slices_agree and self.fractions_valid)
-        ):
-            self.trainer_devices = self.sampler_devices = devices
+        devices = self["num_devices"]
+        is_split = self.multislice or (self.slices_agree and self.fractions_valid)
+        if devices is not None and is_split:
+            shares = [devices, devices]
             if self.multislice:
-                self.trainer_devices, self.sampler_devices = (
-                    devices * n // sum(slices) for n in slices
-                )
+                shares = [devices * n // sum(slices) for n in slices]
             elif devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
                 # A single slice is divided only between at least two hosts, under
                 # Pathways.
-                self.trainer_devices, self.sampler_devices = (
-                    int(devices * self[key]) for key in FRACTIONS
-                )
-        self.usable = not any(
-            rule.is_broken(self) for rule in RULES if rule.found_by == "validator"
-        )
-        if not self.usable:
-            return
-        self.train("policy", self.batch, 1, micro=None, epochs=self.iterations)
-        self.passes = self.batch // self.train_micro
-        # Prompts of an evaluation, in full batches.
-        size: int = (
-            self.batch if self["eval_batch_size"] <= 0 else self["eval_batch_size"]
-        )
-        rows = self["num_test_batches"] * size - max(self["test_batch_start_index"], 0)
-        self.eval_prompts = max(rows // size, 0) * size
+                shares = [int(devices * self[key]) for key in FRACTIONS]
+            self.trainer_devices, self.sampler_devices = shares
         # Devices along the fsdp axis of training; None if the file and `num_devices`
         # leave it open.
         self.fsdp: int | None = None
         if not self.multislice and self[FSDP] != AUTO:
             self.fsdp = self[FSDP]
         elif self.trainer_devices is not None:
-            others = math.prod(
-                self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO
-            )
+            sizes = (self[axis] for axis in AXES if axis != FSDP)
+            others = math.prod(size for size in sizes if size != AUTO)
             if self.multislice:
                 others = self[SLICES[0]] * max(self[TENSOR], 1)
             self.fsdp = max(self.trainer_devices // others, 1)
 
-    def summary(self) -> str:
-        """Return the numbers of a step in one line."""
-        samples = (
-            f"{times(counted(self.batch, 'prompt'), self.samples_per_prompt)} ="
-            f" {counted(self.samples, 'sample')}"
-        )
-        steps = f"{counted(self.iterations, 'optimizer step')} of {self.samples:,}"
-        return (
-            f"{samples}; {steps};"
-            f" {times(self.passes_text, self.train_micro * self.samples_per_prompt)}"
-        )
-
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
-        derived: dict[str, Any] = {
-            "samples_per_step": self.samples,
-            "mini_batches": 1,
-            "mini_batch_samples": self.samples,
-            "optimizer_steps": self.iterations,
-            "accumulation_steps": self.passes,
-            "microbatch_samples": [self.train_micro * self.samples_per_prompt],
-            "generation_calls": self.batch // self.rollout_micro,
-            "samples_per_generation_call": self.rollout_micro * self.samples_per_prompt,
+        derived = super().derived() | {
             "num_batches": self.full_batches,
             "prompts_used": self.epoch_prompts,
             "dropped_prompts": self.lost_prompts,
@@ -217,49 +241,32 @@ class MaxTextRlJob(RolloutJob):
             "eval_prompts": self.eval_prompts,
         }
         if self["num_devices"] is not None:
-            derived |= {
-                "trainer_devices": self.trainer_devices,
-                "sampler_devices": self.sampler_devices,
-            }
+            derived["trainer_devices"] = self.trainer_devices
+            derived["sampler_devices"] = self.sampler_devices
         return derived
 
 
 def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
-    generations = job.samples_per_prompt
-
-    def prompts(number: int) -> str:
-        return (
-            f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
-        )
-
+    yield BATCH, f"{job.prompts_text(job.batch)} per training step and optimizer step"
+    responses = counted(job.samples_per_prompt, "sample")
+    yield GENERATIONS, f"{responses} (responses) per prompt"
+    micro = job.prompts_text(job.train_micro)
+    yield TRAIN, f"{micro} per backward pass; {job.passes_text} per optimizer step"
     calls = counted(job.batch // job.rollout_micro, "call")
-    data = (
-        f"{counted(job['num_epoch'], 'epoch')}, train_fraction"
-        f" {job['train_fraction']:g}"
-    )
-    yield BATCH, f"{prompts(job.batch)} per training step and optimizer step"
-    yield GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"
-    yield (
-        TRAIN,
-        (
-            f"{prompts(job.train_micro)} per backward pass; {job.passes_text} per"
-            " optimizer step"
-        ),
-    )
-    yield ROLLOUT, f"{prompts(job.rollout_micro)} per generate call; {calls} per step"
+    micro = job.prompts_text(job.rollout_micro)
+    yield ROLLOUT, f"{micro} per generate call; {calls} per step"
     yield LOSS, LOSSES[job[LOSS]]
-    yield (
-        ITERATIONS,
-        f"{counted(job.iterations, 'optimizer step')} on the samples of one batch",
-    )
+    updates = counted(job.iterations, "optimizer step")
+    yield ITERATIONS, f"{updates} on the samples of one batch"
     steps = counted(job.full_batches, "training step")
-    yield "num_batches", f"{steps} over {counted(job.epoch_prompts, 'prompt')} ({data})"
+    prompts = counted(job.epoch_prompts, "prompt")
+    epochs = counted(job["num_epoch"], "epoch")
+    data = f"{epochs}, train_fraction {job['train_fraction']:g}"
+    yield "num_batches", f"{steps} over {prompts} ({data})"
     yield "eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"
+    total = counted(job.total_steps, "optimizer step")
     syncs = counted(job.full_batches, "weight sync")
-    yield (
-        "",
-        f"{counted(job.total_steps, 'optimizer step')} and {syncs} in the whole run",
-    )
+    yield "", f"{total} and {syncs} in the whole run"
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:
@@ -275,13 +282,9 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
             f" {job.wanted_prompts:,}"
         )
     if job.total_steps != job.scheduled_steps:
-        scheduled = (
-            f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer"
-            " steps"
-        )
         yield (
-            f"{scheduled}, but the run takes {job.total_steps:,}: it never reaches"
-            " its end"
+            f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer"
+            f" steps, but the run takes {job.total_steps:,}: it never reaches its end"
         )
     if job.lost_prompts:
         given = job.epoch_prompts * job["num_epoch"]
@@ -295,39 +298,37 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
             f" {ROLLOUT}"
         )
         if LOSS in job.settings.given:
-            yield (
-                f"{LOSS} does not reach the agentic learner, which has its own default"
-            )
-    micro = product(
-        {
-            "train micro batch": job.train_micro,
-            "num_generations": job.samples_per_prompt,
-        },
-        "sequences",
-    )
-    if (fsdp := job.fsdp) is None:
+            yield f"{LOSS} does not reach the agentic learner, which has its own default"
+    if job.fsdp is None:
         yield (
             "ici_fsdp_parallelism=-1: give num_devices=N to check whether"
-            f" {micro.number:,} sequences divide over it"
+            f" {job.pass_sequences:,} sequences divide over it"
         )
-    elif micro.number % fsdp:
-        done = (
-            f"every device silently gets all of them, and {fsdp:,} times the work is"
-            " done"
-        )
-        yield f"{micro.text} do not divide over fsdp={fsdp:,}: {done}"
+    else:
+        yield from job.sharding_note(job.fsdp)
+    yield group_note(job.samples_per_prompt)
 
 
 def _share(key: str) -> Rule[MaxTextRlJob]:
-    return Rule(name=f"maxtext_rl.{key}", keys=(key,), holds=lambda job: 0 < job[key] <= 1,
+    return Rule(
+        name=f"maxtext_rl.{key}",
+        keys=(key,),
+        holds=lambda job: 0 < job[key] <= 1,
         message=lambda job: f"{key}={job[key]:g} must be above 0 and at most 1",
-        candidates=lambda job: (1.0, 0.5, 0.25) if job[key] > 1 else (0.25, 0.5, 1.0))  # fmt: skip
+        candidates=lambda job: (1.0, 0.5, 0.25) if job[key] > 1 else (0.25, 0.5, 1.0),
+    )
 
 
 def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
-    return Rule(name=f"maxtext_rl.{key}_positive", keys=(key,), holds=lambda job: job[key] == AUTO or job[key] > 0,
-        message=lambda job: f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for automatic",
-        candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))))  # fmt: skip
+    return Rule(
+        name=f"maxtext_rl.{key}_positive",
+        keys=(key,),
+        holds=lambda job: job[key] == AUTO or job[key] > 0,
+        message=lambda job: (
+            f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for automatic"
+        ),
+        candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))),
+    )
 
 
 def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
@@ -352,45 +353,119 @@ def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
 
 RULES: list[Rule[MaxTextRlJob]] = [
     known_keys("maxtext_rl", BATCH),
-    *[at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least)
-      for key, least in {BATCH: 1, "num_batches": 1, "num_epoch": 1, ITERATIONS: 1, GENERATIONS: 2}.items()],
-    Rule(name="maxtext_rl.older_name", keys=(OLD,), holds=lambda job: job[OLD] is None, candidates=lambda job: [None],
-        message=lambda job: f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText no longer knows"),
+    *[
+        at_least(
+            f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least
+        )
+        for key, least in {
+            BATCH: 1,
+            "num_batches": 1,
+            "num_epoch": 1,
+            ITERATIONS: 1,
+            GENERATIONS: 2,
+        }.items()
+    ],
+    Rule(
+        name="maxtext_rl.older_name",
+        keys=(OLD,),
+        holds=lambda job: job[OLD] is None,
+        candidates=lambda job: [None],
+        message=lambda job: (
+            f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText no longer knows"
+        ),
+    ),
     *map(_share, ("train_fraction", *FRACTIONS)),
     *map(_micro_positive, (TRAIN, ROLLOUT)),
-    *[multiple(f"maxtext_rl.{key}_divides_batch", (key, BATCH), BATCH, key, when=lambda job: job.batch >= 1,
-        note=f" (prompts per {unit}; both count prompts)")
-      for key, unit in ((TRAIN, "backward pass"), (ROLLOUT, "generate call"))],
-    Rule(name="maxtext_rl.dataset_fills_a_batch", keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
-        when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
+    *[
+        multiple(
+            f"maxtext_rl.{key}_divides_batch",
+            (key, BATCH),
+            BATCH,
+            key,
+            when=lambda job: job.batch >= 1,
+            note=f" (prompts per {unit}; both count prompts)",
+        )
+        for key, unit in ((TRAIN, "backward pass"), (ROLLOUT, "generate call"))
+    ],
+    Rule(
+        name="maxtext_rl.dataset_fills_a_batch",
+        keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
+        when=lambda job: (
+            min(job.batch, job["num_batches"], job["num_epoch"]) >= 1
+            and 0 < job["train_fraction"] <= 1
+        ),
         holds=lambda job: job.full_batches >= 1,
-        message=lambda job: f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of "
-            f"{BATCH}={job.batch:,} (prompts); the data set is empty after its last, short batch is dropped",
-        division=lambda job: (job.epoch_prompts * max(job["num_epoch"], 1), 1)),
-    Rule(name="maxtext_rl.rollout_axes", keys=ROLLOUT_AXES, holds=lambda job: job.axes_valid, message=lambda job: (
-            f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"),
-        candidates=lambda job: (1, AUTO)),
-    Rule(name="maxtext_rl.rollout_devices", keys=ROLLOUT_AXES,
-        when=lambda job: job.axes_valid and job.sampler_devices is not None and job.fractions_valid,
-        holds=lambda job: _generator_rule(job)[0], message=lambda job: _generator_rule(job)[1],
-        division=lambda job: (job.sampler_devices or 0, 1)),
-    Rule(name="maxtext_rl.slices", keys=SLICES, holds=lambda job: job.slices_agree,
-        message=lambda job: f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0",
-        candidates=lambda job: (AUTO, 1)),
-    multiple("maxtext_rl.tensor_in_slice", (TENSOR, SLICES[0]),
-        ("the {} training devices of a slice", lambda job: (job.trainer_devices or 0) // job[SLICES[0]]), TENSOR,
-        when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1),
-    Rule(name="maxtext_rl.loss_is_known", keys=(LOSS,), when=lambda job: not job["rl.use_agentic_rollout"],
+        message=lambda job: (
+            f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of "
+            f"{BATCH}={job.batch:,} (prompts); the data set is empty after its last, short batch is dropped"
+        ),
+        division=lambda job: (job.epoch_prompts * max(job["num_epoch"], 1), 1),
+    ),
+    Rule(
+        name="maxtext_rl.rollout_axes",
+        keys=ROLLOUT_AXES,
+        holds=lambda job: job.axes_valid,
+        message=lambda job: (
+            f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"
+        ),
+        candidates=lambda job: (1, AUTO),
+    ),
+    Rule(
+        name="maxtext_rl.rollout_devices",
+        keys=ROLLOUT_AXES,
+        when=lambda job: (
+            job.axes_valid and job.sampler_devices is not None and job.fractions_valid
+        ),
+        holds=lambda job: _generator_rule(job)[0],
+        message=lambda job: _generator_rule(job)[1],
+        division=lambda job: (job.sampler_devices or 0, 1),
+    ),
+    Rule(
+        name="maxtext_rl.slices",
+        keys=SLICES,
+        holds=lambda job: job.slices_agree,
+        message=lambda job: (
+            f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0"
+        ),
+        candidates=lambda job: (AUTO, 1),
+    ),
+    multiple(
+        "maxtext_rl.tensor_in_slice",
+        (TENSOR, SLICES[0]),
+        (
+            "the {} training devices of a slice",
+            lambda job: (job.trainer_devices or 0) // job[SLICES[0]],
+        ),
+        TENSOR,
+        when=lambda job: (
+            job["num_devices"] is not None and job.multislice and job[TENSOR] > 1
+        ),
+    ),
+    Rule(
+        name="maxtext_rl.loss_is_known",
+        keys=(LOSS,),
+        when=lambda job: not job["rl.use_agentic_rollout"],
         holds=lambda job: job[LOSS] != "sequence-mean",
-        message=lambda job: f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know "
-            "it and stops at the first step",
-        candidates=lambda job: [name for name in LOSSES if name != "sequence-mean"], found_by="run"),
-    Rule(name="maxtext_rl.devices_left", keys=FRACTIONS,
+        message=lambda job: (
+            f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know "
+            "it and stops at the first step"
+        ),
+        candidates=lambda job: [name for name in LOSSES if name != "sequence-mean"],
+        found_by="run",
+    ),
+    Rule(
+        name="maxtext_rl.devices_left",
+        keys=FRACTIONS,
         when=lambda job: job.trainer_devices is not None and job.fractions_valid,
         holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
-        message=lambda job: f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and "
-            f"{job.sampler_devices} to generate; each needs at least 1", candidates=lambda job: (0.5, 1.0), found_by="run"),
-]  # fmt: skip
+        message=lambda job: (
+            f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and "
+            f"{job.sampler_devices} to generate; each needs at least 1"
+        ),
+        candidates=lambda job: (0.5, 1.0),
+        found_by="run",
+    ),
+]
 DIALECT = Dialect(
     job=MaxTextRlJob,
     rules=RULES,

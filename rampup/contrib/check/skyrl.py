@@ -96,33 +96,71 @@ KEYS = {
     CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts"),
     MICRO: entry(1, "samples of a training pass", unit="samples"),
     FORWARD: entry(1, "samples of a forward-only pass", unit="samples"),
-    "trainer.max_tokens_per_microbatch": entry(-1, "token budget of a pass; -1 = count samples", unit="tokens"),
-    "trainer.update_epochs_per_batch": entry(1, "times that a step's samples are trained on"),
+    "trainer.max_tokens_per_microbatch": entry(
+        -1, "token budget of a pass; -1 = count samples", unit="tokens"
+    ),
+    "trainer.update_epochs_per_batch": entry(
+        1, "times that a step's samples are trained on"
+    ),
     "trainer.epochs": entry(1, "times that the data set is read"),
-    "trainer.eval_batch_size": entry(1024, "prompts of an evaluation batch", unit="prompts"),
-    STRATEGY: entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron", "deepspeed")),
+    "trainer.eval_batch_size": entry(
+        1024, "prompts of an evaluation batch", unit="prompts"
+    ),
+    STRATEGY: entry(
+        "fsdp",
+        "backend of training",
+        kind="text",
+        choices=("fsdp", "fsdp2", "megatron", "deepspeed"),
+    ),
     "trainer.critic.model.path": entry(None, "the critic; null = none", kind="text"),
-    "trainer.algorithm.use_kl_loss": entry(True, "a reference model in the loss", kind="bool"),
-    "trainer.algorithm.use_kl_in_reward": entry(False, "a reference model in the reward", kind="bool"),
-    "trainer.algorithm.loss_reduction": entry("token_mean", "how losses are averaged", kind="text"),
+    "trainer.algorithm.use_kl_loss": entry(
+        True, "a reference model in the loss", kind="bool"
+    ),
+    "trainer.algorithm.use_kl_in_reward": entry(
+        False, "a reference model in the reward", kind="bool"
+    ),
+    "trainer.algorithm.loss_reduction": entry(
+        "token_mean", "how losses are averaged", kind="text"
+    ),
     COLOCATE: entry(True, "all models and engines share the devices", kind="bool"),
-    COLOCATE_REF: entry(True, "otherwise: policy and reference share their devices", kind="bool"),
-    **{key: entry(1, f"{what} of the {model} model", unit=what.split()[0])
-       for model in MODELS for key, what in zip(DEVICES[model], ("devices per node", "nodes"), strict=True)},
-    **{key: entry(1, f"devices that share a sequence of the {model} model", unit="devices") for model, key in SEQUENCE.items()},
-    **{key: entry(1, f"Megatron size of the {model} model", unit="devices")
-       for model in ("policy", "ref") for key in MEGATRON[model]},
-    "trainer.fully_async.enabled": entry(False, "generation and training overlap fully", kind="bool"),
-    "trainer.fully_async.max_staleness_steps": entry(4, "steps by which a sample may be old", minimum=0, unit="steps"),
+    COLOCATE_REF: entry(
+        True, "otherwise: policy and reference share their devices", kind="bool"
+    ),
+    **{
+        key: entry(1, f"{what} of the {model} model", unit=what.split()[0])
+        for model in MODELS
+        for key, what in zip(DEVICES[model], ("devices per node", "nodes"), strict=True)
+    },
+    **{
+        key: entry(
+            1, f"devices that share a sequence of the {model} model", unit="devices"
+        )
+        for model, key in SEQUENCE.items()
+    },
+    **{
+        key: entry(1, f"Megatron size of the {model} model", unit="devices")
+        for model in ("policy", "ref")
+        for key in MEGATRON[model]
+    },
+    "trainer.fully_async.enabled": entry(
+        False, "generation and training overlap fully", kind="bool"
+    ),
+    "trainer.fully_async.max_staleness_steps": entry(
+        4, "steps by which a sample may be old", minimum=0, unit="steps"
+    ),
     WORKERS: entry(768, "prompts generated at once", unit="prompts"),
     RESPONSES: entry(5, "responses per prompt", unit="samples"),
-    "generator.eval_n_samples_per_prompt": entry(1, "responses per evaluation prompt", unit="samples"),
+    "generator.eval_n_samples_per_prompt": entry(
+        1, "responses per evaluation prompt", unit="samples"
+    ),
     **{name: entry(1, "size of the inference engines") for name in ENGINE_KEYS},
     **{name: entry(None, "old name of an engine size") for name in OLD_ENGINE_KEYS},
     LAST: entry(None, "training steps at most"),
     WORD: entry(NEWEST, "the version", kind="text", choices=(OLD, NEWEST)),
-    "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
-}  # fmt: skip
+    "num_prompts": entry(
+        None, "prompts of the data set; given as num_prompts=N", unit="prompts"
+    ),
+}
 _DIVIDES = "divides the devices of a replica in SkyRL of 2025"
 _EXPERTS = "is not checked against the devices"
 _REWARD = "is of the reward model, whose devices and passes the numbers leave out"
@@ -432,18 +470,29 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
     is at least one replica.
     """
     per_node = DEVICES[model][0]
-    has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (SEQUENCE[model], per_node), _devices(model),
+    has_a_replica = at_least(
+        f"skyrl.{model}_has_a_replica",
+        (SEQUENCE[model], per_node),
+        _devices(model),
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
-        when=lambda job: model in job.models and model not in job.uneven, note=": there is no replica",
-        found_by="run" if model == "ref" else "validator")  # fmt: skip
+        when=lambda job: model in job.models and model not in job.uneven,
+        note=": there is no replica",
+        found_by="run" if model == "ref" else "validator",
+    )
     if model == "critic":
         return [has_a_replica]
     return [
-        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *MEGATRON[model]), _devices(model),
-            lambda job: product(dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))),
-            when=lambda job: job.megatron and model in job.models),
+        multiple(
+            f"skyrl.megatron_divides_{model}_devices",
+            (per_node, *MEGATRON[model]),
+            _devices(model),
+            lambda job: product(
+                dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))
+            ),
+            when=lambda job: job.megatron and model in job.models,
+        ),
         has_a_replica,
-    ]  # fmt: skip
+    ]
 
 
 def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
@@ -471,24 +520,66 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
             size,
         )
 
-    return apply_if(lambda job: name in job.trained, [
-        at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note="; both count prompts"),
-        multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key, when=lambda job: job.prompts >= job[key]),
-        at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples,
-            ("the {:,} replicas", lambda job: job.trained[name].replicas)),
-        multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=lambda job: job.trained[name].share > 0),
-        multiple(f"skyrl.{name}_share_divides_train_share", (TRAIN, key, RESPONSES), step_share, share,
-            when=lambda job: job.trained[name].share > 0 and job.prompts % job[key] == 0),
-    ])  # fmt: skip
+    return apply_if(
+        lambda job: name in job.trained,
+        [
+            at_least(
+                f"skyrl.{name}_mini_at_most_train",
+                (key, TRAIN),
+                TRAIN,
+                key,
+                note="; both count prompts",
+            ),
+            multiple(
+                f"skyrl.{name}_mini_divides_train",
+                (TRAIN, key),
+                TRAIN,
+                key,
+                when=lambda job: job.prompts >= job[key],
+            ),
+            at_least(
+                f"skyrl.{name}_mini_reaches_every_replica",
+                (key, RESPONSES),
+                samples,
+                ("the {:,} replicas", lambda job: job.trained[name].replicas),
+            ),
+            multiple(
+                f"skyrl.micro_divides_{name}_mini",
+                (MICRO, key),
+                share,
+                MICRO,
+                when=lambda job: job.trained[name].share > 0,
+            ),
+            multiple(
+                f"skyrl.{name}_share_divides_train_share",
+                (TRAIN, key, RESPONSES),
+                step_share,
+                share,
+                when=lambda job: (
+                    job.trained[name].share > 0 and job.prompts % job[key] == 0
+                ),
+            ),
+        ],
+    )
 
 
 def _colocated(model: str) -> Rule[SkyRLJob]:
     """Return the rule that models on shared devices have equally many; it applies only
     if the file says how many.
     """
-    return equal(f"skyrl.colocated_{model}_devices", DEVICES[model], _devices(model), _devices("policy"),
-        when=lambda job: model in job.models and job[COLOCATE] and bool(job.settings.given & set(DEVICES[model])),
-        note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
+    return equal(
+        f"skyrl.colocated_{model}_devices",
+        DEVICES[model],
+        _devices(model),
+        _devices("policy"),
+        when=lambda job: (
+            model in job.models
+            and job[COLOCATE]
+            and bool(job.settings.given & set(DEVICES[model]))
+        ),
+        note=" with trainer.placement.colocate_all",
+        found_by="run",
+    )
 
 
 def _shares_devices(key: str) -> Rule[SkyRLJob]:
@@ -496,57 +587,149 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
     many nodes, and devices per node.
     """
     own = key.replace("policy_", "ref_")
-    return equal(f"skyrl.colocated_{own.rpartition('.')[2]}", (own, key, COLOCATE_REF), own, key,
-        when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF], note=f" with {COLOCATE_REF}")  # fmt: skip
+    return equal(
+        f"skyrl.colocated_{own.rpartition('.')[2]}",
+        (own, key, COLOCATE_REF),
+        own,
+        key,
+        when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF],
+        note=f" with {COLOCATE_REF}",
+    )
 
 
 RULES: list[Rule[SkyRLJob]] = [
-    Rule(name="skyrl.strategy", keys=(STRATEGY,), holds=lambda job: job[STRATEGY] != "deepspeed" or job[WORD] == OLD,
-        message=lambda job: "trainer.strategy=deepspeed must be another: only SkyRL before January 2026 has it",
-        candidates=lambda job: ["fsdp"]),
-    Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not job.unknown_keys,
-        message=lambda job: f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as invalid fields. For "
-            "a fork with keys of its own, give one of them on rampup's command line as well", candidates=lambda job: None),
-    *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
-    *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
-    *positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref, found_by="run"),
-    *positive("skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"),
+    Rule(
+        name="skyrl.strategy",
+        keys=(STRATEGY,),
+        holds=lambda job: job[STRATEGY] != "deepspeed" or job[WORD] == OLD,
+        message=lambda job: (
+            "trainer.strategy=deepspeed must be another: only SkyRL before January 2026 has it"
+        ),
+        candidates=lambda job: ["fsdp"],
+    ),
+    Rule(
+        name="skyrl.known_keys",
+        keys=(TRAIN,),
+        holds=lambda job: not job.unknown_keys,
+        message=lambda job: (
+            f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as invalid fields. For "
+            "a fork with keys of its own, give one of them on rampup's command line as well"
+        ),
+        candidates=lambda job: None,
+    ),
+    *positive(
+        "skyrl",
+        [*COUNTS, *MODEL_COUNTS["policy"]],
+        "SkyRL's check divides by it or compares it with 0",
+    ),
+    *positive(
+        "skyrl",
+        MODEL_COUNTS["critic"],
+        "the critic needs it",
+        when=lambda job: job.has_critic,
+    ),
+    *positive(
+        "skyrl",
+        MODEL_COUNTS["ref"],
+        "the reference model needs it",
+        when=lambda job: job.has_ref,
+        found_by="run",
+    ),
+    *positive(
+        "skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"
+    ),
     *[rule for model in MODELS for rule in _device_rules(model)],
-    *apply_if(usable, [
-        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"),
-        at_least("skyrl.samples_reach_every_replica", (TRAIN, RESPONSES),
-            lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
-            ("{:,}", lambda job: job.lcm_checked),
-            note=", the least common multiple of the policy's and the reference's replicas"),
-        multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
-            note=lambda job: f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
-                f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
-                f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-                "number is not the requested one. SkyRL's own check does not notice it", found_by="run"),
-        equal("skyrl.engines_fill_the_devices", ENGINE_KEYS, lambda job: Term(
-            f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
-            job.engine_devices or 0), _devices("policy"), when=lambda job: job[COLOCATE] and job.engine_devices is not None,
-            note=" with trainer.placement.colocate_all"),
-        at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
-            ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
-            when=lambda job: job["num_prompts"] is not None),
-        equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI,
-            when=lambda job: job["trainer.fully_async.enabled"], note=" in fully asynchronous training"),
-        Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
-            when=lambda job: job["trainer.fully_async.enabled"],
-            holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= job.max_workers,
-            message=lambda job: f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
-                f"(max_staleness_steps + 1) = {job.max_workers:,}",
-            division=lambda job: (job.max_workers, job.policy.mini_batch)),
-        Rule(name="skyrl.megatron_has_no_critic", keys=(STRATEGY, "trainer.critic.model.path"),
-            holds=lambda job: not (job.megatron and job.has_critic),
-            message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
-            candidates=lambda job: ["fsdp"]),
-        *[equal(f"skyrl.megatron_{model}_sequence_parallel", (SEQUENCE[model],), SEQUENCE[model], 1,
-            when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
-        *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
-    ]),
-]  # fmt: skip
+    *apply_if(
+        usable,
+        [
+            *_mini_batch_rules("policy"),
+            *_mini_batch_rules("critic"),
+            at_least(
+                "skyrl.samples_reach_every_replica",
+                (TRAIN, RESPONSES),
+                lambda job: product(
+                    {TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"
+                ),
+                ("{:,}", lambda job: job.lcm_checked),
+                note=", the least common multiple of the policy's and the reference's replicas",
+            ),
+            multiple(
+                "skyrl.no_tail_is_cut",
+                (TRAIN, RESPONSES),
+                TRAIN,
+                ("{:,}", lambda job: job.prompt_stride),
+                note=lambda job: (
+                    f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
+                    f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
+                    f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
+                    "number is not the requested one. SkyRL's own check does not notice it"
+                ),
+                found_by="run",
+            ),
+            equal(
+                "skyrl.engines_fill_the_devices",
+                ENGINE_KEYS,
+                lambda job: Term(
+                    f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
+                    job.engine_devices or 0,
+                ),
+                _devices("policy"),
+                when=lambda job: job[COLOCATE] and job.engine_devices is not None,
+                note=" with trainer.placement.colocate_all",
+            ),
+            at_least(
+                "skyrl.data_set_fills_a_step",
+                ("num_prompts", TRAIN),
+                ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
+                TRAIN,
+                when=lambda job: job["num_prompts"] is not None,
+            ),
+            equal(
+                "skyrl.async_step_is_one_mini_batch",
+                (TRAIN, MINI),
+                TRAIN,
+                MINI,
+                when=lambda job: job["trainer.fully_async.enabled"],
+                note=" in fully asynchronous training",
+            ),
+            Rule(
+                name="skyrl.async_workers",
+                keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
+                when=lambda job: job["trainer.fully_async.enabled"],
+                holds=lambda job: (
+                    job.policy.mini_batch <= job[WORKERS] <= job.max_workers
+                ),
+                message=lambda job: (
+                    f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
+                    f"(max_staleness_steps + 1) = {job.max_workers:,}"
+                ),
+                division=lambda job: (job.max_workers, job.policy.mini_batch),
+            ),
+            Rule(
+                name="skyrl.megatron_has_no_critic",
+                keys=(STRATEGY, "trainer.critic.model.path"),
+                holds=lambda job: not (job.megatron and job.has_critic),
+                message=lambda job: (
+                    "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null"
+                ),
+                candidates=lambda job: ["fsdp"],
+            ),
+            *[
+                equal(
+                    f"skyrl.megatron_{model}_sequence_parallel",
+                    (SEQUENCE[model],),
+                    SEQUENCE[model],
+                    1,
+                    when=lambda job: job.megatron,
+                    note=" with trainer.strategy=megatron",
+                )
+                for model in ("policy", "ref")
+            ],
+            *map(_colocated, ("critic", "ref")),
+            *map(_shares_devices, DEVICES["policy"]),
+        ],
+    ),
+]
 DIALECT = Dialect(
     job=SkyRLJob,
     rules=RULES,

@@ -26,7 +26,7 @@ from rampup.contrib.check.reading import (
     program_of,
     read_hydra,
 )
-from rampup.contrib.check.rollout import RolloutJob, TrainedModel
+from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import (
     Dialect,
     Rule,
@@ -117,24 +117,18 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
     def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
         program = "" if reading.command is None else program_of(reading.command)
-        given = {
-            *reading.leaves,
-            *(setting.partition("=")[0] for setting in reading.overrides),
-        }
-        unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in given]
-        # The names of trlX's own programs begin with their method.
-        own = (
-            name
-            for name in ("ilql", "sft")
-            if program.rpartition("/")[2].startswith(name)
-        )
-        trainer = f"Accelerate{next(own, 'ppo').upper()}Trainer"
+        names = {setting.partition("=")[0] for setting in reading.overrides}
+        unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in names]
+        unset = [key for key in unset if key not in reading.leaves]
         note = (
             f"{program}.py may set {', '.join(unset)} itself; it is not read, and"
             " trlX's ready-made sizes are taken."
         )
+        # The names of trlX's own programs begin with their method.
+        first = program.rpartition("/")[2].partition("_")[0]
+        method = first.upper() if first in BATCH_SIZES else "PPO"
         return Version(
-            defaults={"train.trainer": trainer},
+            defaults={"train.trainer": f"Accelerate{method}Trainer"},
             notes=[note] if program and unset else [],
         )
 
@@ -143,7 +137,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
 class TrlxJob(RolloutJob):
     """A trlX file's numbers, by its own formulas
-    (trainer/accelerate_base_trainer.py).
+    (trainer/accelerate_base_trainer.py). Sizes are those of one process.
     """
 
     version = "trlX of January 2024 (3340c2f), its last"
@@ -151,39 +145,25 @@ class TrlxJob(RolloutJob):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         text = (self["method.name"] + self["train.trainer"]).lower()
-        if (
-            "nemo" in text
-            or "rft" in text
-            or any("megatron_cfg" in name for name in settings.others)
-        ):
-            said = (
-                f"train.trainer={self['train.trainer']},"
-                f" method.name={self['method.name']}: the rules of trlX cover"
-            )
+        is_megatron = any("megatron_cfg" in name for name in settings.others)
+        if "nemo" in text or "rft" in text or is_megatron:
             raise ConfigError(
-                f"{said} PPO, ILQL and SFT with Accelerate", key="train.trainer"
+                f"train.trainer={self['train.trainer']},"
+                f" method.name={self['method.name']}: the rules of trlX cover PPO, ILQL"
+                " and SFT with Accelerate",
+                key="train.trainer",
             )
         # PPO collects samples from the model before it trains; the others train on
         # given ones.
         self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
         self.ppo = self.method == "ppo"
-        # Sizes of one process.
         self.batch: int = (
             BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
         )
         self.micro_given: int = self[MICRO] or 0
         self.micro = self.micro_given or self.batch
         self.replicas: int = self["num_processes"]
-        counts = (
-            TRAIN,
-            "num_processes",
-            "num_prompts",
-            *((ROLLOUTS, CHUNK, INNER) if self.ppo else ()),
-        )
-        self.usable = (
-            all(self[key] is None or self[key] >= 1 for key in counts)
-            and self.micro_given >= 0
-        )
+        self.usable = not any(rule.is_broken(self) for rule in COUNTED)
         if not self.usable:
             return
         # Passes of an optimizer step, and of the first, which is short if fewer samples
@@ -191,27 +171,23 @@ class TrlxJob(RolloutJob):
         self.passes: int = self.batch // self.micro
         self.first_passes = self.passes
         self.global_batch = self.batch * self.replicas
-        if not self.ppo:
-            return
-        # What PPO collects before it trains: whole chunks until there are enough
-        # samples. A single process meets a short chunk at the end of each pass over the
-        # prompts. With several, Accelerate completes it from the beginning.
+        if self.ppo:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Count what PPO collects before it trains: whole chunks until there are enough
+        samples. A single process meets a short chunk at the end of each pass over the
+        prompts. With several, Accelerate completes it from the beginning.
+        """
         self.chunk: int = self[CHUNK]
-        self.prompts_per_pass: int | None = (
-            None if self.replicas > 1 else self["num_prompts"]
-        )
-        of_pass = (
-            self[ROLLOUTS] + self.chunk
-            if self.prompts_per_pass is None
-            else self.prompts_per_pass
-        )
-        rounds, rest = divmod(self[ROLLOUTS] - 1, of_pass)
+        self.one_pass: int = self[ROLLOUTS] + self.chunk
+        if self.replicas == 1 and self["num_prompts"] is not None:
+            self.one_pass = self["num_prompts"]
+        rounds, rest = divmod(self[ROLLOUTS] - 1, self.one_pass)
         last = -(-(rest + 1) // self.chunk)
-        self.num_chunks = rounds * -(-of_pass // self.chunk) + last
-        self.collected = rounds * of_pass + min(last * self.chunk, of_pass)
-        self.over: int = (
-            self.collected - self[ROLLOUTS]
-        )  # samples beyond those requested
+        self.num_chunks = rounds * -(-self.one_pass // self.chunk) + last
+        collected = rounds * self.one_pass + min(last * self.chunk, self.one_pass)
+        self.collected = collected
         self.prompts = self.collected * self.replicas
         self.samples_per_prompt = 1
         self.train(
@@ -222,13 +198,9 @@ class TrlxJob(RolloutJob):
             epochs=self[INNER],
         )
         self.mini_batches: int = -(-self.collected // self.batch)
-        self.last_batch = (
-            self.collected - (self.mini_batches - 1) * self.batch
-        )  # the last one may be short
-        self.planned_steps: int = min(
-            self["train.epochs"] * self.mini_batches * self[INNER],
-            self["train.total_steps"],
-        )
+        self.last_batch = self.collected - (self.mini_batches - 1) * self.batch
+        steps = self["train.epochs"] * self.mini_batches * self[INNER]
+        self.planned_steps: int = min(steps, self["train.total_steps"])
         self.first_passes = -(-min(self.batch, self.collected) // self.micro)
 
     def num_mini_batches(self, _: TrainedModel) -> int:
@@ -243,11 +215,10 @@ class TrlxJob(RolloutJob):
         step = times(processes, counted(self.passes, "pass"), self.micro)
         if not self.ppo:
             return f"{counted(self.global_batch, 'sample')} per optimizer step; {step}"
-        collected = (
-            f"{times(processes, self.collected)} = {counted(self.samples, 'sample')}"
-        )
+        samples = counted(self.samples, "sample")
+        updates = counted(self.updates(self.policy), "optimizer step")
         return (
-            f"{collected}; {counted(self.updates(self.policy), 'optimizer step')} of"
+            f"{times(processes, self.collected)} = {samples}; {updates} of"
             f" {self.global_batch:,}; {step}"
         )
 
@@ -261,6 +232,7 @@ class TrlxJob(RolloutJob):
         }
         if not self.ppo:
             return derived
+        evaluated = self["num_prompts"] or self.global_batch
         derived |= {
             "rollouts_per_process": self.collected,
             "samples_per_step": self.samples,
@@ -270,23 +242,17 @@ class TrlxJob(RolloutJob):
             "total_optimizer_steps": self.planned_steps,
             # Without evaluation prompts of its own, trlX takes a global batch of the
             # training prompts.
-            "eval_prompts": min(filter(None, [self.global_batch, self["num_prompts"]])),
+            "eval_prompts": min(self.global_batch, evaluated),
         }
         if self.num_chunks <= MAX_LISTED:
-            # The prompts of each generate call, in order; a single process's last one
-            # of a pass over the prompts is short.
-            full, rest = divmod(self.prompts_per_pass or self.collected, self.chunk)
-            one_pass = [self.chunk] * min(full, self.num_chunks) + (
-                [rest] if rest else []
-            )
-            derived["chunks"] = list(
-                itertools.islice(itertools.cycle(one_pass), self.num_chunks)
-            )
+            # The prompts of each generate call, in order.
+            left = min(self.one_pass, self.collected)
+            calls = _split(left, self.chunk, self.num_chunks)
+            repeated = itertools.islice(itertools.cycle(calls), self.num_chunks)
+            derived["chunks"] = list(repeated)
         if self.passes <= MAX_LISTED:
-            full, rest = divmod(self.last_batch, self.micro)
-            derived["last_mini_batch_microbatches"] = [self.micro] * full + (
-                [rest] if rest else []
-            )
+            passes = _split(self.last_batch, self.micro, self.passes)
+            derived["last_mini_batch_microbatches"] = passes
         return derived
 
     def plan(self) -> RolloutPlan | None:
@@ -296,143 +262,136 @@ class TrlxJob(RolloutJob):
         return self.rollout_plan("samples", pad=self.last_batch < self.batch)
 
 
+def _split(total: int, size: int, most: int) -> list[int]:
+    """Return up to `most` parts of a size; the last may be smaller."""
+    full, rest = divmod(total, size)
+    parts = [size] * min(full, most)
+    return [*parts, rest] if rest else parts
+
+
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
-    averaged = (
-        "each collects samples of its own and trains on them; gradients are averaged"
-        " over them"
-    )
-    yield counted(job.replicas, "process"), averaged
-    batch = (
-        TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)"
-    )
-    yield (
-        batch,
-        (
-            f"samples per process: {counted(job.global_batch, 'sample')} per optimizer"
-            " step"
-        ),
-    )
-    yield (
-        MICRO,
-        (
-            f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per"
-            " process and optimizer step"
-        ),
-    )
+    size = counted(job.global_batch, "sample")
+    yield f"{TRAIN} = {job.batch:,}", f"samples per process: {size} per optimizer step"
+    passes = f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')}"
+    yield MICRO, f"{passes} per process and optimizer step"
     if not job.ppo:
         return
-    more = f", {job.over:,} more than requested" if job.over else ""
-    collected = (
-        f"{counted(job.collected, 'sample')} are collected{more}, {job.samples:,} in"
-        " total"
-    )
+    over = job.collected - job[ROLLOUTS]
+    more = f", {over:,} more than requested" if over else ""
+    collected = f"{counted(job.collected, 'sample')} are collected{more}"
     yield ROLLOUTS, f"at least this many per process: {collected}"
-    yield (
-        CHUNK,
-        (
-            f"{counted(job.num_chunks, 'generate call')} of"
-            f" {counted(job.chunk, 'prompt')} per process"
-        ),
-    )
-    steps = f"{counted(job.updates(job.policy), 'optimizer step')} per round"
-    yield (
-        INNER,
-        f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, {steps}",
-    )
-    limit = (
-        "train.total_steps"
-        if job.planned_steps == job["train.total_steps"]
-        else "train.epochs"
-    )
-    both = ", ".join(map(job.settings.describe, ("train.epochs", "train.total_steps")))
-    yield both, f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run"
-    yield (
-        "",
-        (
-            f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there"
-            " are fewer or separate ones"
-        ),
-    )
+    calls = counted(job.num_chunks, "generate call")
+    yield CHUNK, f"{calls} of {counted(job.chunk, 'prompt')} per process"
+    batches = counted(job.mini_batches, "mini batch")
+    steps = counted(job.updates(job.policy), "optimizer step")
+    yield INNER, f"{batches} per pass over the samples, {steps} per round"
+    planned = counted(job.planned_steps, "optimizer step")
+    yield "train.epochs, train.total_steps", f"{planned} in the whole run"
 
 
 def _notes(job: TrlxJob) -> Iterator[str]:
-    yield (
-        f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has"
-        f" {counted(job.replicas, 'process')}."
-    )
     if job.passes > 1:
-        summed = (
-            f"gradients are summed over the {job.passes:,} passes, not averaged:"
-            f" {job.passes:,} times those of one pass"
-        )
-        yield (
-            f"{summed}. Adam hides it; gradient clipping, epsilon and plain SGD do not."
-        )
-        ends = (
-            "each pass ends"
-            if job["deepspeed"]
-            else "(deepspeed=true) each pass would end"
-        )
         steps = (
-            f"{job.passes:,} optimizer steps of"
-            f" {counted(job.micro * job.replicas, 'sample')}"
+            f"{job.passes:,} optimizer steps of {job.micro * job.replicas:,} samples"
+        )
+        ends = "each pass ends" if job["deepspeed"] else "each pass would end"
+        yield (
+            f"gradients are summed over the {job.passes:,} passes, not averaged:"
+            f" {job.passes:,} times those of one pass. Adam hides it; gradient"
+            " clipping, epsilon and plain SGD do not."
         )
         yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
-    if job[MICRO] == 0:
-        yield f"{MICRO}=0 is the same as null."
     if not job.ppo:
         yield (
             f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size"
             " and ppo_epochs have no effect."
         )
         return
-    if job.over:
-        yield (
-            f"{job.over:,} more samples are collected than requested: full chunks,"
-            " until there are enough."
-        )
     if job.last_batch < job.batch:
         size = f"{job.last_batch:,} of {job.batch:,} samples"
-        yield (
-            f"the last mini batch of each pass has {size} and the same weight as"
-            " others."
-        )
-    num_prompts = job["num_prompts"]
-    if num_prompts is None:
+        yield f"the last mini batch of each pass has {size} and the weight of others."
+    if job["num_prompts"] is None:
         yield (
             "the size of the prompt set is unknown (give num_prompts=N): every chunk is"
             " assumed to be full."
         )
-    elif job.replicas == 1 and num_prompts % job[CHUNK]:
-        ends = (
-            f"every pass over the {num_prompts:,} prompts ends with a chunk of"
-            f" {num_prompts % job[CHUNK]:,}"
+    elif job.replicas == 1 and job["num_prompts"] % job[CHUNK]:
+        yield (
+            f"every pass over the {job['num_prompts']:,} prompts ends with a short"
+            " chunk, so later rounds may collect a different number of samples than the"
+            " first, from which trlX computes the planned steps."
         )
-        other = (
-            "may collect a different number of samples than the first, from which trlX"
-            " computes the planned steps"
-        )
-        yield f"{ends}, so later rounds {other}."
+    yield group_note(1)
+    yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process."
+
+
+COUNTED: list[Rule[TrlxJob]] = [
+    *positive("trlx", [TRAIN], "the trainer divides by it"),
+    *positive(
+        "trlx",
+        [ROLLOUTS, CHUNK, INNER],
+        "nothing would be collected or trained",
+        when=lambda job: job.ppo,
+        found_by="run",
+    ),
+    *positive(
+        "trlx",
+        ["num_processes", "num_prompts"],
+        "there would be nothing to train",
+        found_by="run",
+    ),
+    Rule(
+        name="trlx.micro_not_negative",
+        keys=(MICRO,),
+        holds=lambda job: job.micro_given >= 0,
+        message=lambda job: (
+            f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made"
+        ),
+        candidates=lambda job: [0],
+        found_by="run",
+    ),
+]
+
+
+def _is_reached(job: TrlxJob) -> bool:
+    """Return whether the limit of steps is not exceeded by the first one."""
+    short = 0 < job.first_passes < job.passes
+    return bool(job["train.total_steps"] >= (0 if short else 1))
 
 
 RULES: list[Rule[TrlxJob]] = [
-    *positive("trlx", [TRAIN], "the trainer divides by it"),
-    *positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo,
-        found_by="run"),
-    *positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train", found_by="run"),
-    Rule(name="trlx.micro_not_negative", keys=(MICRO,), holds=lambda job: job.micro_given >= 0,
-        message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
-        candidates=lambda job: [0], found_by="run"),
-    *apply_if(usable, [
-        multiple("trlx.micro_divides_batch", (MICRO, TRAIN), (f"{TRAIN}={{:,}}", lambda job: job.batch),
-            (f"{MICRO}={{:,}}", lambda job: job.micro)),
-        Rule(name="trlx.total_steps_reached", keys=("train.total_steps",), holds=lambda job: (
-                job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
-            message=lambda job: f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step "
-                "already exceeds it, and trlX stops in the middle of that step", found_by="run"),
-        at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
-    ]),
-]  # fmt: skip
+    *COUNTED,
+    *apply_if(
+        usable,
+        [
+            multiple(
+                "trlx.micro_divides_batch",
+                (MICRO, TRAIN),
+                (f"{TRAIN}={{:,}}", lambda job: job.batch),
+                (f"{MICRO}={{:,}}", lambda job: job.micro),
+            ),
+            Rule(
+                name="trlx.total_steps_reached",
+                keys=("train.total_steps",),
+                holds=_is_reached,
+                message=lambda job: (
+                    f"train.total_steps={job['train.total_steps']:,} must be at least"
+                    " 1: the first optimizer step already exceeds it, and trlX stops in"
+                    " the middle of that step"
+                ),
+                found_by="run",
+            ),
+            at_least(
+                "trlx.epochs_train",
+                ("train.epochs",),
+                "train.epochs",
+                1,
+                note=": nothing would be trained",
+                found_by="run",
+            ),
+        ],
+    ),
+]
 DIALECT = Dialect(
     job=TrlxJob,
     rules=RULES,

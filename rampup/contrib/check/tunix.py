@@ -255,6 +255,11 @@ class PromptJob(RolloutJob):
             derived["training_steps"] = self.training_steps
         return derived
 
+    def prompts_text(self, number: int) -> str:
+        """Return prompts with their samples."""
+        samples = counted(number * self.samples_per_prompt, "sample")
+        return f"{counted(number, 'prompt')} = {samples}"
+
     def sharding_note(self, fsdp: int) -> Iterator[str]:
         """Yield that the sequences of a pass do not divide over the axis that they are
         sharded over, if so (`rl/utils.py`).
@@ -340,25 +345,22 @@ class TunixJob(PromptJob):
 
 
 def _meanings(job: TunixJob) -> Iterator[tuple[str, str]]:
-    responses = job.samples_per_prompt
-
-    def prompts(number: int) -> str:
-        samples = counted(number * responses, "sample")
-        return f"{counted(number, 'prompt')} = {samples}"
-
     batch = f"batch = {job.prompts:,}"
-    yield batch, f"{prompts(job.prompts)} per training step, the whole job"
-    yield GENERATIONS, f"{counted(responses, 'response')} per prompt"
+    yield batch, f"{job.prompts_text(job.prompts)} per training step, the whole job"
+    yield GENERATIONS, f"{counted(job.samples_per_prompt, 'response')} per prompt"
     updates = counted(job.updates(job.policy), "optimizer step")
-    yield f"mini batch = {job.mini:,}", f"{prompts(job.mini)} per update; {updates}"
+    yield (
+        f"mini batch = {job.mini:,}",
+        f"{job.prompts_text(job.mini)} per update; {updates}",
+    )
     yield (
         f"train micro batch = {job.micro:,}",
-        f"{prompts(job.micro)} per pass; {job.passes_text} per update",
+        f"{job.prompts_text(job.micro)} per pass; {job.passes_text} per update",
     )
     calls = counted(job.prompts // job.rollout_micro, "call")
     yield (
         f"rollout micro batch = {job.rollout_micro:,}",
-        f"{prompts(job.rollout_micro)} per generate call; {calls} per step",
+        f"{job.prompts_text(job.rollout_micro)} per generate call; {calls} per step",
     )
     for role, shape in job.meshes.items():
         if shape:
