@@ -112,6 +112,8 @@ ALIASES = {
         f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS
     },
     **{name.removeprefix("rl."): name for name in KEYS if name.startswith("rl.")},
+    "num_target_devices": "num_devices",
+    "internal_compile_num_devices": "num_devices",
     "dataset_prompts": "num_prompts",
     "num_epochs": "num_epoch",  # until November 2025
 }
@@ -134,8 +136,14 @@ LAUNCH = Launch(
                 r"dcn_\w+_parallelism": Unread(
                     "divides slices, which these rules do not follow", (None, 1, -1)
                 ),
-                r"per_device_batch_size|gradient_accumulation_steps": Unread(
-                    "is of pre-training, and not read here", (None, 1), asks=False
+                r"(?:eval_)?per_device_batch_size\w*|gradient_accumulation_steps"
+                r"|\w+_rampup_\w+|(?:eval_|learning_rate_schedule_)?steps"
+                r"|num_layers_per_pipeline_stage|num_pipeline_\w+"
+                r"|pipeline_parallel_layers|shard_optimizer_over_data": Unread(
+                    "is of pre-training, and not read here", (None, 1, -1), asks=False
+                ),
+                r"use_tunix_gradient_accumulation": Unread(
+                    "divides by the passes instead of the tokens", asks=False
                 ),
                 r"rl\.off_policy_steps": Unread(
                     "lets samples be so many steps old", (None, 0), asks=False

@@ -19,10 +19,11 @@ LOOKS_LIKE_A_SIZE = re.compile(
     r"|hierarch|num_layers|stage|interleav|layout|rampup|samples|iters|steps|epoch"
     r"|prompts|checkpoint_args"
 )
-READ_IN_FULL = ("megatron", "maxtext", "skyrl", "verl")
+READ_IN_FULL = ("megatron", "maxtext", "maxtext_rl", "skyrl", "verl")
 SIZES = {
     "megatron": {"micro_batch_size": 1, "global_batch_size": 64, "world_size": 16},
     "maxtext": {"per_device_batch_size": 1, "num_devices": 16, "steps": 10},
+    "maxtext_rl": {"batch_size": 8, "rl.num_generations": 4},
     "skyrl": {"trainer.train_batch_size": 1024, "generator.n_samples_per_prompt": 4},
     "verl": {
         "data.train_batch_size": 64,
@@ -39,6 +40,10 @@ COMMANDS = {
     "maxtext": (
         "python3 -m maxtext.trainers.pre_train.train base.yml per_device_batch_size=1"
         " num_target_devices=16 steps=10"
+    ),
+    "maxtext_rl": (
+        "python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml batch_size=8"
+        " rl.num_generations=4"
     ),
     "skyrl": (
         "python3 -m skyrl.train.entrypoints.main_base trainer.train_batch_size=1024"
@@ -102,9 +107,9 @@ def test_every_name_like_that_of_a_size_is_accounted_for(system):
     the system's source, and change no size.
     """
     launch = load_dialect(system).launch
-    text = files("rampup.contrib.check").joinpath(f"{system}_keys.txt").read_text()
+    text = files("rampup.contrib.check").joinpath(f"{launch.keys}_keys.txt").read_text()
     looked_up = text.partition("# Names like those of sizes")[2].partition("# All")[0]
-    names = set(load_known_keys(system).lives)
+    names = set(load_known_keys(launch.keys).lives)
     alike = {name for name in names if LOOKS_LIKE_A_SIZE.search(name)}
     assert len(alike) > 150
     told = {*launch.unread, *looked_up.split(), "num_target_devices"}
