@@ -237,10 +237,19 @@ def find_critical_batch_size(
             more tokens.
         work_folder: folder for evaluations and checkpoints of branches; None =
             RUN.critical next to the run's folder.
+        report: called with each line of progress.
+
+    Returns:
+        The critical batch size with what it rests on.
 
     Raises:
         RampupError: the run cannot be branched like this.
         KeyboardInterrupt: it was interrupted; the same call resumes.
+
+    Example:
+        >>> find_critical_batch_size("runs/nothing")
+        Traceback (most recent call last):
+        rampup.errors.ConfigError: .../runs/nothing has no checkpoint to branch from; ...
     """
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
         raise ConfigError(
@@ -408,111 +417,29 @@ class _Branches:
         step, ramp = record["step"], ramp_before(record)
         assert ramp is not None  # `_find_run` has refused a checkpoint without
         self.run_plan = run_plan = plan_to_resume(config, jax.device_count(), ramp)
-        position = run_plan.position(step)
-        batch = position.split.global_batch_size
-        samples = None if tokens is None else -(-tokens // config.max_target_length)
-        if tokens is not None and tokens < 1:
-            raise ConfigError(
-                f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,)
-            )
-        if multiples is None:
-            multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
-        promising = samples_for_gain(curve, position.consumed_samples)
-        self.window = window = BranchWindow.of(
-            batch, multiples, samples, promising=promising
-        )
-        splitter = unconstrained(run_plan.splitter)
-        for multiple, size in zip(window.multiples, window.sizes, strict=True):
-            if not splitter.allows(size):
-                raise batch_error(
-                    splitter,
-                    size,
-                    f"multiple {multiple} of the run's batch",
-                    key="multiples",
-                )
-        # Microbatches are as large as those of the run if they divide all batches.
-        legal = splitter.legal_microbatches(window.sizes)
-        fitting = max(
-            (size for size in legal if size <= position.split.microbatch_size),
-            default=legal[0],
-        )
-        plan = RampPlan(
-            # One branch after the other, as the phases of a ramp: one executable serves
-            # them all, like those of any ramp.
-            ramp=BatchRamp.piecewise(
-                (number * window.samples, size)
-                for number, size in enumerate(window.sizes)
-            ),
-            splitter=replace(splitter, microbatch_size=fitting),
-            num_devices=run_plan.num_devices,
-            axes=run_plan.axes,
-            total_steps=sum(window.samples // size for size in window.sizes),
-            # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv
-            # 2205.10287.
-            learning_rate_batch_scaling=(
-                "linear" if config.opt_type == "sgd" else "sqrt"
-            ),
-            reference_batch_size=run_plan.reference_size,
-        )
-        # The run's next learning rate, or its last if its schedule has ended; `plan`
-        # scales it.
-        schedule = learning_rate(config, run_plan)
-        if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
-            problem = (
-                f"the learning rate of the run is 0 at step {step}, so its branches"
-                " would learn nothing"
-            )
-            raise ConfigError(f"{problem}; choose another --step", key="step")
-        scale = learning_rate_scale(
-            batch, plan.reference_size, plan.learning_rate_batch_scaling
-        )
-        rate = LearningRate(plan=plan, peak=peak / scale, kind="constant")
+        self.window = window = _window(config, run_plan, step, multiples, tokens, curve)
+        plan = _plan_of_branches(config, run_plan, step, window)
+        rate = _constant_rate(config, run_plan, step, plan)
         self.learning_rates = tuple(
             rate.at(phase.start_step) for phase in plan.ramp.phases
         )
-
         mesh = make_mesh(plan.axes)
         # The branches have a plan of their own, and measure nothing else.
-        own_keys = {
-            "batch_size_schedule": f"0:{window.sizes[0]}",
-            "enable_rampup_batch_size": False,
-        }
         fused = replace(
             config,
             gradient_accumulation="fused",
             measure_gradient_noise=False,
-            **own_keys,
+            batch_size_schedule=f"0:{window.sizes[0]}",
+            enable_rampup_batch_size=False,
         )
         self.setup = replace(
             TrainSetup.from_config(fused, plan, mesh),
             tx=optimizer(fused, rate, run_plan),
         )
         self.run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
-
-        rows, _ = open_sources(config)
-        found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
-        for name, value in found.items():
-            if name in record and record[name] != value:
-                problem = (
-                    f"the training data are not those of the run: {name} differs from"
-                    " the checkpoint's"
-                )
-                fix = (
-                    "restore the files of"
-                    f" grain_train_files={config.grain_train_files}, or train again"
-                )
-                raise ResumeMismatchError(f"{problem}; {fix}", key="grain_train_files")
-        first = position.consumed_samples
-        last = first + window.samples + window.interval
-        try:
-            order = sample_order(config, len(rows), last)
-        except DataError as error:
-            raise DataError(
-                f"the branches read samples {first:,} to {last:,}, the last of them for"
-                f" evaluation, which are beyond the data of the run: {error}; give"
-                " fewer --tokens, an earlier --step, or train with a larger num_epoch",
-                key="tokens",
-            ) from None
+        rows = _rows_of_the_run(config, record)
+        first = run_plan.position(step).consumed_samples
+        order = _order_beyond(config, len(rows), first, window)
         group = window.sizes[0]
         self.eval_step, eval_plan = self.setup.evaluation(
             group, (window.samples + window.interval) // group
@@ -576,6 +503,119 @@ class _Branches:
             float(loss) / float(weight) if weight else 0.0 for loss, weight in sums
         )
         return Evaluation(losses, tuple(float(weight) for _, weight in sums))
+
+
+def _window(
+    config: Config,
+    run_plan: RampPlan,
+    step: int,
+    multiples: Sequence[object] | None,
+    tokens: int | None,
+    curve: Sequence[tuple[int, float]],
+) -> BranchWindow:
+    """Return the batches of the branches and their window, or refuse batches that
+    cannot be split.
+    """
+    if tokens is not None and tokens < 1:
+        raise ConfigError(
+            f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,)
+        )
+    position = run_plan.position(step)
+    window = BranchWindow.of(
+        position.split.global_batch_size,
+        (
+            _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
+            if multiples is None
+            else multiples
+        ),
+        None if tokens is None else -(-tokens // config.max_target_length),
+        promising=samples_for_gain(curve, position.consumed_samples),
+    )
+    splitter = unconstrained(run_plan.splitter)
+    for multiple, size in zip(window.multiples, window.sizes, strict=True):
+        if not splitter.allows(size):
+            what = f"multiple {multiple} of the run's batch"
+            raise batch_error(splitter, size, what, key="multiples")
+    return window
+
+
+def _plan_of_branches(
+    config: Config, run_plan: RampPlan, step: int, window: BranchWindow
+) -> RampPlan:
+    """Return the branches, one after the other, as the phases of a ramp: one executable
+    serves them all, like those of any ramp.
+    """
+    splitter = unconstrained(run_plan.splitter)
+    # Microbatches are as large as those of the run if they divide all batches.
+    legal = splitter.legal_microbatches(window.sizes)
+    own = run_plan.position(step).split.microbatch_size
+    fitting = max((size for size in legal if size <= own), default=legal[0])
+    return RampPlan(
+        ramp=BatchRamp.piecewise(
+            (number * window.samples, size) for number, size in enumerate(window.sizes)
+        ),
+        splitter=replace(splitter, microbatch_size=fitting),
+        num_devices=run_plan.num_devices,
+        axes=run_plan.axes,
+        total_steps=sum(window.samples // size for size in window.sizes),
+        # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv
+        # 2205.10287.
+        learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
+        reference_batch_size=run_plan.reference_size,
+    )
+
+
+def _constant_rate(
+    config: Config, run_plan: RampPlan, step: int, plan: RampPlan
+) -> LearningRate:
+    """Return the run's next learning rate, or its last if its schedule has ended, held
+    constant; the plan of the branches scales it.
+    """
+    schedule = learning_rate(config, run_plan)
+    if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
+        raise ConfigError(
+            f"the learning rate of the run is 0 at step {step}, so its branches would"
+            " learn nothing",
+            fix="choose another --step",
+            key="step",
+        )
+    batch = run_plan.position(step).split.global_batch_size
+    scale = learning_rate_scale(
+        batch, plan.reference_size, plan.learning_rate_batch_scaling
+    )
+    return LearningRate(plan=plan, peak=peak / scale, kind="constant")
+
+
+def _rows_of_the_run(config: Config, record: Mapping[str, Any]) -> Any:
+    """Return the training data, or refuse others than those of the run."""
+    rows, _ = open_sources(config)
+    found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
+    for name, value in found.items():
+        if name in record and record[name] != value:
+            raise ResumeMismatchError(
+                f"the training data are not those of the run: {name} differs from the"
+                " checkpoint's",
+                fix="restore the files of"
+                f" grain_train_files={config.grain_train_files}, or train again",
+                key="grain_train_files",
+            )
+    return rows
+
+
+def _order_beyond(
+    config: Config, num_rows: int, first: int, window: BranchWindow
+) -> SampleOrder:
+    """Return the order of the run's samples, or refuse a window that ends beyond it."""
+    last = first + window.samples + window.interval
+    try:
+        return sample_order(config, num_rows, last)
+    except DataError as error:
+        raise DataError(
+            f"the branches read samples {first:,} to {last:,}, the last of them for"
+            f" evaluation, which are beyond the data of the run: {error}; give fewer"
+            " --tokens, an earlier --step, or train with a larger num_epoch",
+            key="tokens",
+        ) from None
 
 
 class _SampleWindow(SampleOrder):

@@ -72,41 +72,55 @@ class Buffer(NamedTuple):
 class Inspection:
     """The facts about a program. All numbers are of one device and one run of the
     program.
+
+    Attributes:
+        num_devices: devices of the program.
+        loop_trips: iterations of the loops whose bound is an argument, as given.
+        account: collectives, FLOPs and memory traffic.
+        gradient_reductions: the collectives that reduce gradients over the replicas.
+        repeated_reductions: those of them that run in every iteration of a loop that
+            accumulates.
+        repeated_bytes: bytes that they reduce in one iteration of that loop.
+        accumulators: arrays that loops add to.
+        optimizer_updates: how often a run replaces the training state, or None if it
+            returns none.
+        uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run
+            is one microbatch.
+        num_donated: arguments whose memory results take over.
+        donated_bytes: their bytes.
+        not_donated: arguments whose memory a result could take over, the largest first.
+        f32_matmuls: FLOPs of matrix products with float32 operands, by precision.
+        host_transfers: exchanges with the host, and whether they are in a loop.
+        memory: memory of a device, or None for a program's text.
+        findings: remarks, in sentences.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = inspect(lambda w, x: w + x, jnp.zeros(8), jnp.ones(8))
+        >>> print(found)
+        no collectives
+        accumulators of loops: none
+        updates of the training state in a run: 1
+        donated: 0 buffers, 0 bytes
+        matrix products: none; memory traffic: 96 bytes
     """
 
-    num_devices: int  #: devices of the program
-    loop_trips: tuple[
-        int, ...
-    ]  #: iterations of the loops whose bound is an argument, as given
-    account: Account  #: collectives, FLOPs and memory traffic
-    gradient_reductions: tuple[
-        Collective, ...
-    ]  #: the collectives that reduce gradients over the replicas
-    repeated_reductions: tuple[
-        Collective, ...
-    ]  #: those of them that run in every iteration of a loop that accumulates
-    repeated_bytes: int  #: bytes that they reduce in one iteration of that loop
-    accumulators: tuple[Accumulator, ...]  #: arrays that loops add to
-    optimizer_updates: (
-        int | None
-    )  #: how often a run replaces the training state, or None if it returns none
-    # : whether the state is that of `optax.MultiSteps`, so that a run is one microbatch
+    num_devices: int
+    loop_trips: tuple[int, ...]
+    account: Account
+    gradient_reductions: tuple[Collective, ...]
+    repeated_reductions: tuple[Collective, ...]
+    repeated_bytes: int
+    accumulators: tuple[Accumulator, ...]
+    optimizer_updates: int | None
     uses_multi_steps: bool
-    num_donated: int  #: arguments whose memory results take over
-    donated_bytes: int  #: their bytes
-    not_donated: tuple[
-        Buffer, ...
-    ]  #: arguments whose memory a result could take over, the largest first
-    f32_matmuls: Mapping[
-        str, int
-    ]  #: FLOPs of matrix products with float32 operands, by precision
-    host_transfers: tuple[
-        tuple[str, bool], ...
-    ]  #: exchanges with the host, and whether they are in a loop
-    memory: ProgramMemory | None = (
-        None  #: memory of a device, or None for a program's text
-    )
-    findings: tuple[str, ...] = ()  #: remarks, in sentences
+    num_donated: int
+    donated_bytes: int
+    not_donated: tuple[Buffer, ...]
+    f32_matmuls: Mapping[str, int]
+    host_transfers: tuple[tuple[str, bool], ...]
+    memory: ProgramMemory | None = None
+    findings: tuple[str, ...] = ()
 
     @property
     def reduces_once(self) -> bool:

@@ -95,9 +95,21 @@ def topology_devices(topology: Topology | str) -> Sequence[Any]:
     """Return the devices of a topology or its name. Programs can be compiled for them
     but cannot run on them.
 
+    Args:
+        topology: such as "v5e:4x4" or "2*v5p:4x4x4"; `rampup explain topology` lists
+            the names.
+
+    Returns:
+        The devices, for `rampup.make_mesh(devices=...)`.
+
     Raises:
         ConfigError: there is no such topology.
         MissingDependencyError: libtpu is not installed.
+
+    Example:
+        >>> topology_devices("v5e:3x3")
+        Traceback (most recent call last):
+        rampup.errors.ConfigError: topology=v5e:3x3 is not a shape of its slices; nearest: v5e:2x4, v5e:4x4
     """
     topology = Topology.parse(topology) if isinstance(topology, str) else topology
     compiler_version()
