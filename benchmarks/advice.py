@@ -16,7 +16,7 @@ and `--part 1/2` run a part of it. The stages, each after those before it:
 - `pilot`: the first quarter of the run with a small batch, with the noise scale in both
   geometries, `rampup critical` at three of its checkpoints, and `rampup design` from
   them.
-- `ramps`: what `design` recommends, Seesaw and one late switch, with the rate of the
+- `ramps`: what `design` recommends and Seesaw, with the rate of the
   pilot's batch and the square-root rule.
 - `tuned`: the same schedules with the best rate of each batch instead of the rule.
 - `wsd`: constant batches and schedules with a decay at the end only.
@@ -523,8 +523,15 @@ class Runner:
         """Return the keys of every schedule to run with the pilot's rate, by its
         name.
         """
-        found: dict[str, dict[str, Any]] = {}
-        known = self.results.read()
+        known, study = self.results.read(), self.study
+        seesaw = {
+            "batch_size_schedule": f"0:{study.pilot}",
+            "seesaw_factor": 2.0,
+            "seesaw_max_batch_size": study.sizes[-1],
+            "learning_rate_clock": "samples",
+            "learning_rate": known["pilot_rate"],
+        }
+        found: dict[str, dict[str, Any]] = {"seesaw": seesaw}
         for source, design in known["designs"].items():
             for each in design.get("candidates", ()):
                 name = {
@@ -540,9 +547,9 @@ class Runner:
                     and keys not in found.values()
                     and source != "adam"
                 ):
-                    found[name if name == "seesaw" else f"{name} by {source}"] = (
-                        keys | {"learning_rate": known["pilot_rate"]}
-                    )
+                    found[f"{name} by {source}"] = keys | {
+                        "learning_rate": known["pilot_rate"]
+                    }
         return found
 
     def ramps(self) -> None:

@@ -664,10 +664,41 @@ def _train_branches(
     """Train the missing parts of the branches, smallest batch first; return all
     evaluations, and that of the checkpoint.
     """
-    window, setup = branches.window, branches.setup
-    # The evaluations of earlier calls, which were interrupted. That of the checkpoint
-    # is on the rows of the last ones.
-    curves: list[list[Evaluation]] = [[] for _ in window.sizes]
+    window = branches.window
+    curves, checkpoint = _earlier_evaluations(work, len(window.sizes))
+
+    def is_done(number: int) -> bool:
+        return _is_done(window, curves, checkpoint, number, tolerance)
+
+    missing = [number for number in range(len(window.sizes)) if not is_done(number)]
+    if not missing:
+        assert checkpoint is not None  # evaluated before the first branch
+        return curves, checkpoint
+    start = _start_state(branches, folder)
+    options = CheckpointOptions(max_to_keep=1)
+    with (
+        Checkpoints(work / CHECKPOINT_FOLDER, options) as checkpoints,
+        stop_requests(
+            lambda: report("stopping after this step; the same command resumes")
+        ) as stop_requested,
+    ):
+        if checkpoint is None:
+            checkpoint = _evaluate_checkpoint(branches, start, work)
+        for number in missing:
+            training = _BranchTraining(branches, number, work, checkpoints)
+            training.run(start, curves[number], is_done, stop_requested, report)
+        checkpoints.wait()
+    branches.setup.step.close()
+    return curves, checkpoint
+
+
+def _earlier_evaluations(
+    work: Path, num_branches: int
+) -> tuple[list[list[Evaluation]], Evaluation | None]:
+    """Return the evaluations of earlier calls, which were interrupted: of each branch,
+    and of the checkpoint, which is on the rows of the last ones.
+    """
+    curves: list[list[Evaluation]] = [[] for _ in range(num_branches)]
     checkpoint: Evaluation | None = None
     for line in read_lines(work / EVALUATIONS_FILE):
         losses = tuple(math.nan if loss is None else loss for loss in line["losses"])
@@ -676,113 +707,134 @@ def _train_branches(
             checkpoint = found
         else:
             curves[line["branch"]].append(found)
+    return curves, checkpoint
 
-    def is_done(number: int) -> bool:
-        whole = [
-            curve
-            for curve in curves[:number]
-            if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)
-        ]
-        complete = len(curves[number]) == window.num_evaluations
-        allowed = (
-            tolerance_of(curves, checkpoint, window.num_evaluations)
-            if tolerance is None
-            else tolerance
-        )
-        return complete or is_losing(
-            curves[number], whole, window.num_evaluations, allowed
-        )
 
-    missing = [number for number in range(len(window.sizes)) if not is_done(number)]
-    if not missing:
-        assert checkpoint is not None  # evaluated before the first branch
-        return curves, checkpoint
-    # The state of the run's checkpoint in host memory, as the optimizer of the branches
-    # has it.
+def _is_done(
+    window: BranchWindow,
+    curves: Sequence[Sequence[Evaluation]],
+    checkpoint: Evaluation | None,
+    number: int,
+    tolerance: float | None,
+) -> bool:
+    """Return whether a branch is complete, or has clearly lost."""
+    whole = [
+        curve
+        for curve in curves[:number]
+        if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)
+    ]
+    if tolerance is None:
+        tolerance = tolerance_of(curves, checkpoint, window.num_evaluations)
+    return len(curves[number]) == window.num_evaluations or is_losing(
+        curves[number], whole, window.num_evaluations, tolerance
+    )
+
+
+def _start_state(branches: _Branches, folder: Path) -> Any:
+    """Return the state of the run's checkpoint in host memory, as the optimizer of the
+    branches has it.
+    """
     start = read_state(
         folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes
     )
-    start = jax.device_get(setup.reorder_layers(start)[1](start))
+    start = jax.device_get(branches.setup.reorder_layers(start)[1](start))
     if isinstance(start.opt_state, optax.MultiStepsState):
         start = replace(start, opt_state=start.opt_state.inner_opt_state)
-    with (
-        Checkpoints(
-            work / CHECKPOINT_FOLDER, CheckpointOptions(max_to_keep=1)
-        ) as checkpoints,
-        stop_requests(
-            lambda: report("stopping after this step; the same command resumes")
-        ) as stop_requested,
-    ):
-        if checkpoint is None:
-            state = branches.start(start, setup.plan.ramp.phases[0].start_step)
-            checkpoint = branches.evaluate(state, window.num_evaluations)
-            log = StepLog(work / EVALUATIONS_FILE, keep_below=0)
-            log.write(
-                {
-                    "step": 0,
-                    "branch": None,
-                    "losses": checkpoint.losses,
-                    "weights": checkpoint.weights,
-                }
-            )
+    return start
+
+
+def _evaluate_checkpoint(branches: _Branches, start: Any, work: Path) -> Evaluation:
+    """Evaluate the run's checkpoint, and keep that."""
+    first = branches.setup.plan.ramp.phases[0].start_step
+    state = branches.start(start, first)
+    found = branches.evaluate(state, branches.window.num_evaluations)
+    log = StepLog(work / EVALUATIONS_FILE, keep_below=0)
+    log.write(
+        {"step": 0, "branch": None, "losses": found.losses, "weights": found.weights}
+    )
+    log.close()
+    return found
+
+
+class _BranchTraining:
+    """The training of one branch, which resumes from its own checkpoint."""
+
+    def __init__(
+        self, branches: _Branches, number: int, work: Path, checkpoints: Checkpoints
+    ) -> None:
+        self._branches, self._number, self._work = branches, number, work
+        self._checkpoints = checkpoints
+        window = branches.window
+        self._size = window.sizes[number]
+        self._first = branches.setup.plan.ramp.phases[number].start_step
+        self._per_evaluation = window.interval // self._size
+        self._last = self._first + self._per_evaluation * window.num_evaluations
+        # evaluations between two checkpoints
+        self._period = -(-window.num_evaluations // SAVES_PER_BRANCH)
+
+    def run(
+        self,
+        start: Any,
+        curve: list[Evaluation],
+        is_done: Callable[[int], bool],
+        stop_requested: Callable[[], bool],
+        report: Callable[[str], None],
+    ) -> None:
+        """Train the branch to its end, and add its evaluations to the curve."""
+        state, done = self._resume(start, len(curve))
+        # Evaluations after the checkpoint are repeated, with the same result.
+        del curve[(done - self._first) // self._per_evaluation :]
+        log = StepLog(self._work / EVALUATIONS_FILE, keep_below=done + 1)
+        try:
+            for batch in self._branches.loader.batches(done, self._last):
+                state, _ = self._branches.setup.step(state, batch)
+                done = batch.position.step + 1
+                number, rest = divmod(done - self._first, self._per_evaluation)
+                saves = rest == 0 and number % self._period == 0
+                if rest == 0:
+                    curve.append(self._branches.evaluate(state, number))
+                    log.write(self._line(done, curve[-1]))
+                    has_ended = is_done(self._number)
+                    if saves or has_ended:
+                        report(self._progress(curve))
+                    if has_ended:
+                        break
+                if stop_requested() or saves:
+                    log.sync()
+                    self._checkpoints.save(done, state, {"branch": self._number})
+                if stop_requested():
+                    self._checkpoints.wait()
+                    raise KeyboardInterrupt
+            log.sync()
+        finally:
             log.close()
-        for number in missing:
-            size, curve = window.sizes[number], curves[number]
-            first = setup.plan.ramp.phases[number].start_step
-            per_evaluation = window.interval // size
-            last = first + per_evaluation * window.num_evaluations
-            state, done = branches.start(start, first), first
-            saved = find_checkpoint(work / CHECKPOINT_FOLDER)
-            if (
-                saved is not None
-                and first < saved.step < last
-                and len(curve) >= (saved.step - first) // per_evaluation
-            ):
-                state, done = checkpoints.restore(saved, state), saved.step
-            # Evaluations after the checkpoint are repeated, with the same result.
-            del curve[(done - first) // per_evaluation :]
-            log = StepLog(work / EVALUATIONS_FILE, keep_below=done + 1)
-            try:
-                for batch in branches.loader.batches(done, last):
-                    state, _ = setup.step(state, batch)
-                    done = batch.position.step + 1
-                    evaluations, rest = divmod(done - first, per_evaluation)
-                    saves = (
-                        rest == 0
-                        and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH)
-                        == 0
-                    )
-                    if rest == 0:
-                        curve.append(found := branches.evaluate(state, evaluations))
-                        losses = [finite_or_none(loss) for loss in found.losses]
-                        log.write(
-                            {
-                                "step": done,
-                                "branch": number,
-                                "losses": losses,
-                                "weights": found.weights,
-                            }
-                        )
-                        has_ended = is_done(number)
-                        if saves or has_ended:
-                            progress = (
-                                f"{len(curve)}/{window.num_evaluations} of the window"
-                            )
-                            report(
-                                f"batch {size:,}: {progress}, smoothed loss"
-                                f" {smoothed_loss(curve):.4f}"
-                            )
-                        if has_ended:
-                            break
-                    if stop_requested() or saves:
-                        log.sync()
-                        checkpoints.save(done, state, {"branch": number})
-                    if stop_requested():
-                        checkpoints.wait()
-                        raise KeyboardInterrupt
-                log.sync()
-            finally:
-                log.close()
-        checkpoints.wait()
-    setup.step.close()
-    return curves, checkpoint
+
+    def _resume(self, start: Any, num_evaluations: int) -> tuple[Any, int]:
+        """Return the state of the branch's checkpoint and its step, or those of its
+        start.
+        """
+        state = self._branches.start(start, self._first)
+        saved = find_checkpoint(self._work / CHECKPOINT_FOLDER)
+        if (
+            saved is None
+            or not self._first < saved.step < self._last
+            or num_evaluations < (saved.step - self._first) // self._per_evaluation
+        ):
+            return state, self._first
+        return self._checkpoints.restore(saved, state), saved.step
+
+    def _line(self, done: int, found: Evaluation) -> dict[str, Any]:
+        losses = [finite_or_none(loss) for loss in found.losses]
+        return {
+            "step": done,
+            "branch": self._number,
+            "losses": losses,
+            "weights": found.weights,
+        }
+
+    def _progress(self, curve: Sequence[Evaluation]) -> str:
+        total = self._branches.window.num_evaluations
+        return (
+            f"batch {self._size:,}: {len(curve)}/{total} of the window, smoothed loss"
+            f" {smoothed_loss(curve):.4f}"
+        )

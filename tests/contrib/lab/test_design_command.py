@@ -364,6 +364,7 @@ def test_a_ramp_is_compared_with_the_best_constant_batch(run, capsys):
         (["--train-tokens", "20M"], "--measured RUN_DIR"),
         (["--train-tokens", "20M", "--measured", "nowhere"], "has no metrics.jsonl"),
         (["--measured", "RUN"], "--train-tokens"),
+        (["--measured", "RUN", "-o", "x.png"], "design draws no picture; `rampup plot"),
         (["--measured", "RUN", "--train-tokens", "0"], "--train-tokens"),
         (["--measured", "RUN", "--train-tokens", "1.5"], "whole number"),
         (
