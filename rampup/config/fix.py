@@ -128,21 +128,25 @@ def find_fix(
         # A key changes at most once a round.
         done: set[str | None] = set()
         for problem in problems:
-            for key, value in (
-                _suggestions(problem, problems, before)
-                if problem.key not in done
-                else ()
-            ):
+            if problem.key in done:
+                continue
+            ways: list[tuple[str, str, _Draft]] = []
+            for key, value in _suggestions(problem, problems, before):
                 fresh = key not in done and (key, value) not in tried
                 edited = start.with_edits(edits | {key: value}) if fresh else None
                 if edited is not None and (
                     key not in KEYS or _keeps_ramp(meant.located(), edited.located())
                 ):
-                    draft = edited
-                    edits[key] = value
-                    tried.add((key, value))
-                    done |= {key, problem.key}
-                    break
+                    ways.append((key, value, edited))
+            if ways:
+                # The nearest value, unless another one leaves nothing else to change.
+                whole = (way for way in ways[1:] if not way[2].problems(check))
+                nearest_is_whole = len(ways) == 1 or not ways[0][2].problems(check)
+                best = ways[0] if nearest_is_whole else next(whole, ways[0])
+                key, value, draft = best
+                edits[key] = value
+                tried.add((key, value))
+                done |= {key, problem.key}
         if draft is before:
             break
         problems = draft.problems(check)

@@ -130,6 +130,23 @@ def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
             assert (change.key == end) == (not near)
 
 
+def test_find_fix_changes_the_fewest_keys_and_keeps_the_ramp(tmp_path):
+    """Of two near values, the one wins that leaves nothing else to change: 4
+    microbatches instead of 8, with which the first batch would have to double.
+    """
+    keys = {"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 6}
+    keys |= {"base_num_decoder_layers": 8, "per_device_batch_size_start": 1.0}
+    keys |= {"per_device_batch_size_increment": 1.0, "per_device_batch_size": 4.0}
+    keys |= {"global_rampup_samples": 400, "enable_rampup_batch_size": "true"}
+    text = BASE + "".join(f"{key}: {value}\n" for key, value in keys.items())
+    fix = fixed(tmp_path, text + "num_devices: 8\n")
+    assert [(c.key, c.after) for c in fix.changes] == [
+        ("num_pipeline_microbatches", "4")
+    ]
+    made = plan(load_config(fix.file, text=fix.text))
+    assert made.ramp.sizes == (8, 16, 24, 32)
+
+
 def keeps_shape(before, after):
     """Return whether sizes are within a quarter of those before and grow, stay and fall
     where they did.
