@@ -92,8 +92,11 @@ def with_slices(config: Config, topology: Topology | None) -> Config:
             AUTO,
             has := getattr(topology, key),
         ):
-            rule = f"{key}={number}, but topology={topology.name} has {has}"
-            raise ConfigError(rule, key=key, nearest=(has, AUTO))
+            raise ConfigError(
+                f"{key}={number}, but topology={topology.name} has {has}",
+                key=key,
+                nearest=(has, AUTO),
+            )
     return (
         config
         if topology.num_slices == 1

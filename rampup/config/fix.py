@@ -168,11 +168,12 @@ def find_fix(
             if len(problems) > 1
             else problems[0]
         )
-        message = (
+        raise ConfigError(
             f"no legal configuration was found near this one{rule}; what is"
-            f" left{with_changes}: {left}"
+            f" left{with_changes}: {left}",
+            key=problems[0].key,
+            nearest=problems[0].nearest,
         )
-        raise ConfigError(message, key=problems[0].key, nearest=problems[0].nearest)
     # A change may have been made for a problem that another change solves too.
     for key in list(edits)[::-1] if len(edits) > 1 else ():
         fewer = {name: value for name, value in edits.items() if name != key}

@@ -210,11 +210,13 @@ def locate_values(
         entry = entry if is_text else replace(entry, value=value)
         before = settings.setdefault(name, entry)
         if before is not entry and before.value != entry.value:
-            twice = (
-                f"{name} is given twice: {before.value!r} ({before.path}) and"
-                f" {entry.value!r} ({entry.path}); leave one out"
+            problems.append(
+                ConfigError(
+                    f"{name} is given twice: {before.value!r} ({before.path}) and"
+                    f" {entry.value!r} ({entry.path}); leave one out",
+                    key=name,
+                )
             )
-            problems.append(ConfigError(twice, key=name))
     return _override(far=located, near=settings, keys=keys), problems
 
 

@@ -217,14 +217,11 @@ def _size_errors(
     ):
         legal = unfixed.legal_microbatches(numbers)
         nearest = nearest_in(fixed, legal)
-        rule = (
-            f"microbatch_size={fixed} must divide global_batch_size /"
-            " data_parallel_size in every phase"
-        )
-        text = f"{rule}; nearest: {', '.join(map(str, nearest))} ({problems[0]})"
         return [
             BatchDivisibilityError(
-                text,
+                f"microbatch_size={fixed} must divide global_batch_size /"
+                " data_parallel_size in every phase",
+                fix=(f"nearest: {', '.join(map(str, nearest))} ({problems[0]})"),
                 value=fixed,
                 divisor=max(legal),
                 key="microbatch_size",

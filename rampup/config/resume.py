@@ -107,9 +107,10 @@ def plan_to_resume(
         "restore the keys, or set on_plan_change=continue_by_samples to continue with"
         " the new sizes by samples consumed"
     )
-    text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
     raise ResumeMismatchError(
-        text, key="on_plan_change", nearest=("continue_by_samples",)
+        f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}",
+        key="on_plan_change",
+        nearest=("continue_by_samples",),
     )
 
 

@@ -74,12 +74,11 @@ def _schedule(
 
 def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
     if tokens is None:
-        rule = (
-            "preset=nanochat computes the batch and the weight decay from the tokens of"
-            " the run"
-        )
         raise ConfigError(
-            f"{rule}; set train_tokens or train_samples", key="train_tokens"
+            "preset=nanochat computes the batch and the weight decay from the tokens of"
+            " the run",
+            fix="set train_tokens or train_samples",
+            key="train_tokens",
         )
     wanted = NANOCHAT_REFERENCE_BATCH * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
     return _schedule("nanochat", length, [(0, 2 ** round(math.log2(wanted)))]) | {
@@ -591,11 +590,12 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         warmup = self.warmup_steps_fraction
         decay = self.wsd_decay_steps_fraction
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
-            rule = (
+            refuse(
+                "wsd_decay_steps_fraction",
                 f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay}"
-                " must not exceed 1"
+                " must not exceed 1",
+                float(1 - Fraction(repr(warmup))),
             )
-            refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
         others = {
             "measure_gradient_noise": False,
             "gradient_accumulator_dtype": "float32",
@@ -613,11 +613,12 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
                 )
                 refuse(name, f"{name}={str(value).lower()} {needs}", legal)
         if is_whole and self.measure_gradient_noise:
-            rule = (
+            refuse(
+                "measure_gradient_noise",
                 "measure_gradient_noise=true compares microbatches, but with"
-                " rampup_microbatch=whole a step has only one"
+                " rampup_microbatch=whole a step has only one",
+                False,
             )
-            refuse("measure_gradient_noise", rule, False)
         size, tiles = self.vocab_size, self.num_vocab_tiling
         if self.dataset_type == "text" and size < 256:
             refuse(
@@ -627,23 +628,28 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
                 256,
             )
         if size % tiles:
-            rule = f"vocab_size={size} must be a multiple of num_vocab_tiling={tiles}"
-            refuse("num_vocab_tiling", rule, *nearest_in(tiles, divisors(size)))
-        if self.attention == "flash" and self.max_target_length % 128:
-            rule = (
-                "attention=flash needs a max_target_length that is a multiple of 128,"
-                f" not {self.max_target_length}"
+            refuse(
+                "num_vocab_tiling",
+                f"vocab_size={size} must be a multiple of num_vocab_tiling={tiles}",
+                *nearest_in(tiles, divisors(size)),
             )
-            refuse("attention", rule, "autoselected", "dot_product")
+        if self.attention == "flash" and self.max_target_length % 128:
+            refuse(
+                "attention",
+                "attention=flash needs a max_target_length that is a multiple of 128,"
+                f" not {self.max_target_length}",
+                "autoselected",
+                "dot_product",
+            )
         if (
             self.dataset_type in ("tokens", "arrayrecord")
             and self.grain_train_files is None
         ):
-            rule = (
+            refuse(
+                "grain_train_files",
                 f"dataset_type={self.dataset_type} needs grain_train_files, a glob"
-                " pattern of the files to read"
+                " pattern of the files to read",
             )
-            refuse("grain_train_files", rule)
         if self.batch_size_schedule == AUTO_SCHEDULE:
             # What must be known before step 0 cannot depend on batches that are decided
             # later.
@@ -659,11 +665,12 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             for name, legal in needed.items():
                 if getattr(self, name) != legal:
                     shown = "null" if legal is None else str(legal).lower()
-                    rule = (
+                    refuse(
+                        name,
                         f"batch_size_schedule=auto needs {name}={shown}: its batches"
-                        " are not known before the run"
+                        " are not known before the run",
+                        legal,
                     )
-                    refuse(name, rule, legal)
         budgets = [
             f"{name}={value}"
             for name in BUDGET_KEYS
@@ -682,11 +689,11 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         factor = self.seesaw_factor
         largest = self.seesaw_max_batch_size
         if factor is None and largest is not None:
-            rule = (
+            refuse(
+                "seesaw_max_batch_size",
                 f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null;"
-                " set both or none"
+                " set both or none",
             )
-            refuse("seesaw_max_batch_size", rule)
         kind = self.lr_schedule_type
         last = self.learning_rate_final_fraction
         if factor is not None and (
@@ -708,11 +715,13 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             )
         scaling, adam = self.batch_scaling, self.batch_rule[1]
         if adam.is_active and self.opt_type != "adamw":
-            rule = (
+            refuse(
+                "batch_scaling",
                 f"batch_scaling={scaling} scales constants of AdamW, but"
-                f" opt_type={self.opt_type}"
+                f" opt_type={self.opt_type}",
+                "none",
+                "linear",
             )
-            refuse("batch_scaling", rule, "none", "linear")
         for name, scaled in (
             ("adam_b2_floor", adam.b2),
             ("adam_weight_decay_reference_tokens", adam.weight_decay),

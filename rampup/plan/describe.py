@@ -367,9 +367,10 @@ def token_budget(
     """
     for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
         if not 1 <= value <= MAX_COUNT:
-            rule = f"{key}={value} must be between 1 and 10**18 tokens"
             raise RampDefinitionError(
-                rule, key=key, nearest=(1 if value < 1 else MAX_COUNT,)
+                f"{key}={value} must be between 1 and 10**18 tokens",
+                key=key,
+                nearest=(1 if value < 1 else MAX_COUNT,),
             )
     first = ramp.sizes[0]
     final = ramp.sizes[-1]

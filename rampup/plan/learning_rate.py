@@ -196,12 +196,11 @@ class Seesaw:
             )
         largest = max(self.base.sizes)
         if self.max_batch_size is not None and self.max_batch_size < largest:
-            rule = (
-                f"seesaw_max_batch_size={self.max_batch_size} must be at least the"
-                f" largest planned batch, {largest}"
-            )
             raise RampDefinitionError(
-                rule, key="seesaw_max_batch_size", nearest=(largest,)
+                f"seesaw_max_batch_size={self.max_batch_size} must be at least the"
+                f" largest planned batch, {largest}",
+                key="seesaw_max_batch_size",
+                nearest=(largest,),
             )
         check_num_phases(len(self.base.phases) + len(self.cuts), key="seesaw_factor")
         if self.ramp is not None:
@@ -288,10 +287,11 @@ def discretize(
             cuts.pop()
         cuts.append(Cut(sample=sample, level=level))
         if len(cuts) > MAX_CUTS:
-            problem = (
+            raise RampDefinitionError(
                 f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the"
-                " learning rate; use a larger factor"
+                " learning rate; use a larger factor",
+                key="seesaw_factor",
+                nearest=(2,),
             )
-            raise RampDefinitionError(problem, key="seesaw_factor", nearest=(2,))
         k += 1
     return tuple(cuts)

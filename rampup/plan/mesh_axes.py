@@ -44,11 +44,12 @@ class MeshAxes:
     def __post_init__(self) -> None:
         for axis, slices in zip(AXES, self.slices, strict=True):
             if slices < 1 or getattr(self, axis) % slices:
-                problem = (
+                raise ConfigError(
                     f"the {axis} axis has {getattr(self, axis)} devices, which {slices}"
-                    " slices do not divide"
+                    " slices do not divide",
+                    key=_key("dcn", axis),
+                    nearest=(1,),
                 )
-                raise ConfigError(problem, key=_key("dcn", axis), nearest=(1,))
 
     @property
     def data_parallel_size(self) -> int:
@@ -108,11 +109,14 @@ class MeshAxes:
                 automatic = [
                     _key(group, axis) for axis, size in sizes.items() if size == AUTO
                 ]
-                text = (
-                    f"only one {group}_*_parallelism may be -1 (the rest), not"
-                    f" {' and '.join(automatic)}"
+                problems.append(
+                    ConfigError(
+                        f"only one {group}_*_parallelism may be -1 (the rest), not"
+                        f" {' and '.join(automatic)}",
+                        key=automatic[1],
+                        nearest=(1,),
+                    )
                 )
-                problems.append(ConfigError(text, key=automatic[1], nearest=(1,)))
         if problems:
             raise combine(problems)
         try:
@@ -222,9 +226,12 @@ def _legal_values(
 def _remainder_error(
     what: str, total: int, parts: str, part: int
 ) -> BatchDivisibilityError:
-    rule = f"{what}={total} must be a multiple of {parts} = {part}"
     return BatchDivisibilityError(
-        rule, value=total, divisor=part, key="num_devices", nearest=()
+        f"{what}={total} must be a multiple of {parts} = {part}",
+        value=total,
+        divisor=part,
+        key="num_devices",
+        nearest=(),
     )
 
 

@@ -118,11 +118,11 @@ class NoiseScale:
 
     def __post_init__(self) -> None:
         if not 0 < self.half_life_samples < math.inf:
-            rule = (
+            raise ConfigError(
                 f"the half-life of the noise scale is {self.half_life_samples} samples;"
-                " it must be a positive number"
+                " it must be a positive number",
+                key="gradient_noise_half_life_samples",
             )
-            raise ConfigError(rule, key="gradient_noise_half_life_samples")
 
     @classmethod
     def from_state(cls, state: Mapping[str, float]) -> Self:

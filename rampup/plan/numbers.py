@@ -57,10 +57,11 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
     value = Fraction(number) * factor
     if value.denominator != 1:
         below = value.numerator // value.denominator
-        rule = (
-            f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}"
+        raise RampDefinitionError(
+            f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}",
+            key=key,
+            nearest=(below, below + 1),
         )
-        raise RampDefinitionError(rule, key=key, nearest=(below, below + 1))
     return value.numerator
 
 
@@ -70,8 +71,11 @@ def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
     """
     size = exact_fraction(value, what=key, key=key)
     if size * GIB < 1 or size > MAX_GIB:
-        rule = f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB"
-        raise ConfigError(rule, key=key, nearest=(1,) if size < 1 else (MAX_GIB,))
+        raise ConfigError(
+            f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB",
+            key=key,
+            nearest=(1,) if size < 1 else (MAX_GIB,),
+        )
     return int(size * GIB)
 
 

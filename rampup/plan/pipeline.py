@@ -280,8 +280,11 @@ class Timetable:
                 In zb-h1, half of the backward pass is for the gradient of the weights.
         """
         if schedule not in SCHEDULES:
-            rule = f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}"
-            raise PipelineShapeError(rule, key="schedule", nearest=SCHEDULES)
+            raise PipelineShapeError(
+                f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}",
+                key="schedule",
+                nearest=SCHEDULES,
+            )
         for key, value in (
             ("stages", num_stages),
             ("microbatches", num_microbatches),
@@ -292,26 +295,27 @@ class Timetable:
                     f"{key}={value} must be at least 1", key=key, nearest=(1,)
                 )
         if num_repeats > 1 and schedule not in ("interleaved", "circular"):
-            problem = (
+            raise PipelineShapeError(
                 f"repeats={num_repeats} needs the schedule interleaved or circular, not"
-                f" {schedule}"
+                f" {schedule}",
+                key="repeats",
+                nearest=(1,),
             )
-            raise PipelineShapeError(problem, key="repeats", nearest=(1,))
         if schedule == "zb-h1" and num_microbatches < num_stages:
-            text = (
+            raise PipelineShapeError(
                 f"microbatches={num_microbatches} must be at least stages={num_stages}"
-                " for zb-h1"
+                " for zb-h1",
+                key="microbatches",
+                nearest=(num_stages,),
             )
-            raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
         operations = 3 * num_stages * num_microbatches * num_repeats
         if operations > MAX_OPERATIONS:
             largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
-            text = (
-                f"microbatches={num_microbatches} gives up to {operations:,}"
-                f" operations; the limit is {MAX_OPERATIONS:,}"
-            )
             raise PipelineShapeError(
-                text, key="microbatches", nearest=(largest,) if largest else ()
+                f"microbatches={num_microbatches} gives up to {operations:,}"
+                f" operations; the limit is {MAX_OPERATIONS:,}",
+                key="microbatches",
+                nearest=(largest,) if largest else (),
             )
         forward, backward = (
             x if isinstance(x, Fraction) else Fraction(str(x))

@@ -163,20 +163,21 @@ class BatchRamp:
                     f"{name}={value} must be at least 1", key=name, nearest=(1,)
                 )
         if end <= start:
-            rule = (
+            raise RampDefinitionError(
                 f"end={end} must be greater than start={start}; for a decreasing batch"
-                " size use piecewise"
+                " size use piecewise",
+                key="end",
             )
-            raise RampDefinitionError(rule, key="end")
         num_increments, rest = divmod(end - start, increment)
         if rest:
             nearest = [end - rest] * (num_increments > 0) + [end - rest + increment]
-            rule = (
+            raise RampDefinitionError(
                 f"end - start = {end} - {start} = {end - start} must be a multiple of"
-                f" increment={increment}"
+                f" increment={increment}",
+                fix=(f"nearest end: {', '.join(map(str, nearest))}"),
+                key="end",
+                nearest=nearest,
             )
-            problem = f"{rule}; nearest end: {', '.join(map(str, nearest))}"
-            raise RampDefinitionError(problem, key="end", nearest=nearest)
         check_num_phases(num_increments + 1)
         each = Fraction(samples, num_increments)
         if carry_overshoot:
@@ -514,11 +515,10 @@ def _parse_entry(
 ) -> tuple[int, int]:
     threshold, colon, size = entry.partition(":")
     if not colon:
-        problem = (
+        raise RampDefinitionError(
             f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries"
             " (write 1_000 or 1K, not 1,000)"
         )
-        raise RampDefinitionError(problem)
     if not threshold.endswith("%"):
         return parse_count(threshold, what="threshold") // (
             sequence_length or 1
@@ -529,11 +529,10 @@ def _parse_entry(
             f"threshold={threshold!r} must be between 0% and 100% of the budget"
         )
     if budget is None:
-        problem = (
+        raise RampDefinitionError(
             f"threshold={threshold!r} is a share of the budget, but there is none; set"
             " train_tokens or train_samples"
         )
-        raise RampDefinitionError(problem)
     return math.floor(share * budget / 100), parse_count(size, what="global batch size")
 
 
@@ -542,11 +541,11 @@ def check_num_phases(number: int, *, key: str | None = None) -> None:
     memory.
     """
     if number > MAX_PHASES:
-        problem = (
+        raise RampDefinitionError(
             f"{number:,} phases are too many; the maximum is {MAX_PHASES:,}; use a"
-            " larger increment"
+            " larger increment",
+            key=key,
         )
-        raise RampDefinitionError(problem, key=key)
 
 
 def segments_counted_per_phase(

@@ -66,10 +66,13 @@ def batch_error(
             " gradient_accumulation_steps"
         )
     nearest = nearest_batches(splitter, global_batch_size)
-    offered = f"nearest: {', '.join(map(str, nearest))}{fix}"
-    text = f"global_batch_size={global_batch_size} ({where}) must be {rules}; {offered}"
     return BatchDivisibilityError(
-        text, value=global_batch_size, divisor=splitter.unit, key=key, nearest=nearest
+        f"global_batch_size={global_batch_size} ({where}) must be {rules}",
+        fix=f"nearest: {', '.join(map(str, nearest))}{fix}",
+        value=global_batch_size,
+        divisor=splitter.unit,
+        key=key,
+        nearest=nearest,
     )
 
 
@@ -103,11 +106,14 @@ def size_errors(
         )
         offered = [to_yaml_number(n) for n in nearest]
         if size <= 0:
-            text = (
-                f"{key}={_format(size)} must be greater than 0; nearest:"
-                f" {_format(*nearest)}"
+            problems.append(
+                RampDefinitionError(
+                    f"{key}={_format(size)} must be greater than 0; nearest:"
+                    f" {_format(*nearest)}",
+                    key=key,
+                    nearest=offered,
+                )
             )
-            problems.append(RampDefinitionError(text, key=key, nearest=offered))
         elif size % step:
             factors = (
                 "num_devices"
@@ -139,10 +145,11 @@ def growth_error(
     increment = sizes[INCREMENT]
     end = sizes[END]
     if end <= start:
-        rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
-        fix = "for a decreasing batch size use batch_size_schedule"
         return RampDefinitionError(
-            f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),)
+            f"{END}={_format(end)} must be greater than {START}={_format(start)}",
+            fix="for a decreasing batch size use batch_size_schedule",
+            key=END,
+            nearest=(to_yaml_number(start + increment),),
         )
     legal = {
         key: _nearest_sizes(sizes, key, _step(factor, splitter))

@@ -68,12 +68,11 @@ class BatchSplit:
                 "data_parallel_size * accumulation_steps * num_pipeline_microbatches *"
                 " microbatch_size"
             )
-            rule = (
-                f"global_batch_size={self.global_batch_size} must be {product} ="
-                f" {' * '.join(map(str, factors))}"
-            )
             raise BatchDivisibilityError(
-                rule, value=self.global_batch_size, divisor=max(math.prod(factors), 1)
+                f"global_batch_size={self.global_batch_size} must be {product} ="
+                f" {' * '.join(map(str, factors))}",
+                value=self.global_batch_size,
+                divisor=max(math.prod(factors), 1),
             )
 
     @property
@@ -179,8 +178,12 @@ class BatchSplitter:
                 "fixes the microbatch size, but rampup_microbatch=per_phase lets it"
                 " grow"
             )
-            fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
-            yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
+            yield ConfigError(
+                f"{key}={b} {rule}",
+                fix="set microbatch_size=-1 or rampup_microbatch=fixed",
+                key=key,
+                nearest=(AUTO,),
+            )
         if self.whole_batch:
             for name, legal in (
                 ("gradient_accumulation_steps", 1),
@@ -209,15 +212,16 @@ class BatchSplitter:
                 nearest=(AUTO, p),
             )
         elif p == 1 and m > 1:
-            problem = (
+            yield PipelineShapeError(
                 f"{key}={m} needs a pipeline, but ici_pipeline_parallelism *"
-                " dcn_pipeline_parallelism = 1"
+                " dcn_pipeline_parallelism = 1",
+                fix=(
+                    "set it to -1, or split the batch with gradient_accumulation_steps or"
+                    " microbatch_size"
+                ),
+                key=key,
+                nearest=(AUTO, 1),
             )
-            fix = (
-                "set it to -1, or split the batch with gradient_accumulation_steps or"
-                " microbatch_size"
-            )
-            yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
         elif p > 1 and self.strict_multiple and m % p != 0:
             nearest = nearest_multiples(m, p)
             yield PipelineShapeError(
