@@ -54,9 +54,10 @@ remove_generated()
 for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
     shutil.copyfile(notebook, DOCS / "tutorials" / notebook.name)
 
-# The tests run the notebooks. RAMPUP_DOCS_NOTEBOOKS=force also runs them here, so that
-# the pages show their output.
-nb_execution_mode = os.environ.get("RAMPUP_DOCS_NOTEBOOKS", "off")
+# The pages show the outputs of the notebooks, which a build runs: some minutes on a CPU.
+# RAMPUP_DOCS_NOTEBOOKS=off leaves them out, for whoever writes pages.
+nb_execution_mode = os.environ.get("RAMPUP_DOCS_NOTEBOOKS", "force")
+nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -45,17 +45,17 @@ if "rampup" not in packages:
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\\n".join(kept))
     %pip install -q -c {{constraints}} "{{source}}\""""
-FROM_CLONE = """    # The nearest parent folder that contains rampup.
-    folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next(
-        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
-    )
-    if clone is None:
+FROM_CLONE = """    # The repository: here, in a folder above, or in one folder below; or its wheel.
+    here = Path.cwd()
+    folders = [here, *here.parents, *sorted(path for path in here.iterdir())]
+    found = [folder for folder in folders if (folder / "rampup" / "plan").is_dir()]
+    found += sorted(here.glob("rampup-*.whl"), reverse=True)
+    if not found:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here,"
-            " %cd to its notebooks, and run this cell again"
+            f"rampup is not installed; copy its repository or its wheel into {{here}},"
+            " and run this cell again"
         )
-    source = f"{{clone}}[{extras}]\""""
+    source = f"{{found[0]}}[{extras}]\""""
 FROM_URL = '    source = "rampup[{extras}] @ git+{url}"'
 
 

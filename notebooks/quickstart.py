@@ -35,17 +35,17 @@ packages = {
     package.name: package.version for package in importlib.metadata.distributions()
 }
 if "rampup" not in packages:
-    # The nearest parent folder that contains rampup.
-    folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next(
-        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
-    )
-    if clone is None:
+    # The repository: here, in a folder above, or in one folder below; or its wheel.
+    here = Path.cwd()
+    folders = [here, *here.parents, *sorted(path for path in here.iterdir())]
+    found = [folder for folder in folders if (folder / "rampup" / "plan").is_dir()]
+    found += sorted(here.glob("rampup-*.whl"), reverse=True)
+    if not found:
         raise RuntimeError(
-            "rampup is not installed; copy its repository here,"
-            " %cd to its notebooks, and run this cell again"
+            f"rampup is not installed; copy its repository or its wheel into {here},"
+            " and run this cell again"
         )
-    source = f"{clone}[plot]"
+    source = f"{found[0]}[plot]"
     # Keep the versions of JAX and of the accelerator's driver that this machine has.
     kept = [
         f"{name}=={version}"

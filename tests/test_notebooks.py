@@ -64,14 +64,14 @@ def test_files_are_in_sync(name):
 
 
 def test_every_notebook_is_made_and_named():
-    """The folder contains exactly the notebooks that are made, and the README links to
-    each.
+    """The folder contains exactly the notebooks that are made, and the page of
+    tutorials has each.
     """
     assert (
         {path.stem for path in FOLDER.glob("*.ipynb")} == set(make.NAMES) == set(PRINTS)
     )
     assert all(
-        f"(notebooks/{name}.ipynb)" in (ROOT / "README.md").read_text()
+        f"{{doc}}`{name}`" in (ROOT / "docs/tutorials/index.md").read_text()
         for name in make.NAMES
     )
 
@@ -167,8 +167,8 @@ def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
 
 
 def test_install_from_the_clone(monkeypatch, tmp_path):
-    """Without an address, the cell installs the notebook's clone; without a clone it
-    fails. With rampup, pip does not run.
+    """Without an address, the cell installs the repository that is here, above or one
+    folder below, or else a wheel; without any it fails. With rampup, pip does not run.
     """
     monkeypatch.chdir(FOLDER)
     (command,) = install(monkeypatch, None, {})
@@ -178,6 +178,18 @@ def test_install_from_the_clone(monkeypatch, tmp_path):
         RuntimeError, match="rampup is not installed; copy its repository"
     ):
         install(monkeypatch, None, {})
+    wheel = tmp_path / "rampup-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    (command,) = install(monkeypatch, None, {})
+    assert command.endswith(f'"{wheel}[plot]"')
+    (tmp_path / "copy" / "rampup" / "plan").mkdir(parents=True)
+    (command,) = install(monkeypatch, None, {})
+    assert command.endswith(f'"{tmp_path / "copy"}[plot]"')
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "rampup" / "plan").mkdir(parents=True)
+    (command,) = install(monkeypatch, None, {})
+    assert command.endswith(f'"{tmp_path}[plot]"')
     assert (
         install(monkeypatch, None, {"rampup": "0.1.0"})
         == install(monkeypatch, URL, {"rampup": "0.1.0"})
