@@ -18,7 +18,14 @@ import jupytext
 from nbformat.v4 import new_markdown_cell, new_notebook
 
 FOLDER = Path(__file__).resolve().parent
-NAMES = ("quickstart", "pipeline", "batch_sizes_explained", "rl")
+NAMES = (
+    "quickstart",
+    "pipeline",
+    "batch_sizes_explained",
+    "rl",
+    "fine_tuning",
+    "minigpt",
+)
 BADGE, INSTALL = "badge", "install"
 EXTRAS = "plot"
 METADATA = {

@@ -158,6 +158,7 @@ config = RolloutConfig(
     max_operand=29,
     num_test_batches=3,
     warm_start_steps=700,
+    measure_gradient_noise=True,
     ici_data_parallelism=1,
     ici_fsdp_parallelism=-1,
 )
@@ -179,5 +180,35 @@ for key, label in {
     plt.show()
 
 # %% [markdown]
+# ## What does my GRPO step learn from?
+#
+# Four questions to ask of any step, here answered for the run above. A notebook for
+# fine-tuning often has 2 responses to a prompt. A group whose rewards are all equal has
+# no advantage and teaches nothing: with a success rate p that is a share of
+# p^n + (1 - p)^n of the groups of n responses.
+
+# %%
+chips = config.ici_data_parallelism * abs(config.ici_fsdp_parallelism)
+print(f"chips used: {chips} of {jax.device_count()}")
+print(f"prompts per update: {lines[-1]['num_prompts']}")
+print("share of groups that teach nothing, by formula:")
+print("  success rate   n = 2   n = 4   n = 8   n = 16")
+for p in (0.1, 0.3, 0.5):
+    shares = [f"{p**n + (1 - p) ** n:8.0%}" for n in (2, 4, 8, 16)]
+    print(f"  {p:12}", *shares, sep="")
+own = config.rl.num_generations
+measured = sum(line["zero_spread_share"] for line in lines) / len(lines)
+print(f"measured in this run, n = {own}: {measured:.0%}")
+last = lines[-1]
+between, within = last["noise_between_prompts"], last["noise_within_prompts"]
+print(f"noise between prompts {between}, within a prompt's responses {within}")
+print(f"noise scale: {last['noise_scale_prompts']} prompts")
+
+# %% [markdown]
+# If most groups teach nothing, sample more responses or other prompts: the batch is
+# smaller than it looks. If the noise is between prompts, more responses do not help;
+# take more prompts. `rampup check` prints the first three lines for a file of Tunix,
+# veRL, SkyRL or trlX.
+#
 # **So:** a model and a reward are all that a run needs. Watch the share of groups that teach nothing. If it is large,
 # sample more responses, or other prompts.

@@ -39,6 +39,22 @@ PRINTS = {
         "learned: True\n",
         "better than before: True\n",
         "{'generate': 1, 'logprobs': 1, 'update': 1}\n",
+        "chips used: 1 of ",
+        "         0.1     82%     66%     43%     19%\n",
+        "noise scale: ",
+    ],
+    "fine_tuning": [
+        "the loss is a sum over rows",
+        "noise scale ",
+        "every step once: True\n",
+        "learned: True\n",
+    ],
+    "minigpt": [
+        "found 8 device(s): CPU",
+        "plain step compiled for [8, 16, 32, 64]\n",
+        "programs compiled: 1\n",
+        "learned: True\n",
+        "same run: True\n",
     ],
 }
 
