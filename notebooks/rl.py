@@ -196,7 +196,7 @@ print("  success rate   n = 2   n = 4   n = 8   n = 16")
 for p in (0.1, 0.3, 0.5):
     shares = [f"{p**n + (1 - p) ** n:8.0%}" for n in (2, 4, 8, 16)]
     print(f"  {p:12}", *shares, sep="")
-own = config.rl.num_generations
+own = config.num_generations
 measured = sum(line["zero_spread_share"] for line in lines) / len(lines)
 print(f"measured in this run, n = {own}: {measured:.0%}")
 last = lines[-1]
