@@ -226,13 +226,14 @@ print(rampup.check_loss(lora_loss, state, rows))
 # ## 2. What is the largest microbatch that fits?
 #
 # `largest_microbatch` compiles the step for growing microbatches and asks for the
-# memory. Where the backend does not say how much there is, as on a CPU, it runs them,
-# up to a limit.
+# memory. A chip says how much it has. A CPU does not, so here it gets 0.1 GiB.
 
 # %%
-LIMIT = 128  # @param {type:"integer"}
-fits = largest_microbatch(lora_loss, tx, state, rows[0], mesh, limit=LIMIT)
-print(fits)
+memory = 0.1 if device.platform == "cpu" else None
+fits = largest_microbatch(
+    lora_loss, tx, state, rows[0], mesh, memory_gib=memory, most=1024
+)
+print(f"{fits.microbatch_size} rows fit, {fits.next_larger} do not")
 
 # %% [markdown]
 # ## 3. Sixty steps measure the noise

@@ -45,6 +45,7 @@ PRINTS = {
     ],
     "fine_tuning": [
         "the loss is a sum over rows",
+        " rows fit, ",
         "noise scale ",
         "every step once: True\n",
         "learned: True\n",
