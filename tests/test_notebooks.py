@@ -44,7 +44,7 @@ PRINTS = {
         "noise scale: ",
     ],
     "fine_tuning": [
-        "the loss is a sum over rows",
+        "the loss is a sum over the rows that were tried",
         " rows fit, ",
         "noise scale ",
         "every step once: True\n",
