@@ -51,6 +51,10 @@ _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100
 
 
+class NoSystemError(ConfigError):
+    """A file of no system that rampup can read, as far as it can see."""
+
+
 def check_file(
     path: str | Path,
     system: str | None = None,
@@ -114,7 +118,7 @@ def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
         launch = load_dialect(system).launch
         if launch.program.search(_text(source)):
             read_source(source, overrides, launch)
-    raise ConfigError(
+    raise NoSystemError(
         f"this looks like a file of no system that rampup can read ({READABLE})",
         fix="if it is one, say which with --from",
         key="from",

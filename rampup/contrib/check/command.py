@@ -158,16 +158,18 @@ def _check_rows(
     sources: Sequence[Source], settings: Sequence[str], args: argparse.Namespace
 ) -> Result:
     """Return one row for each file; those of no system are counted."""
+    from rampup.contrib.check import NoSystemError
+
     rows: list[dict[str, object]] = []
     others = 0
     for source in sources:
         try:
             verdict = _judge(source, settings, args)
+        except NoSystemError:
+            others += 1
+            continue
         except RampupError as error:
-            if getattr(error, "key", None) == "from":
-                others += 1
-            else:
-                rows.append({"file": source, "error": str(error), "ok": False})
+            rows.append({"file": source, "error": str(error), "ok": False})
             continue
         said = f"{OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}"
         rows.append(

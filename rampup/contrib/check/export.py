@@ -681,7 +681,6 @@ def _to_maxtext(run: _Run) -> Exported:
     """
     plan = run.plan
     config = run.config
-    devices = run.plan.num_devices
     *ramp, last = plan.ramp.phases
     passes = plan.splits[-1].accumulation_steps
     values: dict[str, Any] = {
@@ -715,74 +714,87 @@ def _to_maxtext(run: _Run) -> Exported:
             "base_num_decoder_layers": layers,
         }
 
-    def per_device(samples: int, divisor: int = 1) -> Any:
-        number = to_yaml_number(Fraction(samples, devices * divisor))
-        reason = (
-            f"per_device_batch_size = {samples:,} / {devices * divisor:,} = {number}"
-            " must be a decimal"
-        )
-        run.require(not isinstance(number, str), "per_device_batch_size", reason)
-        return number
-
-    values["per_device_batch_size"] = per_device(
-        last.global_batch_size, values["gradient_accumulation_steps"]
+    values["per_device_batch_size"] = _per_device(
+        run, last.global_batch_size, values["gradient_accumulation_steps"]
     )
     notes = list(run.notes(clocks=("steps",)))
     if ramp:
-        start = plan.ramp.sizes[0]
-        growth = plan.ramp.sizes[1] - plan.ramp.sizes[0]
-        # MaxText counts every phase from zero, n steps of size b for a share of (n - 1)
-        # * b < share <= n * b samples.
-        least, most = 0, plan.ramp.ramp_samples * len(ramp)
-        for before, size, phase, after in run.changes():
-            reason = (
-                f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows"
-                " by the same number in every phase"
-            )
-            run.require(
-                growth > 0 and after - size == growth, "batch_size_schedule", reason
-            )
-            assert before.num_steps is not None
-            least = max(least, (before.num_steps - 1) * size * len(ramp))
-            most = min(most, before.num_steps * size * len(ramp))
-            reason = (
-                f"{before}, has {before.num_steps:,} steps, but its phases have equal"
-                " shares of global_rampup_samples"
-            )
-            reason = (
-                f"{reason}, each counted from zero, as with"
-                " rampup_carry_overshoot=false"
-            )
-            run.require(least < most, "batch_size_schedule", reason)
-        wanted = (
-            config.global_rampup_samples if config.enable_rampup_batch_size else most
+        values |= _maxtext_ramp(run)
+        notes += _maxtext_passes(run)
+    return Exported(
+        values=values, facts={"num_devices": plan.num_devices}, notes=tuple(notes)
+    )
+
+
+def _per_device(run: _Run, samples: int, passes: int = 1) -> Any:
+    """Return samples for each device and pass, which MaxText takes as a decimal."""
+    parts = run.plan.num_devices * passes
+    number = to_yaml_number(Fraction(samples, parts))
+    run.require(
+        not isinstance(number, str),
+        "per_device_batch_size",
+        f"per_device_batch_size = {samples:,} / {parts:,} = {number} must be a decimal",
+    )
+    return number
+
+
+def _maxtext_ramp(run: _Run) -> dict[str, Any]:
+    """Return the keys of a ramp that grows by the same number in phases of equal
+    shares.
+    """
+    plan, config = run.plan, run.config
+    start, growth = plan.ramp.sizes[0], plan.ramp.sizes[1] - plan.ramp.sizes[0]
+    shares = len(plan.ramp.phases) - 1
+    # MaxText counts every phase from zero, n steps of size b for a share of (n - 1)
+    # * b < share <= n * b samples.
+    least, most = 0, plan.ramp.ramp_samples * shares
+    for before, size, phase, after in run.changes():
+        run.require(
+            growth > 0 and after - size == growth,
+            "batch_size_schedule",
+            f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows by"
+            " the same number in every phase",
         )
-        values |= {
-            "enable_rampup_batch_size": True,
-            "per_device_batch_size_start": per_device(start),
-            "per_device_batch_size_increment": per_device(growth),
-            "global_rampup_samples": wanted if least < wanted <= most else most,
-        }
-        if passes > 1 and plan.splitter.num_stages == 1:
-            largest = last.global_batch_size // plan.splitter.data_parallel_size
-            sizes = {"": last.global_batch_size, "_start": start, "_increment": growth}
-            keys = [
-                f"per_device_batch_size{end}={to_yaml_number(Fraction(n, devices * passes))}"
-                for end, n in sizes.items()
-            ]
-            notes += [
-                (
-                    "MaxText runs each of these batches in one pass, of up to"
-                    f" {largest:,} samples per replica; the plan's passes have"
-                    f" {largest // passes:,}."
-                ),
-                (
-                    "To keep them, start it with `python -m"
-                    " rampup.contrib.maxtext` and these keys:"
-                    f" gradient_accumulation_steps={passes} {' '.join(keys)}"
-                ),
-            ]
-    return Exported(values=values, facts={"num_devices": devices}, notes=tuple(notes))
+        assert before.num_steps is not None
+        least = max(least, (before.num_steps - 1) * size * shares)
+        most = min(most, before.num_steps * size * shares)
+        run.require(
+            least < most,
+            "batch_size_schedule",
+            f"{before}, has {before.num_steps:,} steps, but its phases have equal"
+            " shares of global_rampup_samples, each counted from zero, as with"
+            " rampup_carry_overshoot=false",
+        )
+    wanted = config.global_rampup_samples if config.enable_rampup_batch_size else most
+    return {
+        "enable_rampup_batch_size": True,
+        "per_device_batch_size_start": _per_device(run, start),
+        "per_device_batch_size_increment": _per_device(run, growth),
+        "global_rampup_samples": wanted if least < wanted <= most else most,
+    }
+
+
+def _maxtext_passes(run: _Run) -> list[str]:
+    """Return the notes on a ramp whose plan has several passes, which MaxText runs in
+    one.
+    """
+    plan = run.plan
+    passes = plan.splits[-1].accumulation_steps
+    if passes < 2 or plan.splitter.num_stages > 1:
+        return []
+    start, second, final = *plan.ramp.sizes[:2], plan.ramp.sizes[-1]
+    largest = final // plan.splitter.data_parallel_size
+    sizes = {"": final, "_start": start, "_increment": second - start}
+    keys = " ".join(
+        f"per_device_batch_size{end}={to_yaml_number(Fraction(n, plan.num_devices * passes))}"
+        for end, n in sizes.items()
+    )
+    return [
+        f"MaxText runs each of these batches in one pass, of up to {largest:,} samples"
+        f" per replica; the plan's passes have {largest // passes:,}.",
+        "To keep them, start it with `python -m rampup.contrib.maxtext` and these keys:"
+        f" gradient_accumulation_steps={passes} {keys}",
+    ]
 
 
 def _to_megatron(run: _Run) -> Exported:

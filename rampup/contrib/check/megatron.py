@@ -532,7 +532,7 @@ _LAYOUTS = re.compile(r"enable_hetero\w*|hetero_\w*mesh\w*")
 # Programs of Megatron-LM, Megatron-DeepSpeed and NeMo. None: options alone, or those of
 # ms-swift's `megatron sft`.
 _OWN = re.compile(
-    r"(?:.*/)?(?:pretrain_\w+|finetune\w*|train|megatron_(?:gpt|bert|t5|bart|retro|llama|mamba)_\w*(?:train|tun|sft)\w*)|"
+    r"(?:.*/)?(?:pretrain\w*|finetune\w*|train|megatron_(?:gpt|bert|t5|bart|retro|llama|mamba)_\w*(?:train|tun|sft)\w*)|"
 )
 
 

@@ -857,7 +857,6 @@ def _refuse_open_words(command: Command) -> None:
                 " the comment's words are arguments, and the next line is a command of"
                 " its own",
                 fix="move the comment",
-                key="from",
                 path=path,
                 line=line,
             )
