@@ -274,6 +274,10 @@ class BatchLoader:
         """Yield the batches from step `start` up to step `stop`, by default to the end
         of the plan.
 
+        Args:
+            start: the first step.
+            stop: the step to stop before; None = the end of the plan.
+
         Raises:
             DataError: the source is too small for the run, or a row cannot be read. All
                 batches before it are yielded.
@@ -298,7 +302,11 @@ class BatchLoader:
         yield from ready
 
     def read_step(self, step: int) -> StepRows:
-        """Return the rows of a step in the order of its planned split."""
+        """Return the rows of a step in the order of its planned split.
+
+        Args:
+            step: the number of the step.
+        """
         position = self.plan.position(step)
         samples_S = self.samples_of(position, position.split).ravel()
         return StepRows(
@@ -310,6 +318,10 @@ class BatchLoader:
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as
         `split`: shape (n, rows of a microbatch).
+
+        Args:
+            position: of the step.
+            split: of its batch.
 
         Microbatch i of a step that starts at sample s contains samples s + i*R up to,
         not including, s + (i+1)*R.
@@ -327,6 +339,10 @@ class BatchLoader:
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches (n, rows of a microbatch, ...). With
         another split, some may have to be read.
+
+        Args:
+            step: what `read_step` has read.
+            split: how its batch is really split.
         """
         _, samples_S, rows = step
         # With the planned split, the rows are in the right order already and a reshape

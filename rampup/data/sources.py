@@ -446,13 +446,13 @@ def as_source(source: Any) -> RowSource:
             fix="give a list, a Grain data source or a grain.MapDataset, or train on"
             " rows that come one after the other with step.stream(source)",
         )
-    try:
-        len(source)
-    except (TypeError, ValueError) as error:
+    # Not by `len`, which fails in its own words.
+    number = type(source).__len__(source)
+    if not hasattr(number, "__index__") or number < 0:
         raise DataError(
-            f"the length of {a_type(source)} is no number of rows: {error}",
+            f"the length of {a_type(source)} is no number of rows: {number!r:.50}",
             fix="let __len__ return the number of rows",
-        ) from error
+        )
     return ItemRows(source)
 
 

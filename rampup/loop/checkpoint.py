@@ -35,7 +35,12 @@ from rampup.engine.sums import differing_leaves
 from rampup.errors import RampupError, ResumeMismatchError, StorageError
 from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.lock import require_owner
-from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
+from rampup.loop.run_folder import (
+    DAMAGED_FOLDER,
+    absolute_path,
+    is_bucket,
+    parse_json,
+)
 
 RECORD_VERSION = 1
 RECORD_FILE = "record/metadata"
@@ -68,8 +73,13 @@ class CheckpointOptions:
             resumes it.
         extra_metadata: extra metadata stored with each checkpoint and not validated on
             resume.
+        async_checkpointing: write in the background, while training goes on.
         to_saved, from_saved: convert the state in training to the one in checkpoints,
             and back; structure and shapes stay.
+
+    Example:
+        >>> CheckpointOptions(checkpoint_period=100, max_to_keep=3).on_checkpoint_error
+        'stop'
     """
 
     checkpoint_period: int | None = None
@@ -139,14 +149,9 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
     """Return the record of an intact checkpoint, by default from its file, or refuse
     that of another version of rampup.
     """
-    try:
-        record = json.loads(
-            (checkpoint / RECORD_FILE).read_text(encoding="utf-8")
-            if content is None
-            else content
-        )
-    except (ValueError, RecursionError):
-        record = None
+    record = parse_json(
+        (checkpoint / RECORD_FILE).read_bytes() if content is None else content
+    )
     version = record.get("version") if isinstance(record, Mapping) else None
     if version != RECORD_VERSION:
         raise ResumeMismatchError(
@@ -572,15 +577,14 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
             else "it was not completed"
         )
     try:
-        expected = json.loads((folder / CHECKSUMS_FILE).read_bytes())
-        wanted = {
-            str(name): (int(size), str(digest))
-            for name, (size, digest) in expected.items()
-        }
+        expected = parse_json((folder / CHECKSUMS_FILE).read_bytes())
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except OSError:
         return f"{CHECKSUMS_FILE} cannot be read"
+    if not isinstance(expected, dict) or not all(map(_is_entry, expected.values())):
+        return f"{CHECKSUMS_FILE} cannot be read"
+    wanted = {name: (size, digest) for name, (size, digest) in expected.items()}
     if extra := sorted(set(_files_to_check(folder)) - set(wanted)):
         return f"{extra[0]} was not written with it"
     # Dealt out by size: neighbours in the row are about as large.
@@ -607,6 +611,11 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
 
     with ThreadPoolExecutor(_THREADS) as threads:
         return next(filter(None, threads.map(problem, sorted(wanted))), None)
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether an entry of the checksums is a size and a digest."""
+    return isinstance(entry, list) and list(map(type, entry)) == [int, str]
 
 
 def _files_to_check(folder: Path) -> list[str]:

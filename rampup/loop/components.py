@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import operator
 import re
 import warnings
 from collections.abc import Mapping
@@ -93,6 +92,26 @@ class LoopStep(Protocol):
 class Component:
     """A part of a run with state of its own; by default it has none. All processes call
     theirs alike: the states stay equal.
+
+    Example:
+        A count of rows that a checkpoint has, and that is in every line.
+
+        >>> class Rows(Component):
+        ...     number = 0
+        ...
+        ...     def state(self):
+        ...         return {"my_rows": self.number}
+        ...
+        ...     def load(self, record):
+        ...         self.number = record["my_rows"]
+        ...
+        ...     def after_step(self, line, values):
+        ...         self.number += line["global_batch_size"]
+        ...         return {"my_rows": self.number}
+        >>> rows = Rows()
+        >>> rows.load({"my_rows": 100})
+        >>> rows.after_step({"global_batch_size": 8}, {}), rows.state()
+        ({'my_rows': 108}, {'my_rows': 108})
     """
 
     def state(self) -> dict[str, Any]:
@@ -100,30 +119,43 @@ class Component:
         return {}
 
     def load(self, record: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's record."""
+        """Continue from a checkpoint's record.
+
+        Args:
+            record: the entries of all components, and `step`: optimizer steps done.
+        """
 
     def after_step(
         self,
         line: Mapping[str, Any],  # noqa: ARG002
         values: Mapping[str, Any],  # noqa: ARG002
     ) -> dict[str, Any]:
-        """Process the metrics of one finished step; return what to add to its line.
-        Called once per step, in order.
+        """Process the metrics of one finished step. Called once per step, in order.
 
-        `line` is the line so far, with what the components before this one have added,
-        and `values` are the step's metrics.
+        Args:
+            line: the step's line of metrics.jsonl so far, with what the components
+                before this one have added.
+            values: the step's metrics, on the host.
+
+        Returns:
+            What to add to the line, as JSON values.
         """
         return {}
 
     def may_change_plan(self, done: int) -> bool:  # noqa: ARG002
-        """Return whether `next_plan` is to be asked after `done` steps, when the lines
-        of all of them are written.
+        """Return whether `next_plan` is to be asked, when the lines of all steps are
+        written.
+
+        Args:
+            done: optimizer steps done.
         """
         return False
 
     def next_plan(self, plan: Any) -> Any:
-        """Return the plan from here on: `plan` itself if it stays. It is what the loop
-        was given, such as a `RampPlan`.
+        """Return the plan from here on: `plan` itself if it stays.
+
+        Args:
+            plan: what the loop was given, such as a `RampPlan`.
         """
         return plan
 
@@ -144,20 +176,22 @@ class ShapeChanges(Component):
     def load(self, record: Mapping[str, Any]) -> None:
         """See `Component`."""
         changes = record.get(SHAPE_CHANGES, {})
-        try:
-            found = {int(size): operator.index(step) for size, step in changes.items()}
-        except (AttributeError, TypeError, ValueError):
-            found = {-1: -1}
-        if any(size < 1 or step < 0 for size, step in found.items()):
-            problem = (
-                f"the checkpoint of step {record['step']} in {self.folder} has no"
-                f" readable {SHAPE_CHANGES}: "
-            )
-            fix = "delete it to resume from the one before"
+        # JSON has texts as keys.
+        if not isinstance(changes, dict) or not all(
+            re.fullmatch(r"[1-9]\d{0,17}", str(size))
+            and type(step) is int
+            and step >= 0
+            for size, step in changes.items()
+        ):
             raise ResumeMismatchError(
-                f"{problem}{changes!r:.100}; {fix}", key=SHAPE_CHANGES
+                f"the checkpoint of step {record['step']} in {self.folder} has no"
+                f" readable {SHAPE_CHANGES}: {changes!r:.100}",
+                fix="delete it to resume from the one before",
+                key=SHAPE_CHANGES,
             )
-        self.step.replay_shape_changes(found)
+        self.step.replay_shape_changes(
+            {int(size): step for size, step in changes.items()}
+        )
 
 
 class NoiseAverages(Component):
@@ -345,12 +379,12 @@ class SameRun(Component):
                 f"  {name}: {before[name]} in the checkpoint, {rows[name]} here"
                 for name in differing
             )
-            problem = (
+            raise ResumeMismatchError(
                 f"the checkpoint of step {self._before['step']} is of a run with other"
-                " rows"
+                f" rows:\n{table}\ngive the rows and the seed of that run, or train in"
+                " another folder",
+                key=ROWS,
             )
-            fix = "give the rows and the seed of that run, or train in another folder"
-            raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=ROWS)
         traced = getattr(self._step, "jaxprs", None)
         if traced is None:
             return
@@ -366,15 +400,14 @@ class SameRun(Component):
             return
         for name, digest in programs.items():
             if before.get(name, digest) != digest:
-                problem = (
+                warnings.warn(
                     f"the {name} is not that of the checkpoint of step"
-                    f" {self._before['step']}: it computes something else"
+                    f" {self._before['step']}: it computes something else, as with"
+                    " another rate or factor. If that is no mistake, ignore this;"
+                    " otherwise restore it",
+                    ResumeWarning,
+                    stacklevel=2,
                 )
-                fix = (
-                    "as with another rate or factor. If that is no mistake, ignore"
-                    " this; otherwise restore it"
-                )
-                warnings.warn(f"{problem}, {fix}", ResumeWarning, stacklevel=2)
 
 
 def _digest(jaxpr: Any) -> str:

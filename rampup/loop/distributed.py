@@ -286,7 +286,8 @@ def _watched(timeout: float) -> Iterator[None]:
                 report(str(number))
                 states = dict(kv_store().key_value_dir_get(folder))
                 answered = now
-            except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
+            # That of JAX is a RuntimeError; without a store, it has no such method.
+            except (RuntimeError, AttributeError):
                 states = {}
             states.pop(f"{folder}/{own}", None)
             for key, state in states.items():

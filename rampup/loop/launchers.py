@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,20 +78,18 @@ def find_launch(
         known = inspect.signature(
             found.cluster.get_coordinator_address
         ).parameters  # JAX 0.7 has no override
-        try:
-            address = str(
-                found.cluster.get_coordinator_address(
-                    **{name: options[name] for name in options if name in known}
-                )
-            )
-        except Exception as error:
-            words = (
-                f"{found.by} does not find process 0:"
-                f" {' '.join(str(error).split())[:500]}"
-            )
+        place, error = _asked(
+            found.cluster.get_coordinator_address,
+            **{name: options[name] for name in options if name in known},
+        )
+        if error is not None:
             raise ConfigError(
-                f"{words}; {_ADDRESS}", key="coordinator_address"
+                f"{found.by} does not find process 0:"
+                f" {' '.join(str(error).split())[:500]}",
+                fix=_ADDRESS,
+                key="coordinator_address",
             ) from error
+        address = str(place)
         address = f"{address.rpartition(':')[0]}:{port}" if port else address
     elif (
         address is None
@@ -270,22 +269,16 @@ def _ask_jax() -> tuple[Launch | None, str]:
             continue
         if "Tpu" in name and "tpu" not in (jax.config.jax_platforms or "tpu"):
             continue  # A run on the CPUs of a TPU VM is one of this host alone.
-        count = 0
-        try:
-            if not cluster.is_env_present():
-                continue
-            count = cluster.get_process_count()
-            if count > 1:
-                return (
-                    Launch(
-                        count,
-                        cluster.get_process_id(),
-                        by=f"JAX's {name}",
-                        cluster=cluster,
-                    ),
-                    "",
-                )
-        except Exception as error:  # noqa: BLE001 - no metadata server, no package, no permission: each has an error of its own
+        count: Any = None
+        number: Any = None
+        is_here, error = _asked(cluster.is_env_present)
+        if is_here:
+            count, error = _asked(cluster.get_process_count)
+        if count is not None and count > 1:
+            number, error = _asked(cluster.get_process_id)
+        if number is not None:
+            return Launch(count, number, by=f"JAX's {name}", cluster=cluster), ""
+        if error is not None:
             words = (
                 f"JAX's {name} says: {type(error).__name__}:"
                 f" {' '.join(str(error).split())[:300].rstrip('.')}"
@@ -295,16 +288,25 @@ def _ask_jax() -> tuple[Launch | None, str]:
             hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get(
                 "TPU_WORKER_HOSTNAMES"
             )
-            if count > 1 or ("Tpu" in name and (hosts is None or "," in hosts)):
-                fix = (
-                    "set coordinator_address, num_processes and process_id in each"
-                    " process"
-                )
+            if (count or 0) > 1 or ("Tpu" in name and (hosts is None or "," in hosts)):
                 raise ConfigError(
-                    f"{words}; {fix}. {_ALONE}", key="coordinator_address"
+                    words,
+                    fix="set coordinator_address, num_processes and process_id in each"
+                    f" process. {_ALONE}",
+                    key="coordinator_address",
                 ) from None
             problem = problem or words
     return None, problem
+
+
+def _asked(question: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    """Return what a detector of JAX answers, or None and its error: no metadata server,
+    no package and no permission each have one of their own.
+    """
+    try:
+        return question(**options), None
+    except Exception as error:  # noqa: BLE001 - see above
+        return None, error
 
 
 def _number_in(*names: str) -> int | None:

@@ -28,7 +28,7 @@ import jax
 
 from rampup.engine.processes import broadcast_from_process0, first_problem, is_primary
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import absolute_path, is_bucket
+from rampup.loop.run_folder import absolute_path, is_bucket, parse_json
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 5.0
@@ -305,11 +305,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     file.
     """
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError:
-        return {}
     return content if isinstance(content, dict) else {}
 
 

@@ -77,6 +77,7 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     as_path,
     first_and_last_line,
+    parse_json,
     read_lines_backwards,
     run_folder,
     write_whole,
@@ -94,7 +95,25 @@ SCHEDULE_STEPS = "schedule_steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The result of a run, in the names of `rampup train --json`."""
+    """The result of a run, in the names of `rampup train --json`.
+
+    Example:
+        >>> found = Summary(
+        ...     steps=5,
+        ...     consumed_samples=40,
+        ...     first_loss=2.0,
+        ...     final_loss=1.0,
+        ...     num_compilations=1,
+        ...     ramp_steps=0,
+        ...     tokens_per_second=None,
+        ...     checkpoint=None,
+        ...     metrics="run/metrics.jsonl",
+        ...     interrupted=False,
+        ...     resumed_from=0,
+        ... )
+        >>> found.final_loss / found.first_loss
+        0.5
+    """
 
     steps: int  #: optimizer steps done since the beginning
     consumed_samples: int  #: samples consumed by them
@@ -119,7 +138,39 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """When a run evaluates, and how."""
+    """When a run evaluates, and how.
+
+    Example:
+        Held-out rows, with the training loss, every second step.
+
+        >>> import jax, numpy as np, optax, rampup, tempfile
+        >>> mesh, tx = rampup.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
+        >>> plan = rampup.RampPlan(
+        ...     ramp=rampup.BatchRamp.from_schedule("0:2 8:4"),
+        ...     splitter=rampup.BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=6,
+        ... )
+        >>> def loss_fn(params, batch, keys):
+        ...     return ((params - batch) ** 2).sum(), batch.size, {}
+        >>> step = rampup.train_step(loss_fn, tx, plan, mesh)
+        >>> rows = np.linspace(0, 1, 32, dtype=np.float32)
+        >>> evaluator = rampup.EvalStep(loss_fn, mesh)
+        >>> def evaluate(state):
+        ...     sums = [evaluator(state, b) for b in evaluator.batches(rows[:9], 4)]
+        ...     loss, weight = np.sum(jax.device_get(sums), axis=0)
+        ...     return {"eval_loss": float(loss / weight)}
+        >>> loop = rampup.Loop(
+        ...     plan=plan,
+        ...     step=step,
+        ...     batches=lambda start: step.batches(rows, start),
+        ...     folder=tempfile.mkdtemp(),
+        ...     evaluation=EvalOptions(evaluate=evaluate, eval_interval=2),
+        ... )
+        >>> _, summary = loop.run(rampup.create_state(np.float32(0), tx, mesh))
+        >>> summary.final_eval_loss < summary.first_eval_loss
+        True
+    """
 
     evaluate: Callable[
         [Any], Mapping[str, float]
@@ -133,6 +184,13 @@ class Loop:
     """A run in its folder.
 
     Attributes:
+        plan: the steps of the run, such as a `RampPlan`.
+        step: from state and batch to the next state and metrics, such as a
+            `TrainStep`.
+        folder: of metrics.jsonl, eval.jsonl and checkpoints; also a bucket,
+            `gs://bucket/run`.
+        metrics: what is in a line of metrics.jsonl, and who else gets it.
+        checkpoints: when checkpoints are written; by default never.
         batches: called with a step number; returns the batches from that step on, such
             as `BatchLoader.batches`.
         evaluation: when to evaluate, and how; None = never.
@@ -144,6 +202,35 @@ class Loop:
         should_stop: called once before every step, in every process; True in one of
             them stops the run as SIGTERM does. For threads, which cannot handle
             signals, and for launchers that give notice in another way.
+
+    Example:
+        A run that is stopped goes on where it was, with the same rows.
+
+        >>> import jax, numpy as np, optax, rampup, tempfile
+        >>> mesh, tx = rampup.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
+        >>> plan = rampup.RampPlan(
+        ...     ramp=rampup.BatchRamp.from_schedule("0:2 8:4"),
+        ...     splitter=rampup.BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=6,
+        ... )
+        >>> def loss_fn(params, batch, keys):
+        ...     return ((params - batch) ** 2).sum(), batch.size, {}
+        >>> step = rampup.train_step(loss_fn, tx, plan, mesh)
+        >>> rows = np.linspace(0, 1, 32, dtype=np.float32)
+        >>> folder, calls = tempfile.mkdtemp(), iter(range(100))
+        >>> def run():
+        ...     loop = rampup.Loop(
+        ...         plan=plan,
+        ...         step=step,
+        ...         batches=lambda start: step.batches(rows, start, seed=0),
+        ...         folder=folder,
+        ...         checkpoints=rampup.CheckpointOptions(checkpoint_period=2),
+        ...         should_stop=lambda: next(calls) == 3,
+        ...     )
+        ...     return loop.run(rampup.create_state(np.float32(0), tx, mesh))[1]
+        >>> [(found.resumed_from, found.steps, found.interrupted) for found in (run(), run())]
+        [(0, 3, True), (3, 6, False)]
     """
 
     plan: LoopPlan
@@ -175,8 +262,11 @@ class Loop:
         """Train from the newest checkpoint, or from `state`, to the plan's end or to
         SIGTERM: `restore`, then `train`.
 
-        `state` is that of step 0, and its buffers are donated. Returned are the trained
-        state and the result of the run.
+        Args:
+            state: that of step 0; its buffers are donated.
+
+        Returns:
+            The trained state and the result of the run.
 
         Raises:
             RampupError: another process trains in the folder; see `restore` and
@@ -200,11 +290,15 @@ class Loop:
         """Return the state of a checkpoint of this run and the step that follows it;
         without one, `state` of step 0, and 0.
 
-        `ramp_before` is the ramp that the checkpoint was written with, if `plan`
-        continues it with another one.
+        Args:
+            state: that of step 0, whose structure the checkpoint has.
+            saved: the checkpoint, from `find_checkpoint`, or None.
+            ramp_before: the ramp that the checkpoint was written with, if `plan`
+                continues it with another one.
 
         Raises:
             ResumeMismatchError: the checkpoint does not belong to this run.
+            DataEndedError: the data of the run ended there.
         """
         if saved is None:
             return state, 0
@@ -304,6 +398,13 @@ class Loop:
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
         """Train from step `start`, with the state before it, to the plan's end or to
         SIGTERM; see `run`.
+
+        Args:
+            state: that before step `start`; its buffers are donated.
+            start: the first step.
+
+        Returns:
+            The trained state and the result of the run.
 
         Raises:
             StorageError: a checkpoint or the metrics cannot be written.
@@ -583,10 +684,7 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
 
 def _ended_step(file: Path) -> int | None:
     """Return the step of a file that says that the data have ended, or None."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
-        return None
+    found = parse_json(file.read_bytes())
     return found.get("step") if isinstance(found, dict) else None
 
 

@@ -53,7 +53,22 @@ _NEEDED_BY = {
 
 
 class MetricWriter(Protocol):
-    """The interface of a metric writer, which `clu.metric_writers` implement."""
+    """The interface of a metric writer, which `clu.metric_writers` implement.
+
+    Example:
+        >>> class Printer:
+        ...     def write_scalars(self, step, scalars):
+        ...         print(step, scalars["loss"])
+        ...
+        ...     def flush(self):
+        ...         pass
+        ...
+        ...     def close(self):
+        ...         pass
+        >>> options = MetricOptions(writers=lambda start: [Printer()])
+        >>> write_numbers(options.writers(0), {"step": 3, "loss": 0.5})
+        3 0.5
+    """
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the numbers of a step. May be called several times for one step."""
@@ -81,6 +96,18 @@ class MetricOptions:
             = never.
         describe_rows: called with a step number; returns descriptions of its rows, for
             the error that ends the run.
+
+    Example:
+        TensorBoard beside metrics.jsonl; `Loop(..., metrics=options)` uses it.
+
+        >>> import optax
+        >>> rate = optax.linear_schedule(1e-3, 1e-4, 100)
+        >>> options = MetricOptions(
+        ...     learning_rate=lambda step: float(rate(step)),
+        ...     writers=lambda start: [TensorBoardWriter(Path("tb"), start=start)],
+        ... )
+        >>> round(options.learning_rate(0), 6)
+        0.001
     """
 
     learning_rate: Callable[[int], float] | None = None

@@ -409,10 +409,7 @@ def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | Non
     incomplete.
     """
     for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
+        record = parse_json(line)
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
         elif line.endswith(b"\n"):
@@ -443,6 +440,14 @@ def _blocks_backwards(
                         start + first,
                         list(_parse(content.splitlines(keepends=True))),
                     )
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return the value of a JSON text, or None if it is none, or cannot be held."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
 
 
 def write_whole(file: Path, content: bytes) -> None:
