@@ -212,8 +212,10 @@ def _pick(rows: Any) -> Any:
 class _Rounding:
     """How large a gap may be, by trials with moved parameters."""
 
-    def __init__(self, moved: list[Sums], epsilons: dict[str, float]) -> None:
-        self._epsilons = epsilons
+    def __init__(self, moved: list[Sums], trials: Trials) -> None:
+        self._epsilons = epsilons = trials.epsilons
+        # Sums in a narrow type may be cut off, which is the same wherever they are.
+        self._cut = 2 * trials.coarsest
         self._largest = max(moved[0].scale(n) for n in epsilons if _kind(n) == GRADIENT)
         # The spread of a few numbers may be small by chance, that of all gradients not.
         self._spreads: dict[str, float] = {}
@@ -236,7 +238,8 @@ class _Rounding:
         trials.
         """
         spread = self._spreads[_kind(name)]
-        return self._epsilons[name] ** 0.75 + 8 * spread / number**0.5
+        least = max(self._epsilons[name] ** 0.75, self._cut)
+        return least + 8 * spread / number**0.5
 
     def wrong(self, sums: Sums, number: int = 1) -> list[str]:
         """Return the names of what does not add up."""
@@ -259,7 +262,7 @@ def _report(trials: Trials) -> LossReport:
     except SingleRowError as error:
         found = f"the loss can be called with {R} rows, but not with one: {error}"
         return LossReport((LossProblem("interacting rows", found),), 0.0)
-    rounding = _Rounding(moved, trials.epsilons)
+    rounding = _Rounding(moved, trials)
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *moved)
     wrong = dict.fromkeys(rounding.wrong(mean, MOVES), moved[0])
     further = [trials.run(OTHER_ORDER, OTHER_ORDER)]
@@ -271,7 +274,8 @@ def _report(trials: Trials) -> LossReport:
     for sums in further:
         wrong = dict.fromkeys(rounding.wrong(sums), sums) | wrong
     tolerance = max(
-        rounding.relative(name, MOVES) for name in trials.epsilons if name not in wrong
+        (rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong),
+        default=0.0,
     )
     problems = _problems(trials, rounding, moved[0], wrong) if wrong else {}
     return LossReport(

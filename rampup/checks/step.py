@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rampup.checks.trials import loss_function, mesh_of_one, norm, signs, trace
+from rampup.checks.trials import (
+    coarsest,
+    loss_function,
+    mesh_of_one,
+    norm,
+    signs,
+    trace,
+)
 from rampup.engine.accumulate import per_row_keys
 from rampup.engine.batch import Batch
 from rampup.engine.compile import compile_program
@@ -30,10 +37,12 @@ _UNITS = {"tpu": 2.0**-8, "gpu": 2.0**-11, "cuda": 2.0**-11, "rocm": 2.0**-11}
 
 
 class ParameterCheck(NamedTuple):
-    """How the change of a parameter in a step differs from that without loop and mesh.
+    """How the change of an array of the state in a step differs from that without loop
+    and mesh.
 
     Attributes:
-        name: of the parameter.
+        name: of a parameter, or of an array of the optimizer, which shows more: the first
+            step of Adam changes parameters by the sign of their gradient.
         difference: norm of the difference over that of the change.
         tolerance: how much of it may be rounding.
     """
@@ -53,13 +62,13 @@ class StepReport:
     """What `check_step` found. True if every parameter is right but for rounding.
 
     Attributes:
-        parameters: a `ParameterCheck` for each.
+        parameters: a `ParameterCheck` for each array of `params` and `opt_state`.
         num_microbatches: how many the step added up.
 
     Example:
-        >>> report = StepReport((ParameterCheck("['w']", 0.5, 1e-5),), 4)
+        >>> report = StepReport((ParameterCheck("params['w']", 0.5, 1e-5),), 4)
         >>> bool(report), report.wrong[0].name
-        (False, "['w']")
+        (False, "params['w']")
     """
 
     parameters: tuple[ParameterCheck, ...]
@@ -133,23 +142,21 @@ def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
     found, _ = step(copy, rows)
     plain = _Plain(step, state, rows)
     changes = [
-        jax.tree.leaves(jax.tree.map(_minus, new, old))
+        jax.tree.map(_minus, _arrays(new), _arrays(old))
         for new, old in (
-            (jax.device_get(found.params), plain.state.params),
-            plain.step(plain.state.params),
+            (jax.device_get(found), plain.state),
+            plain.step(plain.state),
             plain.step(plain.moved()),
         )
     ]
     checks = []
-    for (path, value), own, right, moved in zip(
-        jax.tree.leaves_with_path(plain.state.params), *changes, strict=True
-    ):
+    for name, value in _arrays(plain.state).items():
+        own, right, moved = (change[name] for change in changes)
         size = norm(right) or 1.0
         # Of the gradient, of the sum of parameter and change, and as it is amplified
         # by the optimizer.
         rounding = plain.epsilon**0.75 + 3 * norm(moved - right) / size
         rounding += float(jnp.finfo(value.dtype).eps) * norm(np.ravel(value)) / size
-        name = jax.tree_util.keystr(path)
         checks.append(ParameterCheck(name, norm(own - right) / size, rounding))
     return StepReport(tuple(checks), rows.num_microbatches)
 
@@ -182,16 +189,16 @@ class _Plain:
         # Of the coarsest type of the loss, and of what the chip multiplies in.
         self.epsilon = _UNITS.get(jax.default_backend(), 0.0)
 
-    def step(self, params: Any) -> tuple[Any, Any]:
-        """Return the parameters after a step, and those before it."""
+    def step(self, state: Any) -> tuple[Any, Any]:
+        """Return the state after a step, and that before it."""
+        params = state.params
         sums = [self._run(self._sums, params, *part) for part in self._parts]
         losses, weights = jax.tree.map(lambda *x: sum(x), *sums)
         total = sum(jax.tree.leaves(jax.tree.map(jnp.divide, losses, weights)))
         grads = [self._run(self._grads, params, *p, weights) for p in self._parts]
         grads = fill(jax.tree.map(lambda *x: sum(x), *grads), params)
-        state = replace_fields(self.state, params=params)
         new = self._run(self._update.run_optimizer, state, grads, total, self._segment)
-        return jax.device_get(new.params), params
+        return jax.device_get(new), state
 
     def _sums(self, params: Any, batch: Any, words: Any) -> tuple[Any, Any]:
         """Return loss and weight of a part of the rows."""
@@ -216,23 +223,30 @@ class _Plain:
         name = function.__name__
         if name not in self._programs:
             traced = trace(function, self._mesh, args)
-            outputs = (v for eqn in operations(traced.jaxpr) for v in eqn.outvars)
-            types = {v.aval.dtype for v in outputs if hasattr(v.aval, "dtype")}
-            floats = [t for t in types if jnp.issubdtype(t, jnp.floating)]
-            epsilons = [float(jnp.finfo(t).eps) for t in floats]
-            self.epsilon = max([self.epsilon, *epsilons])
+            self.epsilon = max(self.epsilon, coarsest(list(operations(traced.jaxpr))))
             self._programs[name] = compile_program(traced.lower())
         return self._programs[name](*args)
 
     def moved(self) -> Any:
-        """Return the parameters, each as far from its own as the types round."""
-        return jax.tree.map(
+        """Return the state with parameters as far from its own as the types round."""
+        params = jax.tree.map(
             lambda x: (
                 x
                 + (x * self.epsilon * signs(x.size, 1).reshape(x.shape)).astype(x.dtype)
             ),
             self.state.params,
         )
+        return replace_fields(self.state, params=params)
+
+
+def _arrays(state: Any) -> dict[str, np.ndarray]:
+    """Return the floating-point arrays of parameters and optimizer by name."""
+    tree = {"params": state.params, "opt_state": state.opt_state}
+    return {
+        path[0].key + jax.tree_util.keystr(path[1:]): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
 
 
 def _minus(new: Any, old: Any) -> np.ndarray:

@@ -63,6 +63,7 @@ class Trials:
 
     Attributes:
         epsilons: by name, that of the type in which the loss returns it.
+        coarsest: that of the coarsest type in which the loss computes.
         draws: whether the loss draws random numbers.
         axes: the axes of the mesh that the loss names.
     """
@@ -91,7 +92,7 @@ class Trials:
         self._words = np.asarray(jax.random.key_data(keys))
         self._program: Any = None
         self.epsilons: dict[str, float] = {}
-        self.draws = False
+        self.draws, self.coarsest = False, 0.0
         self.axes: tuple[str, ...] = ()
 
     def run(
@@ -110,6 +111,7 @@ class Trials:
             names = {eqn.primitive.name for eqn in found} - {"random_wrap"}
             self.draws = any(name.startswith("random_") for name in names)
             self.axes = _named_axes(found, self._mesh)
+            self.coarsest = coarsest(found)
             if self._is_quiet and traced.jaxpr.effects:
                 raise ConfigError("a loss with side effects is not called unasked")
             # It runs a few times: at level 0, compiling takes two thirds of the time.
@@ -209,6 +211,13 @@ def trace(
         jax.debug_nans(False),
     ):
         return jax.jit(manual).trace(*args)
+
+
+def coarsest(found: list[Any]) -> float:
+    """Return the epsilon of the coarsest type in which some operations compute."""
+    types = {v.aval.dtype for e in found for v in e.outvars if hasattr(v.aval, "dtype")}
+    floats = [t for t in types if jnp.issubdtype(t, jnp.floating)]
+    return max((float(jnp.finfo(t).eps) for t in floats), default=0.0)
 
 
 def norm(x: np.ndarray) -> float:

@@ -49,9 +49,9 @@ def test_a_right_step_is_right_on_every_mesh(mesh_name, loss, options):
     step, state = start(mesh_name, loss, microbatch_size=1, **options)
     report = rampup.check_step(step, state, ROWS)
     assert report, str(report)
-    assert {p.name for p in report.parameters} == {"['in']", "['out']"}
+    assert {p.name for p in report.parameters} >= {"params['in']", "params['out']"}
     assert all(0 < p.tolerance < 0.2 for p in report.parameters), str(report)
-    assert "the largest difference: ['" in str(report)
+    assert "the largest difference: " in str(report)
 
 
 @pytest.mark.parametrize("mesh_name", ["one", slow("data_fsdp_tensor")])
@@ -71,9 +71,25 @@ def test_a_wrong_program_is_found_by_its_parameter(mesh_name):
     step(state, next(step.batches(ROWS)))  # compiles it
     factor[0] = 1.0
     report = rampup.check_step(step, state, ROWS)
-    assert [p.name for p in report.wrong] == ["['out']"]
+    assert [p.name for p in report.wrong] == ["params['out']"]
     assert report.wrong[0].difference == pytest.approx(0.01, rel=0.05)
-    assert "- ['out'] 0.01 (" in str(report)
+    assert "- params['out'] 0.01 (" in str(report)
+
+
+def test_a_wrong_scale_is_found_behind_the_sign_of_adam():
+    """Adam's first step has the sign of the gradient; its moments have the rest."""
+    factor = [1.01]
+
+    def loss(params, batch, keys):
+        total, weight, aux = loss_fn(params, batch, keys)
+        return total * factor[0], weight, aux
+
+    tx = optax.adam(0.1)
+    step, state = start("one", loss, tx, microbatch_size=1, donate=False)
+    step(state, next(step.batches(ROWS)))  # compiles it
+    factor[0] = 1.0
+    report = rampup.check_step(step, state, ROWS)
+    assert "opt_state[0].mu['out']" in {p.name for p in report.wrong}
 
 
 def test_the_state_stays_and_the_run_goes_on():
