@@ -390,7 +390,7 @@ def run_part(name: str, machine: Machine) -> tuple[BenchResult, float]:
         notes.append(f"FAILED: {type(error).__name__}: {error}")
     gc.collect()  # the next part measures memory
     seconds = time.perf_counter() - start
-    title = (part.__doc__ or "").split(".\n")[0].replace("\n    ", " ").rstrip(".")
+    title = " ".join((part.__doc__ or "").split()).rstrip(".")
     return BenchResult(name=name, title=title, rows=rows, notes=notes), seconds
 
 

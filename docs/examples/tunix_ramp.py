@@ -64,6 +64,7 @@ trainer = peft_trainer.PeftTrainer(
 )
 trainer.with_loss_fn(loss_fn)
 prepare(trainer, rows, plan, mesh, seed=0)
+# Tunix reads the mesh of this context, and not that of `jax.set_mesh`.
 with mesh:
     trainer.train(())
 state = trainer.optimizer.opt_state

@@ -122,8 +122,9 @@ def prepare(
     replicate its arrays on the mesh.
 
     Call it after the trainer is made, which restores a checkpoint if there is one, and
-    before `trainer.train(())`, which must run inside `with mesh:`. A trainer that would
-    train otherwise than the plan is refused.
+    before `trainer.train(())`, which must run inside `with mesh:`: Tunix reads its
+    mesh from there, and not from `jax.set_mesh`. A trainer that would train otherwise
+    than the plan is refused.
     """
     check_plan_fits(plan, mesh)
     total = num_microbatches(plan)
