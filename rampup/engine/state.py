@@ -159,10 +159,26 @@ def create_state(
             `TrainStep`.
         mutable, frozen: see `TrainState`.
         mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
+
+    Raises:
+        ConfigError: an argument is not what it must be, or all of `params` are
+            integers, which are not trained.
+
+    >>> import jax.numpy as jnp, optax, rampup
+    >>> state = rampup.create_state(jnp.zeros(2), optax.sgd(0.1), rampup.make_mesh())
+    >>> int(state.step), state.params.shape
+    (0, (2,))
     """
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     for name, tree in {"params": params, "mutable": mutable, "frozen": frozen}.items():
         _check_arrays(name, tree)
+    types = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params)}
+    if types and not any(jnp.issubdtype(each, jnp.inexact) for each in types):
+        raise ConfigError(
+            f"no leaf of params is trained: all are {' or '.join(map(str, types))}",
+            fix="make those that the optimizer shall change floating-point arrays",
+            key="params",
+        )
     wait_for_all(mesh)
     given = params, mutable, frozen
     params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)

@@ -500,3 +500,15 @@ def test_parameters_sharded_over_data_train_with_the_line_that_the_error_offers(
     expected, _ = train(*start("one", plain_loss_fn), steps=3)
     for name, x in expected.params.items():
         np.testing.assert_allclose(state.params[name], x, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_of_integers_alone_are_refused():
+    """Nothing would be trained; integers beside floats stay as they are."""
+    mesh = make_mesh()
+    with pytest.raises(
+        rampup.RampupError, match=r"no leaf of params is trained.*int32"
+    ):
+        rampup.create_state({"w": jnp.zeros(2, int)}, optax.sgd(0.1), mesh)
+    mixed = {"w": jnp.zeros(2), "n": jnp.zeros(2, int)}
+    assert int(rampup.create_state(mixed, optax.identity(), mesh).step) == 0
+    assert int(rampup.create_state({}, optax.identity(), mesh).step) == 0

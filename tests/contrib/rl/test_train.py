@@ -442,7 +442,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def loaded(whole):
     """The policy of the run, for longer responses than those it was trained with."""
-    return replace(rampup.load(whole[0]), context=64)
+    return replace(rl.load(whole[0]), context=64)
 
 
 def test_load_returns_the_policy(whole, loaded, capsys):
