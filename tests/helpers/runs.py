@@ -28,7 +28,8 @@ TIMES |= {
 
 def recorded(config, plan, step):
     """Return the record of the ramp in the checkpoint of a step, through JSON."""
-    return json.loads(json.dumps(ramp_record(config, plan))) | {"step": step}
+    record = ramp_record(config, plan) | {"ramp": plan.ramp.to_rows(), "step": step}
+    return json.loads(json.dumps(record))
 
 
 def metrics_of(folder, name="metrics.jsonl"):
