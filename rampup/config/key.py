@@ -462,6 +462,10 @@ class Settings:
     def from_values(cls, values: Mapping[str, Any], sources: Mapping[str, str]) -> Self:
         """Return the configuration with these values by key, and defaults for the
         others.
+
+        Args:
+            values: the values that are set, by key.
+            sources: where each of them comes from, by key.
         """
         return cls(
             **{attribute_of(name): value for name, value in values.items()},
@@ -471,6 +475,9 @@ class Settings:
     def where(self, name: str) -> str:
         """Return where the value of a key comes from: a file and line, the command
         line, a variable, or `default`.
+
+        Args:
+            name: a key.
         """
         return self.sources.get(name, "default")
 

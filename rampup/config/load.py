@@ -47,6 +47,13 @@ def load_config(
             `steps` and wins over the file. None: none.
         text: the content of the file, if it is not to be read from `path`.
 
+    Returns:
+        The checked configuration.
+
+    Example:
+        >>> load_config("base.yml", ["steps=10"]).steps
+        10
+
     Raises:
         ConfigError: a file that cannot be read; all unknown keys and bad values, with
             file and line; or else contradictions.

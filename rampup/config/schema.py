@@ -506,6 +506,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     A ConfigError has all bad values or, if there are none, the contradictions that need
     no plan. `build_plan` finds the others, such as two ramps.
 
+    Args:
+        sources: where each value that was set comes from, by key. The other arguments
+            are the keys, in `docs/reference/configuration.md` with units and limits.
+
     Example:
         >>> Config(steps=10).steps
         10
@@ -514,6 +518,9 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
         """Return the keys in which two configurations differ, each with the value of
         this one, `a`, and of the other, `b`.
+
+        Args:
+            other: another configuration.
         """
         a, b = self.to_dict(), other.to_dict()
         return {

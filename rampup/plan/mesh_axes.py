@@ -84,6 +84,9 @@ class MeshAxes:
             dcn: slices along each axis; -1 is inferred from the number of slices.
             num_slices: total number of slices. -1 = inferred from `ici` and `dcn`.
 
+        Returns:
+            The devices along every axis, over all slices.
+
         Raises:
             ConfigError: A size is neither -1 nor positive, two sizes of a group are -1,
                 or they do not multiply to the devices.

@@ -287,6 +287,9 @@ class RampPlan:
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a
         look-up, not a replay.
+
+        Args:
+            step: completed optimizer steps.
         """
         phase = self.ramp.phase_at(step)
         consumed = self.ramp.samples_before(step)
@@ -303,11 +306,18 @@ class RampPlan:
     def segment_at(self, step: int) -> ClockSegment:
         """Return the segment of the learning-rate schedule's clock that an optimizer
         step is in.
+
+        Args:
+            step: an optimizer step, counted from 0.
         """
         return self.clock[self.segment_index(step)]
 
     def segment_index(self, step: int) -> int:
-        """Return the index in `clock` of the segment that an optimizer step is in."""
+        """Return the index in `clock` of the segment that an optimizer step is in.
+
+        Args:
+            step: an optimizer step, counted from 0.
+        """
         return (
             bisect.bisect_right(
                 self.clock, step, key=lambda segment: segment.start_step
@@ -318,6 +328,9 @@ class RampPlan:
     def rows(self, step: int) -> range:
         """Return the numbers of the samples that optimizer step `step` consumes,
         counted over all epochs.
+
+        Args:
+            step: an optimizer step, counted from 0.
         """
         start = self.ramp.samples_before(step)
         return range(start, start + self.ramp.global_batch_size_at(step))
@@ -348,6 +361,9 @@ class RampPlan:
     def grown(self, ramp: BatchRamp) -> RampPlan:
         """Return this plan with a ramp that continues its own, and the steps that its
         budget, if it has one, then takes.
+
+        Args:
+            ramp: the ramp so far, with phases appended.
         """
         steps = (
             self.total_steps
@@ -381,6 +397,9 @@ class RampPlan:
     def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
         """Return a phase's batch in earlier phases' microbatch sizes, nearest first, to
         run while its own compiles.
+
+        Args:
+            phase: the index of a phase.
         """
         before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
         sizes = dict.fromkeys(
@@ -475,6 +494,12 @@ class RampPlan:
 
         If they do not divide the microbatches, its groups are balanced; those of the
         program are not (`pass_ticks`).
+
+        Args:
+            phase: the index of a phase; -1 = the last.
+
+        Raises:
+            PipelineShapeError: the plan has no pipeline stages.
         """
         stages = self.splitter.num_stages
         repeats = self.splitter.num_repeats

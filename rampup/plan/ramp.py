@@ -33,6 +33,10 @@ class Phase:
         num_steps: optimizer steps in the phase. None for the last one, which has no
             end.
         global_batch_size: samples per optimizer step.
+
+    Example:
+        >>> str(BatchRamp.from_schedule("0:8 100:16").phases[1])
+        'phase 1, from sample 104'
     """
 
     index: int
@@ -127,7 +131,11 @@ class BatchRamp:
 
     @classmethod
     def constant(cls, global_batch_size: int) -> Self:
-        """Return a constant schedule (a single phase)."""
+        """Return a constant schedule (a single phase).
+
+        Args:
+            global_batch_size: samples per optimizer step.
+        """
         return cls._from_segments([(None, global_batch_size)])
 
     @classmethod
@@ -148,6 +156,16 @@ class BatchRamp:
         step at or past each multiple of the share, counted over the whole run, so a
         size can be skipped (Megatron-LM, `--rampup-batch-size`). Sizes that do not grow
         to `end` raise a RampDefinitionError.
+
+        Args:
+            start: samples per step in the first phase.
+            increment: samples per step that each phase adds.
+            end: samples per step in the last phase.
+            samples: samples of the whole ramp.
+            carry_overshoot: count thresholds over the run instead of the phase.
+
+        Raises:
+            RampDefinitionError: sizes that do not grow to `end` by whole increments.
 
         Example:
             >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
@@ -203,6 +221,13 @@ class BatchRamp:
         `thresholds` are pairs (samples consumed, global batch size). Thresholds begin
         with 0 and increase, or raise a RampDefinitionError; sizes may decrease. One is
         skipped if a step passes its threshold and the next.
+
+        Args:
+            thresholds: pairs of samples consumed and samples per step.
+
+        Raises:
+            RampDefinitionError: thresholds that do not begin with 0 and increase, or a
+                size below 1.
 
         Example:
             >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
@@ -267,6 +292,9 @@ class BatchRamp:
                 it.
             key: the configuration key that errors refer to.
 
+        Returns:
+            The ramp, in samples.
+
         Example:
             >>> BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096).phases[1].start_step
             79473
@@ -290,6 +318,9 @@ class BatchRamp:
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
         """Return a ramp with the phases that `to_rows` returned as rows: each starts
         where the one before it ends.
+
+        Args:
+            rows: start step, start sample and global batch size of every phase.
         """
         table = [tuple(row) for row in rows]
         steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
@@ -341,7 +372,11 @@ class BatchRamp:
         return replace(self, first_step=step)
 
     def is_over(self, phase: Phase) -> bool:
-        """Return whether a phase of this ramp ends before `first_step`."""
+        """Return whether a phase of this ramp ends before `first_step`.
+
+        Args:
+            phase: one of `phases`.
+        """
         return (
             phase.num_steps is not None
             and phase.start_step + phase.num_steps <= self.first_step
@@ -357,6 +392,10 @@ class BatchRamp:
     def spliced_at(self, step: int, other: BatchRamp) -> BatchRamp:
         """Return this ramp before `step`, followed by the sizes that `other` has for
         the same samples consumed; a run goes on with it at `step`.
+
+        Args:
+            step: completed optimizer steps.
+            other: the ramp to go on with.
 
         Example:
             >>> BatchRamp.constant(8).spliced_at(14, BatchRamp.from_schedule("0:4 100:16 200:32")).to_rows()
@@ -434,6 +473,9 @@ class BatchRamp:
     def differences(self, rows: Sequence[Sequence[int]]) -> str:
         """Return the phases of a checkpoint's ramp, its `to_rows`, and of this one side
         by side, for an error message.
+
+        Args:
+            rows: start step, start sample and global batch size of every phase.
         """
         before, now = BatchRamp.from_rows(rows).phases, self.phases
         shown = [f"  {'in the checkpoint':<40} here"]
@@ -450,18 +492,32 @@ class BatchRamp:
         )
 
     def phase_at(self, step: int) -> Phase:
-        """Return the phase of optimizer step `step`, counted from 0."""
+        """Return the phase of optimizer step `step`, counted from 0.
+
+        Args:
+            step: an optimizer step, counted from 0.
+
+        Raises:
+            RampDefinitionError: `step` is negative.
+        """
         if step < 0:
             raise _negative(step, "step")
         return self.phases[bisect.bisect_right(self._start_steps, step) - 1]
 
     def global_batch_size_at(self, step: int) -> int:
-        """Return the samples that step `step` consumes."""
+        """Return the samples that step `step` consumes.
+
+        Args:
+            step: an optimizer step, counted from 0.
+        """
         return self.phase_at(step).global_batch_size
 
     def samples_before(self, step: int) -> int:
         """Return the samples consumed by the first `step` steps, which is the first
         sample of step `step`.
+
+        Args:
+            step: completed optimizer steps.
         """
         phase = self.phase_at(step)
         return phase.start_sample + (step - phase.start_step) * phase.global_batch_size
@@ -469,6 +525,12 @@ class BatchRamp:
     def phase_of_sample(self, sample: int) -> Phase:
         """Return the phase whose steps consume sample number `sample`, counted from
         0.
+
+        Args:
+            sample: the number of a sample, counted from 0.
+
+        Raises:
+            RampDefinitionError: `sample` is negative.
         """
         if sample < 0:
             raise _negative(sample, "sample")
@@ -477,6 +539,9 @@ class BatchRamp:
     def step_of_sample(self, sample: int) -> int:
         """Return the step that consumes sample number `sample`, counted from 0.
         `samples_before` gives its first sample.
+
+        Args:
+            sample: the number of a sample, counted from 0.
         """
         phase = self.phase_of_sample(sample)
         return (

@@ -234,7 +234,12 @@ class RampupBatchManager:
 
     @classmethod
     def from_plan(cls, plan: RampPlan, step_num: int = 0) -> Self:
-        """Return a manager of a plan's ramp after `step_num` batches."""
+        """Return a manager of a plan's ramp after `step_num` batches.
+
+        Args:
+            plan: the plan of a run.
+            step_num: batches already consumed; -1 and 0 mean none.
+        """
         manager = cls.__new__(cls)
         manager._begin(plan.ramp, step_num)
         return manager
@@ -258,7 +263,11 @@ class RampupBatchManager:
         self.total_rampup_steps = ramp.ramp_steps
 
     def update(self) -> bool:
-        """Count one batch as consumed, and return whether the ramp is still active."""
+        """Count one batch as consumed, and return whether the ramp is still active.
+
+        Returns:
+            True while the next batch is before the last phase.
+        """
         self.step += 1
         return self.rampup_active
 

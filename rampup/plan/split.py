@@ -48,6 +48,12 @@ class BatchSplit:
         num_pipeline_microbatches: microbatches in one pipeline pass, m. It is 1 without
             a pipeline.
         microbatch_size: samples per replica and forward pass, b.
+
+    Example:
+        >>> split = BatchSplit(global_batch_size=16, data_parallel_size=4, accumulation_steps=2,
+        ...     num_pipeline_microbatches=1, microbatch_size=2)
+        >>> split.num_microbatches
+        2
     """
 
     global_batch_size: int
@@ -251,12 +257,25 @@ class BatchSplitter:
         )
 
     def allows(self, global_batch_size: int) -> bool:
-        """Return whether a global batch of this size can be split."""
+        """Return whether a global batch of this size can be split.
+
+        Args:
+            global_batch_size: samples per optimizer step.
+        """
         return global_batch_size % self.unit == 0 and global_batch_size >= self.smallest
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
         """Split all phases' batches, then the sizes reserved for later, or raise an
         error about all that cannot be split.
+
+        Args:
+            sizes: global batch sizes in samples, phase by phase.
+
+        Returns:
+            A split for each size, in the same order.
+
+        Raises:
+            BatchDivisibilityError: the sizes that cannot be split.
         """
         if refused := [
             batch_error(self, size, f"phase {i}")
@@ -291,6 +310,10 @@ class BatchSplitter:
     ) -> BatchSplit | None:
         """Return the split of a batch into microbatches of a given size, or None if
         they do not divide it or must not.
+
+        Args:
+            global_batch_size: samples per optimizer step.
+            microbatch_size: samples per replica and forward pass.
         """
         replicas = self.data_parallel_size * self._pass_unit
         if global_batch_size % (replicas * microbatch_size) or self.whole_batch:
@@ -300,6 +323,9 @@ class BatchSplitter:
     def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
         """Return the splits of the last batch whose microbatch divides all, fastest
         first; none without p > 1, automatic m and b, and `tick_overhead`.
+
+        Args:
+            sizes: the global batch sizes of all phases, in samples.
         """
         chooses = (
             self.num_stages > 1
@@ -332,6 +358,9 @@ class BatchSplitter:
     def largest_microbatch(self, global_batch_size: int) -> int:
         """Return the largest microbatch size that a legal global batch allows, in
         samples per replica.
+
+        Args:
+            global_batch_size: samples per optimizer step.
         """
         # B = d * m * a * b with m a multiple of `_pass_unit`, so every legal b divides
         # `samples`, and one that serves several batches divides their greatest common
@@ -358,6 +387,9 @@ class BatchSplitter:
     def legal_microbatches(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return every microbatch size that divides all of these batches, in ascending
         order.
+
+        Args:
+            sizes: global batch sizes, in samples.
         """
         largest = min(map(self.largest_microbatch, sizes))
         common = math.gcd(*sizes) // (self.data_parallel_size * self._pass_unit)
