@@ -31,6 +31,7 @@ from rampup.contrib.lab.critical import (
     BranchResult,
     BranchWindow,
     Evaluation,
+    Verdict,
     critical_bound,
     implied_noise_scale,
     is_losing,
@@ -266,84 +267,36 @@ def find_critical_batch_size(
     ]
     branches = _Branches(config, record, multiples, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
-    # In a bucket, which has no file of checksums: the times at which the checkpoint was
-    # written.
-    file = (
-        folder
-        / CHECKPOINT_FOLDER
-        / str(step)
-        / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
-    )
-    identity = branches.identity | {
-        "checkpoint": hashlib.sha256(file.read_bytes()).hexdigest(),
-        "tolerance": tolerance,
-    }
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[
-        :8
-    ]
-    parent = absolute_path(
-        work_folder or folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}"), follow=False
-    )
-    if parent == folder or folder in parent.parents:
-        raise ConfigError(
-            f"{parent} is inside the run's folder, which stays as it is; name"
-            " another one",
-            key="work",
-        )
-    work = parent / f"step-{step}-{digest}"
-    window = branches.window
+    work = _work_folder(folder, work_folder, branches, tolerance)
+    window, length = branches.window, config.max_target_length
     report(
         f"step {step}: branches of {', '.join(map(str, window.sizes))} samples,"
-        f" {window.samples * config.max_target_length:,} tokens each, evaluated"
+        f" {window.samples * length:,} tokens each, evaluated"
         f" {window.num_evaluations} times; kept in {work}"
     )
     with own_run(work):
         curves, checkpoint = _train_branches(branches, folder, work, tolerance, report)
     position = branches.run_plan.position(step)
     verdict = judge(window, curves, checkpoint, tolerance, position.consumed_samples)
-    size = window.sizes[verdict.critical]
-    answer: dict[str, Any] = dict.fromkeys(
-        ("critical_batch_size", "bound", "batch_size_schedule")
-    )
-    if verdict.decisive:
-        ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
-        phases = [
-            (phase.start_sample, phase.global_batch_size) for phase in ramp.phases
-        ]
-        unit = (
-            config.max_target_length
-            if config.batch_size_schedule_unit == "tokens"
-            else 1
-        )
-        answer = {
-            "critical_batch_size": size,
-            "bound": critical_bound(window.sizes, size),
-        }
-        answer |= {
-            "batch_size_schedule": format_schedule(phases, tokens_per_sample=unit)
-        }
     deciding, earlier = verdict.deciding_samples, verdict.earlier
+    smaller = (window.multiples[0] / 4, window.multiples[0] / 2)
     found = CriticalBatch(
         step=step,
         branches=verdict.branches,
         decisive=verdict.decisive,
-        **answer,
+        **_answer(config, branches, verdict),
         gain=verdict.gain,
-        deciding_tokens=(
-            None if deciding is None else deciding * config.max_target_length
-        ),
+        deciding_tokens=None if deciding is None else deciding * length,
         half_window_size=None if earlier is None else window.sizes[earlier],
         learning_rates=branches.learning_rates,
         tolerance=verdict.tolerance,
-        tokens=window.samples * config.max_target_length,
+        tokens=window.samples * length,
         noise_scale_samples=next(
             (noise for _, noise in measured_noise(reversed(lines))), None
         ),
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
-        smaller=_legal_multiples(
-            branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)
-        ),
+        smaller=_legal_multiples(branches.run_plan, step, smaller),
     )
     # For `rampup design`, which reads the results of all checkpoints of a run.
     place = {
@@ -352,6 +305,57 @@ def find_critical_batch_size(
     }
     (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
     return found
+
+
+def _work_folder(
+    folder: Path,
+    work_folder: str | Path | None,
+    branches: _Branches,
+    tolerance: float | None,
+) -> Path:
+    """Return the folder of a measurement, which another one of the same branches from
+    the same checkpoint resumes.
+    """
+    step = branches.identity["step"]
+    # In a bucket, which has no file of checksums: the times at which the checkpoint was
+    # written.
+    name = "_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE
+    checkpoint = (folder / CHECKPOINT_FOLDER / str(step) / name).read_bytes()
+    identity = branches.identity | {
+        "checkpoint": hashlib.sha256(checkpoint).hexdigest(),
+        "tolerance": tolerance,
+    }
+    text = json.dumps(identity, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    beside = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}")
+    parent = absolute_path(work_folder or beside, follow=False)
+    if parent == folder or folder in parent.parents:
+        raise ConfigError(
+            f"{parent} is inside the run's folder, which stays as it is",
+            fix="name another one",
+            key="work",
+        )
+    return parent / f"step-{step}-{digest}"
+
+
+def _answer(config: Config, branches: _Branches, verdict: Verdict) -> dict[str, Any]:
+    """Return the critical batch with the schedule that goes on with it; None for each
+    if nothing was decided.
+    """
+    if not verdict.decisive:
+        return dict.fromkeys(("critical_batch_size", "bound", "batch_size_schedule"))
+    sizes, step = branches.window.sizes, branches.identity["step"]
+    size = sizes[verdict.critical]
+    ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
+    in_tokens = config.batch_size_schedule_unit == "tokens"
+    return {
+        "critical_batch_size": size,
+        "bound": critical_bound(sizes, size),
+        "batch_size_schedule": format_schedule(
+            [(phase.start_sample, phase.global_batch_size) for phase in ramp.phases],
+            tokens_per_sample=config.max_target_length if in_tokens else 1,
+        ),
+    }
 
 
 def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]]:
