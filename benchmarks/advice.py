@@ -735,14 +735,15 @@ def mean_loss(runs: Mapping[str, Any], prefix: str) -> float:
 
 def large_batch(results: Mapping[str, Any]) -> int:
     """Return the batch with which the fastest ramp ends: the one that a user of as many
-    devices would run throughout.
+    devices would run throughout; the largest of the study without a ramp.
     """
-    candidates = results["designs"]["plain"]["candidates"]
-    return int(
-        next(each for each in candidates if each["name"] == "early growth, fastest")[
-            "sizes"
-        ][-1]
-    )
+    names = ("fastest ramp", "early growth, fastest")
+    ramps = [
+        each["sizes"]
+        for each in results["designs"]["plain"].get("candidates", ())
+        if each["name"] in names
+    ]
+    return int(ramps[0][-1] if ramps else max(results["study"]["sizes"]))
 
 
 def main() -> None:
