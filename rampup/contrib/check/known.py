@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import yaml
+
 from rampup.config.yaml import Located
 from rampup.contrib.check.shell.values import show_unknown
 from rampup.errors import ConfigError
@@ -135,6 +137,17 @@ def match_unread(system: str, rows: Mapping[str, Unread]) -> dict[str, Unread]:
         for pattern, row in rows.items()
         if re.fullmatch(pattern, name)
     }
+
+
+def load_unread(system: str) -> dict[str, Unread]:
+    """Return the keys that match the patterns of the file `SYSTEM_unread.yml` beside
+    this module.
+    """
+    text = files(__package__).joinpath(f"{system}_unread.yml").read_text("utf-8")
+    rows = yaml.safe_load(text)
+    for row in rows.values():
+        row["harmless"] = tuple(row.get("harmless", Unread("").harmless))
+    return match_unread(system, {name: Unread(**row) for name, row in rows.items()})
 
 
 def find_unread(

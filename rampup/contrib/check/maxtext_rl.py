@@ -20,7 +20,7 @@ from rampup.contrib.check.maxtext import (
     old_keys,
     read_chain,
 )
-from rampup.contrib.check.reading import Launch, Settings, entry
+from rampup.contrib.check.reading import Launch, Settings, load_entries
 from rampup.contrib.check.rollout import group_note
 from rampup.contrib.check.rules import Dialect, Rule, at_least, multiple
 from rampup.contrib.check.tunix import PromptJob
@@ -49,64 +49,7 @@ AXES = tuple(
 FSDP, TENSOR = "ici_fsdp_parallelism", "ici_tensor_parallelism"
 AUTO = -1
 
-KEYS = {
-    BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts"),
-    TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts"),
-    ROLLOUT: entry(
-        AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts"
-    ),
-    OLD: entry(None, "older name of both, until they were split", unit="prompts"),
-    GENERATIONS: entry(2, "responses per prompt", unit="samples"),
-    ITERATIONS: entry(1, "optimizer steps per batch"),
-    LOSS: entry(
-        "sequence-mean-token-mean",
-        "how the loss of a batch is averaged",
-        kind="text",
-        choices=tuple(LOSSES),
-    ),
-    "rl.use_agentic_rollout": entry(False, "the agentic learner", kind="bool"),
-    "num_batches": entry(4, "batches of an epoch"),
-    "num_epoch": entry(1, "passes over the prompts"),
-    "train_fraction": entry(1.0, "share of the batches that is used", kind="float"),
-    "num_test_batches": entry(5, "evaluation batches"),
-    "eval_batch_size": entry(
-        AUTO, "prompts per evaluation batch; -1 = batch_size", unit="prompts"
-    ),
-    "test_batch_start_index": entry(0, "first evaluation prompt", unit="prompts"),
-    FRACTIONS[0]: entry(0.5, "share of the devices that train", kind="float"),
-    FRACTIONS[1]: entry(0.5, "share of the devices that generate", kind="float"),
-    "chips_per_vm": entry(4, "devices of a host", minimum=1, unit="devices"),
-    "use_pathways": entry(True, "whether one controller sees all hosts", kind="bool"),
-    **{
-        key: entry(AUTO, f"slices that {do}", unit="slices")
-        for key, do in zip(SLICES, ("train", "generate"), strict=True)
-    },
-    "rollout_data_parallelism": entry(AUTO, "replicas of the generator; -1 = the rest"),
-    "rollout_tensor_parallelism": entry(
-        1, "devices that share the generator's matrices; -1 = the rest"
-    ),
-    "rollout_expert_parallelism": entry(
-        1, "devices that share its experts; -1 = the rest"
-    ),
-    **{
-        axis: entry(
-            AUTO if axis == FSDP else 1,
-            "devices along this axis",
-            minimum=1,
-            also=(AUTO,),
-        )
-        for axis in AXES
-    },
-    "num_devices": entry(
-        None, "devices of the run; given as num_devices=N", minimum=1, unit="devices"
-    ),
-    "num_prompts": entry(
-        None,
-        "prompts of the data set after its filter; given as num_prompts=N",
-        minimum=0,
-        unit="prompts",
-    ),
-}
+KEYS = load_entries("maxtext_rl")
 ALIASES = {
     **{
         f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS

@@ -31,7 +31,6 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{call.__name__: call for call in (int, float, bool, str, round, min, max, len)},
@@ -41,6 +40,11 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 _COUNTS = ("device_count", "local_device_count")
 _LISTS = ("devices", "local_devices")
 _MAX = 10**12
+_BLOCKS = (ast.ClassDef, ast.With, ast.For, ast.While, ast.Try)
+
+
+# What arithmetic on parts that do not fit raises.
+_OPEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _UnknownError(Exception):
@@ -68,36 +72,30 @@ class Constants:
         what the program says outside.
         """
         for statement in statements:
-            match statement:
-                case ast.FunctionDef(body=body):
-                    outside = dict(self._names)
-                    self.run(body, local=True)
-                    self._names = outside
-                case ast.ClassDef(body=body):
-                    self.run(body, local=local)
-                case ast.If(test=test, body=body, orelse=other):
-                    self._branch(test, body, other, local)
-                case ast.With(body=body) | ast.For(body=body) | ast.While(body=body):
-                    self.run(body, local=local)
-                case ast.Try(body=body):
-                    self.run(body, local=local)
-                case ast.Assign(targets=[*targets], value=value):
-                    for target in targets:
-                        self._assign(target, value, local)
-                case ast.AnnAssign(target=target, value=ast.expr() as value):
-                    self._assign(target, value, local)
-            if not isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.If):
+            if isinstance(statement, ast.If):
+                self._branch(statement, local)
+            elif isinstance(statement, ast.FunctionDef):
+                outside = dict(self._names)
+                self.run(statement.body, local=True)
+                self._names = outside
+            elif isinstance(statement, _BLOCKS):
+                self.run(statement.body, local=local)
+            else:
+                if isinstance(statement, ast.Assign):
+                    for target in statement.targets:
+                        self._assign(target, statement.value, local)
+                elif isinstance(statement, ast.AnnAssign) and statement.value:
+                    self._assign(statement.target, statement.value, local)
                 self._record_calls(statement)
 
-    def _branch(
-        self, test: ast.expr, body: list[ast.stmt], other: list[ast.stmt], local: bool
-    ) -> None:
+    def _branch(self, statement: ast.If, local: bool) -> None:
         """Follow the branch that is taken; if that is not known, what both agree on."""
+        branches = (statement.body, statement.orelse)
         with contextlib.suppress(_UnknownError):
-            self.run(body if self._value(test) else other, local=local)
+            self.run(branches[not self._value(statement.test)], local=local)
             return
         found = []
-        for branch in (body, other):
+        for branch in branches:
             before = (dict(self._names), dict(self.constants))
             self.run(branch, local=local)
             found.append((self._names, self.constants))
@@ -106,8 +104,7 @@ class Constants:
         agreed = {k: v for k, v in names.items() if k in others and others[k] == v}
         gone = (names.keys() | others.keys()) - agreed.keys()
         self._names = agreed
-        kept = {**self.constants, **constants}
-        self.constants = {k: v for k, v in kept.items() if k not in gone}
+        self.constants = {k: v for k, v in constants.items() if k not in gone}
 
     def _assign(self, target: ast.expr, value: ast.expr, local: bool) -> None:
         if not isinstance(target, ast.Name | ast.Attribute):
@@ -133,7 +130,7 @@ class Constants:
         for call in ast.walk(statement):
             if not isinstance(call, ast.Call):
                 continue
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            name = _name(call.func)
             if name == "add_argument":
                 self._add_option(call)
             given = [(str(place), value) for place, value in enumerate(call.args)]
@@ -158,58 +155,77 @@ class Constants:
     def _value(self, node: ast.expr) -> Any:
         """Return what an expression is, if constants and arithmetic say it."""
         try:
-            return self._evaluate(node)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # Every other expression is not followed.
+            return getattr(self, f"_see_{type(node).__name__.lower()}")(node)
+        except _OPEN as error:
             raise _UnknownError from error
 
-    def _evaluate(self, node: ast.expr) -> Any:
-        value = self._value
-        match node:
-            case ast.Constant(value=found):
-                return found
-            case ast.Name(id=name) | ast.Attribute(attr=name) if name in self._names:
-                return self._names[name]
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return tuple(map(value, parts))
-            case ast.Dict(keys=keys, values=values) if None not in keys:
-                pairs = zip(keys, values, strict=True)
-                return {value(key): self._or_none(part) for key, part in pairs if key}
-            case ast.UnaryOp(op=op, operand=part):
-                return _OPERATORS[type(op)](value(part))
-            case ast.BinOp(left=left, op=op, right=right):
-                sides = value(left), value(right)
-                if not all(isinstance(side, int | float) for side in sides):
-                    raise _UnknownError
-                found = _OPERATORS[type(op)](*sides)
-                if abs(found) > _MAX:
-                    raise _UnknownError
-                return found
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.IfExp(test=test, body=body, orelse=other):
-                return value(body if value(test) else other)
-            case ast.Subscript(value=whole, slice=place):
-                return value(whole)[value(place)]
-            case ast.Call(func=called, args=parts):
-                return self._call(called, parts)
-        raise _UnknownError
+    def _see_constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _see_name(self, node: ast.Name) -> Any:
+        return self._names[node.id]
+
+    def _see_attribute(self, node: ast.Attribute) -> Any:
+        return self._names[node.attr]
+
+    def _see_tuple(self, node: ast.Tuple | ast.List) -> Any:
+        return tuple(map(self._value, node.elts))
+
+    _see_list = _see_tuple
+
+    def _see_dict(self, node: ast.Dict) -> Any:
+        pairs = zip(node.keys, node.values, strict=True)
+        return {self._value(key): self._or_none(part) for key, part in pairs if key}
+
+    def _see_unaryop(self, node: ast.UnaryOp) -> Any:
+        return self._calculate(node.op, node.operand)
+
+    def _see_binop(self, node: ast.BinOp) -> Any:
+        return self._calculate(node.op, node.left, node.right)
+
+    def _see_compare(self, node: ast.Compare) -> Any:
+        if len(node.ops) > 1:
+            raise _UnknownError
+        return self._calculate(node.ops[0], node.left, *node.comparators)
+
+    def _see_ifexp(self, node: ast.IfExp) -> Any:
+        return self._value(node.body if self._value(node.test) else node.orelse)
+
+    def _see_subscript(self, node: ast.Subscript) -> Any:
+        return self._value(node.value)[self._value(node.slice)]
+
+    def _see_call(self, node: ast.Call) -> Any:
+        name = _name(node.func)
+        if name in (*_COUNTS, *_LISTS):
+            if self.devices is None:
+                raise _UnknownError
+            return self.devices if name in _COUNTS else (0,) * self.devices
+        if name in ("get", "getenv") and len(node.args) == 2:
+            return self._value(node.args[1])  # the environment counts as empty
+        if not isinstance(node.func, ast.Name):
+            raise _UnknownError
+        return _FUNCTIONS[name](*map(self._value, node.args))
 
     def _or_none(self, node: ast.expr) -> Any:
         with contextlib.suppress(_UnknownError):
             return self._value(node)
         return None
 
-    def _call(self, called: ast.expr, parts: Sequence[ast.expr]) -> Any:
-        name = getattr(called, "attr", getattr(called, "id", ""))
-        if name in (*_COUNTS, *_LISTS):
-            if self.devices is None:
-                raise _UnknownError
-            return self.devices if name in _COUNTS else (0,) * self.devices
-        if name in ("get", "getenv") and len(parts) == 2:
-            return self._value(parts[1])  # the environment counts as empty
-        if not isinstance(called, ast.Name) or name not in _FUNCTIONS:
+    def _calculate(self, op: ast.AST, *parts: ast.expr) -> Any:
+        sides = [self._value(part) for part in parts]
+        is_test = isinstance(op, ast.Eq | ast.NotEq)
+        if not is_test and not all(isinstance(side, int | float) for side in sides):
             raise _UnknownError
-        return _FUNCTIONS[name](*map(self._value, parts))
+        found = _OPERATORS[type(op)](*sides)
+        if abs(found) > _MAX:
+            raise _UnknownError
+        return found
+
+
+def _name(called: ast.expr) -> str:
+    """Return the last part of the name of what is called."""
+    return str(getattr(called, "attr", getattr(called, "id", "")))
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:

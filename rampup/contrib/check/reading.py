@@ -14,9 +14,12 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import yaml
 
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
@@ -79,8 +82,19 @@ def entry(
 ) -> Entry:
     """Return an `Entry`; `limits` are those of `Key`."""
     nullable = limits.pop("nullable", default is None)
+    limits |= {
+        name: tuple(limits[name]) for name in {"choices", "also"} & limits.keys()
+    }
     key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
     return Entry(key=key, default=default, unit=unit, optional=optional)
+
+
+def load_entries(system: str) -> dict[str, Entry]:
+    """Return the keys that the rules of a system read: the table `SYSTEM_sizes.yml`
+    beside this module.
+    """
+    text = files(__package__).joinpath(f"{system}_sizes.yml").read_text("utf-8")
+    return {name: entry(**row) for name, row in yaml.safe_load(text).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

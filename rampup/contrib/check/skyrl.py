@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
 from rampup.contrib.check.known import (
-    Unread,
     load_known_keys,
-    match_unread,
+    load_unread,
     with_lines,
 )
 from rampup.contrib.check.reading import (
@@ -24,7 +23,7 @@ from rampup.contrib.check.reading import (
     Settings,
     Source,
     Version,
-    entry,
+    load_entries,
     program_of,
     read_hydra,
 )
@@ -90,102 +89,7 @@ OLD_ENGINE_KEYS = (
     "generator.num_inference_engines",
     *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]),
 )
-KEYS = {
-    TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
-    MINI: entry(256, "prompts of a policy update", unit="prompts"),
-    CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts"),
-    MICRO: entry(1, "samples of a training pass", unit="samples"),
-    FORWARD: entry(1, "samples of a forward-only pass", unit="samples"),
-    "trainer.max_tokens_per_microbatch": entry(
-        -1, "token budget of a pass; -1 = count samples", unit="tokens"
-    ),
-    "trainer.update_epochs_per_batch": entry(
-        1, "times that a step's samples are trained on"
-    ),
-    "trainer.epochs": entry(1, "times that the data set is read"),
-    "trainer.eval_batch_size": entry(
-        1024, "prompts of an evaluation batch", unit="prompts"
-    ),
-    STRATEGY: entry(
-        "fsdp",
-        "backend of training",
-        kind="text",
-        choices=("fsdp", "fsdp2", "megatron", "deepspeed"),
-    ),
-    "trainer.critic.model.path": entry(None, "the critic; null = none", kind="text"),
-    "trainer.algorithm.use_kl_loss": entry(
-        True, "a reference model in the loss", kind="bool"
-    ),
-    "trainer.algorithm.use_kl_in_reward": entry(
-        False, "a reference model in the reward", kind="bool"
-    ),
-    "trainer.algorithm.loss_reduction": entry(
-        "token_mean", "how losses are averaged", kind="text"
-    ),
-    COLOCATE: entry(True, "all models and engines share the devices", kind="bool"),
-    COLOCATE_REF: entry(
-        True, "otherwise: policy and reference share their devices", kind="bool"
-    ),
-    **{
-        key: entry(1, f"{what} of the {model} model", unit=what.split()[0])
-        for model in MODELS
-        for key, what in zip(DEVICES[model], ("devices per node", "nodes"), strict=True)
-    },
-    **{
-        key: entry(
-            1, f"devices that share a sequence of the {model} model", unit="devices"
-        )
-        for model, key in SEQUENCE.items()
-    },
-    **{
-        key: entry(1, f"Megatron size of the {model} model", unit="devices")
-        for model in ("policy", "ref")
-        for key in MEGATRON[model]
-    },
-    "trainer.fully_async.enabled": entry(
-        False, "generation and training overlap fully", kind="bool"
-    ),
-    "trainer.fully_async.max_staleness_steps": entry(
-        4, "steps by which a sample may be old", minimum=0, unit="steps"
-    ),
-    WORKERS: entry(768, "prompts generated at once", unit="prompts"),
-    RESPONSES: entry(5, "responses per prompt", unit="samples"),
-    "generator.eval_n_samples_per_prompt": entry(
-        1, "responses per evaluation prompt", unit="samples"
-    ),
-    **{name: entry(1, "size of the inference engines") for name in ENGINE_KEYS},
-    **{name: entry(None, "old name of an engine size") for name in OLD_ENGINE_KEYS},
-    LAST: entry(None, "training steps at most"),
-    WORD: entry(NEWEST, "the version", kind="text", choices=(OLD, NEWEST)),
-    "num_prompts": entry(
-        None, "prompts of the data set; given as num_prompts=N", unit="prompts"
-    ),
-}
-_DIVIDES = "divides the devices of a replica in SkyRL of 2025"
-_EXPERTS = "is not checked against the devices"
-_REWARD = "is of the reward model, whose devices and passes the numbers leave out"
-UNREAD = match_unread(
-    "skyrl",
-    {
-        r"trainer\.policy\.(?:tensor_model|pipeline_model|context)_parallel_size": Unread(
-            _DIVIDES, (None, 1)
-        ),
-        r".*expert_(?:model_|tensor_)?parallel_size": Unread(
-            _EXPERTS, (None, 1), asks=False
-        ),
-        r"trainer\.(?:policy|ref)\.megatron_config": Unread("replaces all its sizes"),
-        r"trainer\.(?:placement\.reward_\w+|reward\.sequence_parallel_size)": Unread(
-            _REWARD, (None, 1), asks=False
-        ),
-        r"trainer\.\w+\.deepspeed_config": Unread("is DeepSpeed's own", asks=False),
-        r"trainer\.algorithm\.dynamic_sampling\.type": Unread(
-            "generates again until the prompts of a step differ in reward", asks=False
-        ),
-        r"generator\.step_wise_trajectories|trainer\.step_wise_training": Unread(
-            "makes a sample of each turn, so that a step has more of them", asks=False
-        ),
-    },
-)
+KEYS = load_entries("skyrl")
 LAUNCH = Launch(
     system="SkyRL",
     program=re.compile(
@@ -211,7 +115,7 @@ LAUNCH = Launch(
         r"(?:.*/)?(?:skyrl(?:_train)?|examples|integrations)/.+|(?:main_[^/]*)?"
     ),
     follows=f"{WORD}={NEWEST}",
-    unread=UNREAD,
+    unread=load_unread("skyrl"),
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 TRAINED = (

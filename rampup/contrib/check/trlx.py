@@ -20,8 +20,8 @@ from rampup.contrib.check.reading import (
     Settings,
     Source,
     Version,
-    entry,
     flatten,
+    load_entries,
     option,
     program_of,
     read_hydra,
@@ -45,32 +45,7 @@ TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
 ROLLOUTS = "method.num_rollouts"
 CHUNK = "method.chunk_size"
 INNER = "method.ppo_epochs"
-KEYS = {
-    TRAIN: entry(
-        None,
-        "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT",
-        unit="samples",
-    ),
-    MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples"),
-    "train.epochs": entry(100, "rounds of collecting and training"),
-    "train.total_steps": entry(10_000, "optimizer steps at most", unit="steps"),
-    "train.trainer": entry("AcceleratePPOTrainer", "the trainer class", kind="text"),
-    "method.name": entry("PPOConfig", "the method's configuration class", kind="text"),
-    ROLLOUTS: entry(128, "samples to collect before training", unit="samples"),
-    CHUNK: entry(128, "prompts of a generate call", unit="prompts"),
-    INNER: entry(4, "times that the collected samples are trained on"),
-    "num_processes": entry(1, "processes; given as num_processes=N"),
-    "num_prompts": entry(
-        None,
-        "prompts of the training set, or samples of an offline one",
-        unit="prompts",
-    ),
-    "deepspeed": entry(
-        False,
-        "whether DeepSpeed runs under Accelerate; given as deepspeed=true",
-        kind="bool",
-    ),
-}
+KEYS = load_entries("trlx")
 
 
 def read_words(command: Command) -> dict[str, Located]:

@@ -22,7 +22,7 @@ from rampup.contrib.check.reading import (
     Launch,
     Settings,
     Source,
-    entry,
+    load_entries,
     read_leaves,
     read_source,
     repository_folders,
@@ -59,30 +59,7 @@ MODEL_MESH = "model_config.mesh"
 OVERRIDE = "override_config_file"
 PROMPTS = "num_prompts"
 
-KEYS = {
-    BATCH: entry(None, "prompts of a training step", unit="prompts"),
-    MINI: entry(None, "prompts of an update; null = batch_size", unit="prompts"),
-    TRAIN: entry(None, "prompts of a pass; null = the mini batch", unit="prompts"),
-    ROLLOUT: entry(None, "prompts of a generate call", unit="prompts"),
-    LOGPS: entry(None, "prompts of a log-probability pass", unit="prompts"),
-    ACCUMULATION: entry(None, "derived by Tunix; must stay null"),
-    MAX_STEPS: entry(None, "optimizer steps at most", optional=True),
-    GENERATIONS: entry(2, "responses per prompt", unit="samples"),
-    ITERATIONS: entry(1, "times that a mini batch is trained on"),
-    MODE: entry("grpo", "grpo or agentic_grpo", kind="text"),
-    "num_batches": entry(None, "batches of an epoch; null or 0 = all"),
-    "num_train_epochs": entry(1, "passes over the prompts"),
-    "train_fraction": entry(1.0, "share of the batches that is used", kind="float"),
-    MODEL_MESH + ".shape": entry(None, "the mesh of all models", kind="text"),
-    MODEL_MESH + ".axis_names": entry(None, "its axes", kind="text"),
-    **{
-        f"{mesh}.{what}": entry(None, f"the mesh of the {role} model", kind="text")
-        for role, mesh in MESHES.items()
-        for what in ("shape", "axis_names")
-    },
-    "num_devices": entry(None, "chips of the machine; num_devices=N", unit="devices"),
-    PROMPTS: entry(None, "prompts of the data set; num_prompts=N", unit="prompts"),
-}
+KEYS = load_entries("tunix")
 # The names of notebooks: those of constants, of keys of a dictionary, and of arguments.
 _NAMES = {
     **{key.rpartition(".")[2]: key for key in (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS)},

@@ -20,18 +20,17 @@ from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.known import (
     Unread,
     load_known_keys,
-    match_unread,
+    load_unread,
     with_lines,
 )
 from rampup.contrib.check.reading import (
-    Entry,
     Launch,
     Reading,
     Settings,
     Source,
     Version,
-    entry,
     find_in_repository,
+    load_entries,
     looked_up,
     program_of,
     read_hydra,
@@ -161,92 +160,7 @@ GENERATIONS = {
 NEWEST = 9
 
 
-def _parallel_sizes(model: str, default: int | None) -> dict[str, Entry]:
-    """Return the sizes of a model's backends; null is as the actor's."""
-    shares = "devices that share a sequence"
-    return {
-        OLD_SEQUENCE[model]: entry(default, f"deprecated: {shares}"),
-        SEQUENCE[model]: entry(1, shares),
-        **{
-            key: entry(default, "devices of Megatron that share a sample")
-            for key in MEGATRON[model]
-        },
-    }
-
-
-def _pass_sizes(kind: str) -> dict[str, Entry]:
-    """Return the sizes of a kind of passes."""
-    follows = None if kind != "actor" else False
-    return {
-        MICROS[kind]: entry(None, "samples of a pass and replica", unit="samples"),
-        OLD_MICROS[kind]: entry(None, "deprecated: of the whole job", unit="samples"),
-        DYNAMICS[kind]: entry(follows, "fill these passes by tokens", kind="bool"),
-        BUDGETS[kind]: entry(
-            {"actor": 16_384, "critic": 32_768}.get(kind),
-            "tokens of a pass and device",
-            unit="tokens",
-        ),
-    }
-
-
-KEYS: dict[str, Entry] = {
-    TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
-    GEN: entry(None, "prompts that the data loader gives at once", unit="prompts"),
-    LENGTHS[0]: entry(512, "longest prompt", unit="tokens"),
-    LENGTHS[1]: entry(512, "longest response", unit="tokens"),
-    RESPONSES: entry(1, "responses per prompt", unit="samples"),
-    "model_engine": entry(None, "backend of all; null = by strategy", kind="text"),
-    f"{ACTOR}.strategy": entry(None, "the actor's backend", kind="text"),
-    "critic.strategy": entry(None, "the critic's backend", kind="text"),
-    MINI: entry(256, "prompts of an actor update", unit="prompts"),
-    CRITIC_MINI: entry(None, "prompts of a critic update", unit="prompts"),
-    EPOCHS: entry(1, "times that a step's samples are trained on"),
-    "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
-    f"{ACTOR}.use_kl_loss": entry(False, "a reference in the loss", kind="bool"),
-    LOSS: entry("token-mean", "how losses are averaged", kind="text"),
-    **_pass_sizes("actor"),
-    **_pass_sizes("rollout"),
-    **_pass_sizes("ref"),
-    **_pass_sizes("critic"),
-    **_parallel_sizes("actor", 1),
-    **_parallel_sizes("ref", None),
-    **_parallel_sizes("critic", 1),
-    PACKING["actor"]: entry(True, "pack sequences without padding", kind="bool"),
-    PACKING["critic"]: entry(True, "pack the critic's sequences", kind="bool"),
-    ROLLOUT_SIZES[0]: entry(2, "devices of an inference engine"),
-    ROLLOUT_SIZES[1]: entry(1, "data-parallel size of an inference engine"),
-    ROLLOUT_SIZES[2]: entry(1, "pipeline stages of an inference engine"),
-    WORKERS: entry(8, "processes that generate"),
-    "critic.enable": entry(None, "a critic; null = for gae", kind="bool"),
-    "algorithm.adv_estimator": entry(
-        "gae", "how advantages are estimated", kind="text", nullable=True
-    ),
-    "algorithm.use_kl_in_reward": entry(
-        False, "a reference in the reward", kind="bool"
-    ),
-    FILTER: entry(False, "DAPO: generate until responses differ", kind="bool"),
-    REFILL: entry(False, "generate again for prompts without responses", kind="bool"),
-    ASYNC_BATCHES: entry(None, "mini batches of an asynchronous step"),
-    ASYNC_SYNC: entry(None, "steps between two updates of the generator"),
-    ROLLOUT_DEVICES: entry(
-        None, "devices per node that only generate", minimum=0, unit="devices"
-    ),
-    ROLLOUT_NODES: entry(None, "nodes that only generate", minimum=0, unit="nodes"),
-    FSDP_SIZE: entry(-1, "devices of a copy of the model; -1 = all", unit="devices"),
-    DEVICES: entry(8, "devices per node", unit="devices"),
-    "trainer.nnodes": entry(1, "nodes", unit="nodes"),
-    "trainer.total_epochs": entry(30, "times that the data set is read"),
-    LAST: entry(None, "training steps at most"),
-    "trainer.use_v1": entry(True, "the newer trainer, which pads", kind="bool"),
-    "trainer.v1.trainer_mode": entry(
-        "sync", "how generation and training overlap", kind="text", choices=MODES
-    ),
-    SYNC_STEP: entry(4, "parts of a step"),
-    WORD: entry("0.9", "the version", kind="text", choices=tuple(GENERATIONS)),
-    "num_prompts": entry(
-        None, "prompts of the data set; given as num_prompts=N", unit="prompts"
-    ),
-}
+KEYS = load_entries("verl")
 # The sizes that veRL's base files set, where they differ from its defaults, as of
 # August 2026.
 _OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
@@ -285,52 +199,7 @@ _PROGRAMS = re.compile(
     r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
     r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
 )
-_OTHER = "is of another model, whose devices and passes the numbers leave out"
-UNREAD = match_unread(
-    "verl",
-    {
-        r".*(?:veomni|torchtitan|turbo_config)\..*_size": Unread(
-            "is of a backend that the rules do not cover", (None, -1, 1)
-        ),
-        r".*\.(?:actor|ref|critic)\.rollout_n|critic\.rollout_n": Unread(
-            "counts the responses of a prompt for one model alone", (None, 1)
-        ),
-        r".*\.dynamic_context_parallel": Unread("gives long samples more devices"),
-        r".*\.(?:traj_mini|actor\.micro)_batch_size": Unread(
-            "changes the samples of a pass", (None, 1)
-        ),
-        r"data\.oversample_factor": Unread(
-            "generates for so many times the prompts of a step", (None, 1), asks=False
-        ),
-        r".*\.expert_(?:model|tensor)_parallel_size|.*rollout\.expert_parallel_size": (
-            Unread("is not checked against the devices", (None, 1), asks=False)
-        ),
-        r".*virtual_pipeline.*": Unread(
-            "asks for passes that are a multiple of the stages", asks=False
-        ),
-        r"(?:reward|reward_model|distillation)\..*(?:_size|_gpu|_node|nnodes|replicas)": (
-            Unread(_OTHER, (None, 0, 1, 8), asks=False)
-        ),
-        r".*\.disaggregation\..*(?:_size|replicas)": Unread(
-            "divides the devices that generate", (None, 1), asks=False
-        ),
-        r"actor_rollout_ref\.rollout\.(?:nnodes|n_gpus_per_node)": Unread(
-            "generates on devices of its own", (None, 0, 8), asks=False
-        ),
-        r"critic\.forward_.*": Unread(
-            "is of the critic's forward passes, which the numbers leave out",
-            asks=False,
-        ),
-        r"data\.train_max_samples": Unread(
-            "limits the data set; num_prompts=N counts it", (None, -1), asks=False
-        ),
-        r"rollout\.total_\w+": Unread("ends the run", asks=False),
-        r"trainer\.critic_warmup": Unread(
-            "are steps in which the actor is not updated", (None, 0), asks=False
-        ),
-    },
-)
-UNREAD |= {
+UNREAD = load_unread("verl") | {
     f"trainer.v1.{mode}.parameter_sync_step": Unread("trains in parts", (None, 1))
     for mode in ("sync", "colocate_async")
 }
@@ -510,15 +379,19 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> Evidence:
         best = max(files, key=lambda n: len(own & files[n]) / len(own | files[n]))
         file_name = _short(Path(next(iter(leaves.values())).path or ""))
         return Evidence([best], f"{file_name} has the keys of that version")
+    return _by_keys(reading, misfits)
+
+
+def _by_keys(reading: Reading, misfits: Mapping[int, Sequence[str]]) -> Evidence:
+    """Return the versions that the keys of a source fit, the newest first."""
     versions, why = [*misfits], ""
     given = {key for key, place in reading.leaves.items() if place.value is not None}
-    if reading.command is not None and (
-        old := [
-            key
-            for kind, key in OLD_MICROS.items()
-            if key in given and MICROS[kind] not in reading.leaves
-        ]
-    ):
+    old = [
+        key
+        for kind, key in OLD_MICROS.items()
+        if key in given and MICROS[kind] not in reading.leaves
+    ]
+    if old and reading.command is not None:
         versions = versions[:_LAST_OF_OLD_WORKERS]
         why = f"later versions do not read {old[0]}"
     least = min(len(misfits[version]) for version in versions)
