@@ -179,20 +179,22 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
                 path=reading.path,
             )
         )
+    missing = ConfigError(
+        "unknown: this does not say how many prompts a training step has",
+        fix=f"add {BATCH}=..., the size of the batches of the data set",
+        key=BATCH,
+        path=reading.path,
+    )
     is_python = reading.path.endswith((".py", ".ipynb"))
     if BATCH not in given and not (is_python and MINI in given):
-        questions.append(
-            ConfigError(
-                "unknown: this does not say how many prompts a training step has",
-                fix=f"add {BATCH}=..., the size of the batches of the data set",
-                key=BATCH,
-                path=reading.path,
-            )
-        )
+        questions.append(missing)
     reading = replace(
         reading, leaves=leaves, notes=tuple(notes), questions=tuple(questions)
     )
-    return type_settings(reading, launch)
+    settings = type_settings(reading, launch)
+    if settings[BATCH] is None and settings[MINI] is None:
+        raise missing
+    return settings
 
 
 class PromptJob(RolloutJob):

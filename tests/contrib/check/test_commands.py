@@ -36,6 +36,7 @@ COMMANDS = {
     "maxtext_rl": ("python3 -m maxtext.trainers.post_train.rl.train_rl post_train/rl.yml batch_size=$BATCH rl.num_generations=5 num_devices=8", "samples_per_step", 320),
     "megatron": ("torchrun --nproc_per_node=8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size $BATCH --train-iters 10 --seq-length 8", "num_microbatches", [4]),
     "trlx": ("accelerate launch --num_processes 4 ppo_sentiments.py '{\"method.num_rollouts\": '$BATCH', \"method.chunk_size\": 16}'", "samples_per_step", 256),
+    "tunix": ("python3 -m tunix.cli.grpo_main base_config.yaml batch_size=$BATCH grpo_config.num_generations=5", "samples_per_step", 320),
 }  # fmt: skip
 
 
