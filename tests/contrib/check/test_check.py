@@ -116,6 +116,7 @@ def test_check_rejects_wrong_usage(capsys, file, arguments, key, said):
     assert code == 2
     assert found["error"]["key"] == key
     assert said in found["error"]["message"]
+    assert "its update is " in found["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,13 @@ FOREIGN = {
     "torchtitan": ["torchrun --nproc_per_node=8 -m torchtitan.train --training.global_batch_size 8\n"],
     "nanotron": ["tokens:\n  batch_accumulation_per_replica: 2\n  micro_batch_size: 4\nparallelism:\n  dp: 8\n"],
     "Levanter": ["trainer:\n  tracker: {type: wandb}\n  train_batch_size: 1024\n  num_train_steps: 10\n"],
+    "GPT-NeoX": ["pipe-parallel-size: 1\nmodel-parallel-size: 2\ntrain_micro_batch_size_per_gpu: 4\n"],
+    "ms-swift": ["swift sft --model m --per_device_train_batch_size 1\n", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --micro_batch_size 1 --global_batch_size 16\n"],
+    "AReaL": ["allocation_mode: sglang.d4p1t1+d4p1t1\ngconfig:\n  n_samples: 8\n", "python3 -m areal.launcher.local gsm8k.py --config c.yaml\n"],
+    "prime-rl": ["uv run prime-rl --batch-size 8\n"],
+    "MaxDiffusion": ["python src/maxdiffusion/train_sdxl.py src/maxdiffusion/configs/base_xl.yml --steps 9\n"],
+    "Megatron-Bridge": ["torchrun --nproc_per_node 8 -m megatron.bridge.training --train.global_batch_size 64\n"],
+    "simply": ["python -m simply.main --experiment_config lm\n"],
     "OLMo-core": ["from olmo_core.data import NumpyDatasetConfig\nGLOBAL_BATCH_SIZE = 256\n"],
 }  # fmt: skip
 
