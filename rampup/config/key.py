@@ -567,16 +567,29 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
         return (), REMOVED[name]
     if nearest := keys_for_alias(name, keys):
         return nearest, f"its name here is {' or '.join(nearest)}"
+    word = name.lower()
     if close := difflib.get_close_matches(
-        name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
+        word, [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
     ):
         return tuple(close), f"the closest is {close[0]}"
+    if longer := sorted(key for key in keys if _abbreviates(word, key)):
+        return tuple(longer), f"it may stand for {' or '.join(longer)}"
     return (
         (),
         (
             "no key is like it; if it is a key of MaxText that rampup does not have,"
             " delete it (`rampup check --from maxtext FILE` reads such a file)"
         ),
+    )
+
+
+def _abbreviates(word: str, key: str) -> bool:
+    """Return whether each part of a word begins a part of a key, in order, as those of
+    `batch_sched` do in `batch_size_schedule`.
+    """
+    parts = iter(key.split("_"))
+    return len(word) > 3 and all(
+        any(part.startswith(begin) for part in parts) for begin in word.split("_")
     )
 
 

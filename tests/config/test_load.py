@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import rampup
 from rampup.config.key import Key
 from rampup.config.load import load_config
 from rampup.config.schema import KEYS
@@ -400,3 +401,9 @@ def test_positions_of_keys_and_values():
         "c": ("c", ""),
         "d": ("d", "[1,\n 2]"),
     }
+
+
+def test_an_abbreviated_key_is_found():
+    """Each part of a name may be the beginning of a part of a key."""
+    with pytest.raises(TypeError, match="it may stand for batch_size_schedule"):
+        rampup.Config(batch_sched="0:8")

@@ -201,6 +201,11 @@ def to_rampup(verdict: Verdict) -> str:
         "",
     ]
     for key, value in conversion.values.items():
+        if (key, value) == ("rampup_microbatch", "per_phase"):
+            lines.append(
+                f"# As in {name}: one compiled shape for each batch; `fixed` has one for"
+                " all."
+            )
         lines.append(
             f"{key}:"
             f" {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}"

@@ -550,6 +550,12 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     RL.
     """
     notes = []
+    if config.num_generations == 1 and not config.enable_critic:
+        notes.append(
+            "rl.num_generations=1 gives groups of one sample, whose advantage over the"
+            " group is always 0, so `rampup train` refuses it; set 2 or more, or"
+            " enable_critic=true"
+        )
     grows = (
         config.batch_size_schedule is not None
         or config.num_generations_schedule is not None

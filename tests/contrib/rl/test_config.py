@@ -415,3 +415,10 @@ def test_schedule_rejects_bad_growth(settings, key):
     with pytest.raises(ValueError, match=r"\d") as caught:
         build_rollout_schedule(RolloutConfig(**settings), 1)
     assert key in str(caught.value) or caught.value.key == key
+
+
+def test_a_plan_says_that_groups_of_one_sample_teach_nothing():
+    """`train` refuses them, so a plan has a note."""
+    config = RolloutConfig(num_generations=1)
+    notes = rollout_notes(config, build_rollout_plan(config, 1))
+    assert "rl.num_generations=1 gives groups of one sample" in notes[0]
