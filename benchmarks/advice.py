@@ -54,8 +54,8 @@ import rampup
 from rampup.contrib.lab.measurements import Measurements
 from rampup.data.batches import BatchLoader
 from rampup.data.files import open_sources
+from rampup.engine.evaluation import EvalStep
 from rampup.engine.optimizer import LearningRate, make_optimizer
-from rampup.engine.step import EvalStep
 from rampup.lm.train import sample_order
 from rampup.lm.transformer import LanguageModel
 from rampup.loop.run_folder import METRICS_FILE, read_lines
@@ -239,7 +239,9 @@ class Trainer:
             for number in range(study.held_out)
         ]
         self.tx = optax.inject_hyperparams(
-            lambda learning_rate: make_optimizer(learning_rate, b2=config.adam_b2)
+            lambda learning_rate: make_optimizer(
+                learning_rate, adam={"b2": config.adam_b2}
+            )
         )(learning_rate=0.0)
         self.step: rampup.engine.TrainStep | None = None
         self.evaluate = EvalStep(study.model.loss, self.mesh)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from rampup.engine.accumulate import accumulate as accumulate
     from rampup.engine.accumulate import multi_steps as multi_steps
     from rampup.engine.batch import Batch as Batch
+    from rampup.engine.evaluation import EvalStep as EvalStep
     from rampup.engine.mesh import BatchAxes as BatchAxes
     from rampup.engine.mesh import make_mesh as make_mesh
     from rampup.engine.nnx import merge_model as merge_model
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # for editors and type checkers
     from rampup.engine.state import TrainState as TrainState
     from rampup.engine.state import create_state as create_state
     from rampup.engine.state import prepare_state as prepare_state
-    from rampup.engine.step import EvalStep as EvalStep
     from rampup.engine.step import train_step as train_step
     from rampup.errors import RampupError as RampupError
     from rampup.lm.load import load as load
@@ -95,7 +95,7 @@ _HOME = {
     "split_model": "rampup.engine.nnx",
     "merge_model": "rampup.engine.nnx",
     "make_optimizer": "rampup.engine.optimizer",
-    "EvalStep": "rampup.engine.step",
+    "EvalStep": "rampup.engine.evaluation",
     "AccumulatedLoss": "rampup.engine.accumulate",
     "accumulate": "rampup.engine.accumulate",
     "multi_steps": "rampup.engine.accumulate",

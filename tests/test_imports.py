@@ -21,6 +21,7 @@ FLOORS = (
 # is made by `rampup.data`, and step 0 asks the checks about its loss.
 UPWARD = {
     ("engine/step.py", "rampup.data.batches"),
+    ("engine/evaluation.py", "rampup.data.batches"),
     ("engine/step.py", "rampup.data.fields"),
     ("engine/step.py", "rampup.checks.loss"),
 }

@@ -48,7 +48,7 @@ HINTS = {
         " keys, or accept that they depend on how the batch is split"
     ),
     "interacting rows": (
-        "let the loss see whole batches, train_step(..., whole_batch=True), treat all"
+        "let the loss see whole batches, plan.with_whole_batches(), treat all"
         " rows alike, or, if it adds up several means, return a tuple of sums and one"
         " of what each is divided by"
     ),

@@ -124,7 +124,7 @@ def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
     """
     reasons = {
         "runs in several processes": jax.process_count() > 1,
-        "has the engine multi_steps": not step._is_fused,
+        "has the engine multi_steps": not step.is_fused,
         "has a state with `mutable`": carried(state) is not None,
         "has a `dynamic_scale`": getattr(state, "dynamic_scale", None) is not None,
     }

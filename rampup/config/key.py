@@ -193,7 +193,7 @@ REMOVED: dict[str, str] = {
     "whole_batch": "set rampup_microbatch=whole",
     "wait_for_compilation": (
         "rampup_microbatch=fixed compiles one shape, for which no phase waits;"
-        " train_step has wait_for_compilation=True"
+        " a step has wait_for_compilation, which you can set"
     ),
     "jax_distributed_initialization_timeout": (
         "processes wait 300 seconds for each other at the start"

@@ -12,7 +12,6 @@ loss takes shards, and elsewhere all.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,16 +31,20 @@ from rampup.engine.contract import (
     check_signature,
     explained,
 )
-from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
+from rampup.engine.explicit import (
+    call_with_auto_axes,
+    sees_explicit,
+    with_explicit_axes,
+)
 from rampup.engine.mesh import (
     STAGE,
     BatchAxes,
     auto_view,
     constrain_leaves,
-    own_constraints,
     replicated,
 )
 from rampup.engine.replicas import Replicas
+from rampup.engine.state import gone
 from rampup.engine.sums import (
     Recipe,
     Sums,
@@ -49,11 +52,9 @@ from rampup.engine.sums import (
     fill,
     floating,
     largest,
-    safe_reciprocal,
     split_trained,
     sum_of_means,
 )
-from rampup.engine.whole import contains, floating_types, replay
 from rampup.engine.zero import is_scattered
 from rampup.errors import (
     ConfigError,
@@ -64,10 +65,10 @@ from rampup.errors import (
 )
 from rampup.plan.plan import RampPlan
 
-# The operations whose derivative is what somebody wrote, in all versions of JAX.
-BACKWARD_RULES = frozenset(
-    {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_transpose_call"}
-)
+_GONE = {
+    "batch_axes": "give rampup.AccumulatedLoss(loss_fn, batch_axes=...) as the loss",
+    "whole_batch": "give rampup.AccumulatedLoss(loss_fn, whole_batch=True) as the loss",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class AccumulatedLoss:
     every replica.
 
     Attributes:
-        loss_fn, batch_axes: see `rampup.train_step`.
+        loss_fn, reduce_once: see `rampup.train_step`.
+        batch_axes: the axes of the mesh that take the rows; None = data and fsdp.
         param_shardings: None: `loss_fn` takes whole parameters and the rows of one
             replica, and the compiler partitions it over fsdp and tensor. Shardings of
             the parameters: it takes the rows of one device and, along the axes of the
@@ -86,6 +88,13 @@ class AccumulatedLoss:
             sums.
         accumulator_dtype: type in which gradients are summed over the microbatches;
             None = at least float32.
+        whole_batch: the function sees all rows of a step, which is one microbatch, as
+            with `plan.with_whole_batches()`.
+
+    Example:
+        >>> def loss_fn(params, batch, keys):
+        ...     return ((params - batch) ** 2).sum(), batch.size, {}
+        >>> AccumulatedLoss(loss_fn, accumulator_dtype=jnp.bfloat16).reduce_once
     """
 
     loss_fn: LossFn
@@ -93,10 +102,19 @@ class AccumulatedLoss:
     param_shardings: Any = None
     reduction_dtype: Any = None
     accumulator_dtype: Any = None
+    reduce_once: bool | None = None
+    whole_batch: bool = False
 
     def check(self, mesh: Mesh, engine: str) -> None:
-        """Refuse pipeline stages, and a type of accumulators with `multi_steps`; see
-        `SummableLoss`.
+        """Refuse pipeline stages, and a type of accumulators with `multi_steps`.
+
+        Args:
+            mesh: the devices.
+            engine: `fused` or `multi_steps`.
+
+        Raises:
+            ConfigError: `accumulator_dtype` with `multi_steps`.
+            PipelineShapeError: the mesh has several stages.
         """
         if self.accumulator_dtype is not None and engine == "multi_steps":
             key = "gradient_accumulator_dtype"
@@ -130,7 +148,20 @@ class AccumulatedLoss:
         mesh: Mesh,
         param_shardings: Any,
     ) -> tuple[Sums, Any]:
-        """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
+        """Return the sums and the gradient of the mean loss; see `SummableLoss`.
+
+        Args:
+            params: the parameters.
+            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...) for K
+                microbatches of R rows.
+            counts: microbatches of a pass, and passes; int32.
+            recipe: what else to sum up, and how.
+            mesh: the devices.
+            param_shardings: the shardings of the gradients.
+
+        Raises:
+            ConfigError: the noise of gradients that are never in one place.
+        """
         takes_whole = self.param_shardings is None
         if recipe.noise is not None and not takes_whole:
             rule = (
@@ -146,43 +177,6 @@ class AccumulatedLoss:
             )
         # A plan whose buffer has room for one microbatch runs one in every step.
         has_one = keys_KR.shape[0] == 1
-        if (
-            has_one
-            and takes_whole
-            and recipe.noise is None
-            and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1
-        ):
-            # Nothing to add up: differentiate the mean. To divide the gradient of a sum
-            # reads and writes all of it once more.
-            args = (
-                *split_trained(params),
-                *take((batch_KR, keys_KR), 0),
-                recipe.mutable,
-                recipe.scale,
-            )
-            with own_constraints(), jax.named_scope("microbatch"):
-                traced = None
-                with contextlib.suppress(NameError, ValueError):
-                    mean_of = _loss_of(self.loss_fn, mesh, differentiates_mean=True)
-                    traced, shapes = jax.make_jaxpr(mean_of, return_shape=True)(*args)
-                # A backward rule of the user's own need not be linear, and a narrow
-                # type may round 1 / weight to 0: they must see what they see in any
-                # other split.
-                if (
-                    traced is not None
-                    and not contains(traced, BACKWARD_RULES)
-                    and not _is_narrow(traced)
-                ):
-
-                    def replayed(*args: Any) -> Any:
-                        return replay(traced, shapes, args)
-
-                    (_, sums), grads = jax.value_and_grad(replayed, has_aux=True)(*args)
-                    grads = constrain_leaves(
-                        jax.tree.map(as_summed, grads),
-                        floating(param_shardings, params),
-                    )
-                    return recipe.finalize(sums, grads)
         run = self.summation(params, mesh, param_shardings, has_one=has_one)
         sums = run(params, batch_KR, keys_KR, counts[0] * counts[1], recipe)
         return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
@@ -197,7 +191,15 @@ class AccumulatedLoss:
         mesh: Mesh,
         mutable: Any = None,
     ) -> Sums:
-        """Return the sums without gradients; see `SummableLoss`."""
+        """Return the sums without gradients; see `SummableLoss`.
+
+        Args:
+            params: the parameters.
+            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...).
+            num_microbatches: how many of the K count, int32.
+            mesh: the devices.
+            mutable: what the loss reads, and does not carry.
+        """
         run = self.summation(params, mesh, has_grads=False)
         return run(params, batch_KR, keys_KR, num_microbatches, Recipe(mutable=mutable))
 
@@ -213,8 +215,17 @@ class AccumulatedLoss:
         """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums
         over the first `number` microbatches.
 
-        With `has_one`, the buffer has one microbatch, which runs. Without `has_grads`,
-        `recipe.mutable` is read and not carried.
+        Args:
+            params: the parameters, for their types.
+            mesh: the devices.
+            param_shardings: the shardings of the gradients; None leaves them to the
+                compiler.
+            has_one: the buffer has one microbatch, which runs.
+            has_grads: False: `recipe.mutable` is read and not carried.
+
+        Raises:
+            ConfigError: parameters or gradients are sharded over the replicas, and the
+                loss takes shards.
         """
         axes = BatchAxes.of(mesh, self.batch_axes)
         takes_whole = self.param_shardings is None
@@ -240,6 +251,14 @@ class AccumulatedLoss:
             floating(param_shardings if takes_whole else self.param_shardings, params)
             if has_grads
             else None
+        )
+        replicas = Replicas(
+            mesh=mesh,
+            axes=axes,
+            shardings=shardings,
+            shards=self.param_shardings,
+            reduction_dtype=self.reduction_dtype,
+            reduce_once=self.reduce_once,
         )
         # jit caches the trace: the loss function is traced once for the shapes of the
         # sums and for the body of the loop.
@@ -271,7 +290,11 @@ class AccumulatedLoss:
                     raise ConfigError(
                         problem, key="measure_gradient_noise", nearest=(False,)
                     )
-                grads = constrain_leaves(jax.tree.map(as_summed, grads), shardings)
+                grads = jax.tree.map(as_summed, grads)
+                if recipe.scale is not None:
+                    unit = largest(sums.weight if weights is None else weights)
+                    grads = jax.tree.map(lambda g: g * unit, grads)
+                grads = constrain_leaves(grads, shardings)
                 noise = recipe.noise and recipe.noise.block(
                     grads, sums.weight, varying=sums.loss
                 )
@@ -284,7 +307,7 @@ class AccumulatedLoss:
                 mutable = sums.mutable if has_grads else recipe.mutable
                 with jax.named_scope("microbatch"):
                     new = sums_of(
-                        loss_of(
+                        run(
                             trained,
                             others,
                             *take((batch_KR, keys_KR), i),
@@ -308,7 +331,10 @@ class AccumulatedLoss:
                 recipe.scale,
             )
             weights = None
-            shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
+            traced, results = jax.make_jaxpr(loss_of, return_shape=True)(*first, None)
+            replicas.check(traced)
+            run = replicas.partitioned(loss_of, traced)
+            shapes = jax.eval_shape(sums_of, results)
             if has_grads and isinstance(shapes.weight, tuple):
                 weights = psum(
                     _weights(
@@ -322,7 +348,7 @@ class AccumulatedLoss:
                 )
             if has_one:
                 with jax.named_scope("microbatch"):
-                    return reduce(sums_of(loss_of(*first, weights)), recipe)
+                    return reduce(sums_of(run(*first, weights)), recipe)
             # The sums over no microbatch: zeros shaped as those over one, and `mutable`
             # as it is, if it is carried.
             zeros = jax.tree.map(
@@ -338,9 +364,7 @@ class AccumulatedLoss:
             # the replicas run in the way `compiled`.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
 
-        return Replicas(
-            mesh, axes, shardings, self.param_shardings, self.reduction_dtype
-        ).run(sum_replica)
+        return replicas.run(sum_replica)
 
 
 def summable(
@@ -348,13 +372,24 @@ def summable(
     mesh: Mesh,
     batch_axes: BatchAxes | None = None,
     *,
+    reduce_once: bool | None = None,
     whole_batch: bool = False,
 ) -> SummableLoss:
-    """Return a loss as a `SummableLoss` with these batch axes, if they are given; with
-    `whole_batch`, with no replicas.
+    """Return a loss as a `SummableLoss` with these batch axes and `reduce_once`, if
+    they are given; with `whole_batch`, with no replicas.
     """
+    whole_batch |= getattr(loss, "whole_batch", False)
+    if reduce_once is not None and not _takes_whole(loss):
+        raise ConfigError(
+            f"reduce_once={reduce_once} is for a loss function that takes whole"
+            f" parameters: {a_type(loss)} always reduces gradients once per step",
+            fix="leave it out",
+            key="reduce_once",
+            nearest=(None,),
+        )
     if whole_batch:
-        batch_axes = BatchAxes.whole(mesh, batch_axes)
+        own = getattr(loss, "batch_axes", None)
+        batch_axes = BatchAxes.whole(mesh, own if batch_axes is None else batch_axes)
         problem = None
         if isinstance(loss, SummableLoss) and not isinstance(loss, AccumulatedLoss):
             problem = f"{a_type(loss)} runs microbatches by itself"
@@ -373,8 +408,19 @@ def summable(
                 nearest=(False,),
             )
     if not isinstance(loss, SummableLoss):
-        return AccumulatedLoss(loss, batch_axes)
-    return loss if batch_axes is None else replace(loss, batch_axes=batch_axes)  # type: ignore[type-var]
+        loss = AccumulatedLoss(loss)
+    given = {"batch_axes": batch_axes, "reduce_once": reduce_once}
+    changes: dict[str, Any] = {k: x for k, x in given.items() if x is not None}
+    if whole_batch:
+        changes["whole_batch"] = True
+    return replace(loss, **changes) if changes else loss  # type: ignore[type-var]
+
+
+def _takes_whole(loss: LossFn | SummableLoss) -> bool:
+    """Return whether a loss is a function of whole parameters."""
+    if isinstance(loss, AccumulatedLoss):
+        return loss.param_shardings is None
+    return not isinstance(loss, SummableLoss)
 
 
 def random_key(seed: int) -> jax.Array:
@@ -392,6 +438,7 @@ def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Ar
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(base, row)))(rows_KR)
 
 
+@gone(**_GONE)
 def accumulate(
     loss_fn: LossFn | AccumulatedLoss,
     params: Any,
@@ -402,8 +449,6 @@ def accumulate(
     mesh: Mesh,
     param_shardings: Any = None,
     mutable: Any = None,
-    batch_axes: BatchAxes | None = None,
-    whole_batch: bool = False,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the
     data axis at the end.
@@ -414,8 +459,9 @@ def accumulate(
     the optimizer is `sums.mean_grads(params)`.
 
     Args:
-        loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the types in which
-            gradients are summed and exchanged.
+        loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the axes of the
+            rows, the way of running (`reduce_once`), and the types in which gradients
+            are summed and exchanged.
         params: the parameters, not sharded over the data axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: how many of the K to use. If a traced number is not from 0 to
@@ -428,28 +474,34 @@ def accumulate(
         mutable: state for `loss_fn` to carry, on each replica its own. At the end,
             floating-point leaves become their mean over the replicas, and integers and
             booleans their maximum. Random keys must be the same on all replicas.
-        mesh, batch_axes: see `train_step`.
-        whole_batch: the loss sees all rows of a step, and K is 1, as with the batches
-            of `plan.with_whole_batches()`.
+        mesh: see `train_step`.
+
+    Returns:
+        The `Sums`: `grads` of the summed loss, `loss`, `weight` and `aux`.
 
     Raises:
-        ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 with
-            `whole_batch`.
+        ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 for a
+            loss of whole batches.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        >>> def loss_fn(params, batch, keys):
+        ...     return ((params - batch) ** 2).sum(), batch.size, {}
+        >>> sums = accumulate(loss_fn, 1.0, jnp.ones((3, 2)) * 3, 2, mesh=mesh)
+        >>> float(sums.mean_loss), float(sums.mean_grads())
+        (4.0, -4.0)
     """
-    loss: Any = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
+    loss: Any = summable(loss_fn, mesh)
     # Python's numbers too are parameters, as they are for `jax.grad`.
     params, mutable = jax.tree.map(jnp.asarray, (params, mutable))
     number = num_microbatches
     K = jax.tree.leaves(batch_KR)[0].shape[0]
-    if whole_batch and K != 1:
-        rule = (
-            "whole_batch=True takes a buffer of one microbatch, which is the whole"
-            f" batch, but this one has room for {K}"
-        )
+    if loss.whole_batch and K != 1:
         raise ConfigError(
-            f"{rule}; make its batches with plan.with_whole_batches()",
+            "whole_batch=True takes a buffer of one microbatch, which is the whole"
+            f" batch, but this one has room for {K}",
+            fix="make its batches with plan.with_whole_batches()",
             key="whole_batch",
-            nearest=(False,),
         )
     is_traced = isinstance(number, jax.core.Tracer)
     if not is_traced and (
@@ -465,20 +517,13 @@ def accumulate(
         lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable)
     )
 
+    if sees_explicit(loss, mesh):
+        loss = with_explicit_axes(loss, auto_view(mesh), *shardings)
+
     def call(
-        has_explicit: bool,
-        params: Any,
-        batch_KR: Any,
-        keys_KR: Any,
-        number: Any,
-        mutable: Any,
+        params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any
     ) -> Sums:
-        own = (
-            with_explicit_axes(loss, auto_view(mesh), *shardings)
-            if has_explicit
-            else loss
-        )
-        run = own.summation(params, mesh, param_shardings, has_one=has_one)
+        run = loss.summation(params, mesh, param_shardings, has_one=has_one)
         return run(params, batch_KR, keys_KR, number, Recipe(mutable=mutable))
 
     args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
@@ -575,7 +620,9 @@ def multi_steps(
                 f"optax {optax.__version__} sums in the types of the parameters",
                 fix="for accumulator_dtype, install a newer Optax",
             )
-    return _MultiSteps(tx, every_k, **options)
+    found = _MultiSteps(tx, every_k, **options)
+    found.plan = plan
+    return found
 
 
 class _MultiSteps(optax.MultiSteps):
@@ -584,6 +631,8 @@ class _MultiSteps(optax.MultiSteps):
     Optax multiplies by 0 what it does not emit, and what it has emitted. 0 * NaN is
     NaN: an optimizer that zeroes NaN, or skips them, would never move again.
     """
+
+    plan: RampPlan
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -600,25 +649,14 @@ class _MultiSteps(optax.MultiSteps):
         return zero_if(~is_whole, updates), state._replace(acc_grads=sums)
 
 
-def _is_narrow(traced: Any) -> bool:
-    """Return whether a loss has a type narrower than float32, or any of its values one
-    with a smaller range.
-    """
-    has_small_range = any(
-        info.minexp > jnp.finfo(jnp.float32).minexp for info in floating_types(traced)
-    )
-    return has_small_range or jnp.finfo(traced.out_avals[0].dtype).bits < 32
-
-
 def _loss_of(
     loss_fn: LossFn,
     mesh: Mesh,
     *,
-    differentiates_mean: bool = False,
     keeps_mutable: bool = True,
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function of one microbatch that returns what `Sums.grads` is the
-    gradient of, or its mean, and the sums.
+    gradient of, or with a scale its scaled mean, and the sums.
     """
 
     def loss_of(
@@ -647,14 +685,14 @@ def _loss_of(
         divisor = jax.tree.map(
             as_summed, jax.lax.stop_gradient(weight if weights is None else weights)
         )
-        value = (
-            sum_of_means(loss, divisor) * largest(divisor)
-            if isinstance(loss, tuple)
-            else loss
-        )
-        value = Recipe(scale=scale).scaled(value)
-        if differentiates_mean:
-            value *= safe_reciprocal(largest(divisor))
+        value = loss
+        if scale is not None:
+            # A mean, at least in float32, as in a step by hand: a sum would make the
+            # gradients of float16 too large by the weight.
+            mean = sum_of_means(jax.tree.map(as_summed, loss), divisor)
+            value = mean * scale
+        elif isinstance(loss, tuple):
+            value = sum_of_means(loss, divisor) * largest(divisor)
         loss, weight, aux = jax.tree.map(as_summed, (loss, weight, aux))
         return value, Sums(None, loss, weight, aux, carried if keeps_mutable else None)
 

@@ -72,6 +72,15 @@ class Batch(NamedTuple):
         chunks: the filled chunks of the buffer: arrays (C, R, ...), rows sharded over
             the data and fsdp axes.
         layout: the buffer's shape.
+
+    Example:
+        >>> from rampup import BatchRamp, BatchSplitter, make_mesh, step_batches
+        >>> plan = RampPlan(ramp=BatchRamp.constant(4), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=1)
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> batch = next(step_batches(np.zeros((4, 3)), plan, mesh))
+        >>> batch.num_microbatches, batch.row.shape
+        (1, (3,))
     """
 
     position: PlanPosition

@@ -24,6 +24,10 @@ LossFn = Callable[..., tuple[Any, ...]]
 # (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A
 # step runs their product. Without stages, only the product matters.
 Counts = tuple[jax.Array, jax.Array]
+# What JAX says of a `shard_map` over axes that are manual already.
+_MANUAL_TWICE = (
+    "mesh passed to shard_map|shard_map (in|out)_specs argument|shard_map applied to"
+)
 
 
 @runtime_checkable
@@ -54,8 +58,8 @@ class SummableLoss(Protocol):
         Integers among the parameters have None for a gradient, and the others have
         `param_shardings`: those of the parameters, or with ZeRO-1 of each replica's own
         part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
-        differentiates `recipe.scaled(loss)` undoes that in `recipe.finalize`; one that
-        does neither is right too.
+        multiplies what it differentiates by `recipe.scale` undoes that in
+        `recipe.finalize`; one that does neither is right too.
         """
 
     def eval_sums(
@@ -169,9 +173,18 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
             if isinstance(error, NameError)
             else None
         )
-        if "a single key" in str(
-            error
-        ):  # the words of JAX, whatever function of jax.random it was
+        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        if is_manual and re.search(_MANUAL_TWICE, str(error)):
+            raise ConfigError(
+                f"the loss has a shard_map that cannot run where each replica runs by"
+                f" itself: {error}",
+                fix="leave out `mesh=`, which the context has, and the axes of the"
+                " replicas, or give reduce_once=False",
+                key="reduce_once",
+                nearest=(False,),
+            ) from error
+        # The words of JAX, whatever function of jax.random it was.
+        if "a single key" in str(error):
             problem = (
                 "used `keys`, one random key per row, as one key: take jax.vmap over"
                 " rows and keys, or keys[0]"
@@ -186,6 +199,12 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
                 " up over the replicas"
             )
         else:
+            if unbound:
+                error.add_note(
+                    "A loss that sees all rows needs no collectives over them. With"
+                    " reduce_once=True, one replica runs as several do, and has such"
+                    " axes."
+                )
             raise
         raise _contract_error(problem, number > 3) from error
 

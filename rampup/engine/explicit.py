@@ -1,15 +1,14 @@
 """Explicit meshes: arrays live on the mesh that the user gave, a program sees its axes
-as automatic, and a loss as it needs.
+as automatic, and a loss as the mesh has them.
 
-A loss that says `out_sharding=P("data", ...)` is traced with all axes Explicit, on the
-rows of all replicas, and reduced per microbatch, as in `jax.jit`.
+A loss of whole parameters is traced with all axes Explicit, on the rows of all
+replicas, and reduced per microbatch, as in `jax.jit`. With `reduce_once=True` it sees
+Auto axes and the rows of one replica, as do a pipeline and a loss that takes shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import BatchAxes, auto_view, is_explicit
-from rampup.errors import ConfigError, RampupError
 
 
 def on_mesh(shardings: Any, mesh: Any) -> Any:
@@ -67,82 +65,35 @@ def as_auto(tree: Any) -> Any:
     return jax.tree.map(shape_of, tree)
 
 
-def may_need_explicit(error: Exception, mesh: Mesh) -> bool:
-    """Return whether a trace with Auto axes failed because the loss was written for the
-    Explicit axes of the mesh.
-    """
-    is_about_axes = re.search(
-        "shard|PartitionSpec|AxisType|mesh", str(error), re.IGNORECASE
-    )
+def sees_explicit(loss: Any, mesh: Any) -> bool:
+    """Return whether a loss sees Explicit axes, those of this mesh."""
     return (
-        is_explicit(mesh) and bool(is_about_axes) and not isinstance(error, RampupError)
+        is_explicit(mesh)
+        and getattr(loss, "reduce_once", True) is not True
+        and getattr(loss, "param_shardings", None) is None
     )
-
-
-def neither(auto: Exception, explicit: Exception, mesh: Mesh) -> Exception:
-    """Return the error for a loss that runs with neither type of axes, from what JAX
-    says of each.
-    """
-    if isinstance(explicit, RampupError):
-        return explicit
-    problem = (
-        f"the loss function runs neither with Explicit axes ({explicit}) nor with Auto"
-        f" axes ({auto})"
-    )
-    fix = (
-        "give the operations that the first names an `out_sharding`, or make the mesh"
-        " with Auto axes"
-    )
-    names = (
-        f"{mesh.axis_names}, axis_types=(jax.sharding.AxisType.Auto,) *"
-        f" {len(mesh.axis_names)}"
-    )
-    return ConfigError(
-        f"{problem}; {fix}: jax.make_mesh({tuple(mesh.shape.values())}, {names})",
-        key="mesh",
-    )
-
-
-def with_either_axes(run: Callable[[bool], Any], mesh: Mesh) -> Any:
-    """Return `run(has_explicit)` with False, or with True for a loss that was written
-    for the Explicit axes of the mesh.
-    """
-    try:
-        return run(False)
-    except Exception as error:
-        if not may_need_explicit(error, mesh):
-            raise
-        first = error
-    try:
-        return run(True)
-    except Exception as error:
-        raise neither(first, error, mesh) from error
 
 
 def call_with_auto_axes(
     run: Callable[..., Any], mesh: Mesh, args: Any, results: Any
 ) -> Any:
-    """Return `run(has_explicit, *args)`, which sees Auto axes, with `results` as
-    shardings if the caller has Explicit ones.
+    """Return `run(*args)`, which sees Auto axes, with `results` as shardings if the
+    caller has Explicit ones.
     """
-    has_types = any(
-        is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(args)
-    )
+    if not has_explicit_types(args):
+        return run(*args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        shardings = jax.tree.map(
+            lambda sharding: NamedSharding(mesh.abstract_mesh, sharding.spec), results
+        )
+        return jax.sharding.auto_axes(
+            run, axes=mesh.axis_names, out_sharding=shardings
+        )(*args)
 
-    def call(has_explicit: bool) -> Any:
-        own = functools.partial(run, has_explicit)
-        if not has_types:
-            return own(*args)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            shardings = jax.tree.map(
-                lambda sharding: NamedSharding(mesh.abstract_mesh, sharding.spec),
-                results,
-            )
-            return jax.sharding.auto_axes(
-                own, axes=mesh.axis_names, out_sharding=shardings
-            )(*args)
 
-    return with_either_axes(call, mesh)
+def has_explicit_types(tree: Any) -> bool:
+    """Return whether arrays say in their types how they are sharded."""
+    return any(is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(tree))
 
 
 def with_explicit_axes(
@@ -151,18 +102,6 @@ def with_explicit_axes(
     """Return a loss whose function sees all axes as Explicit, and the rows of all
     replicas. The last three are shardings.
     """
-    if (
-        getattr(loss, "loss_fn", None) is None
-        or getattr(loss, "param_shardings", None) is not None
-    ):
-        rule = (
-            "a loss with `out_sharding`, or other uses of Explicit axes, must be a"
-            " function of whole parameters"
-        )
-        raise ConfigError(
-            f"{rule}, and not a {type(loss).__name__}; make the mesh with Auto axes",
-            key="mesh",
-        )
     axes = BatchAxes(replica=(), rows=BatchAxes.of(mesh, loss.batch_axes).rows)
     rows, function = PartitionSpec(axes.rows), loss.loss_fn
 

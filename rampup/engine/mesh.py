@@ -51,6 +51,14 @@ class BatchAxes:
     def of(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
         """Return `axes`, or for None data and fsdp as far as the mesh has them; refuse
         axes that it does not have.
+
+        Args:
+            mesh: the devices.
+            axes: the axes, or None.
+
+        Raises:
+            ConfigError: the mesh has neither data nor fsdp, or not these axes, or they
+                are not two tuples of which the second starts with the first.
         """
         names = tuple(str(name) for name in mesh.axis_names)
         example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
@@ -96,6 +104,13 @@ class BatchAxes:
     def whole(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
         """Return the axes of a loss that sees whole batches: those of the rows, without
         replicas.
+
+        Args:
+            mesh: the devices.
+            axes: the axes, or None for data and fsdp.
+
+        Raises:
+            ConfigError: `axes` names replicas.
         """
         found = cls.of(mesh, axes)
         if axes is not None and found.replica:
@@ -111,12 +126,19 @@ class BatchAxes:
         return replace(found, replica=())
 
     def num_replicas(self, mesh: Mesh) -> int:
-        """Return the number of copies of the parameters."""
+        """Return the number of copies of the parameters.
+
+        Args:
+            mesh: the devices.
+        """
         return math.prod(mesh.shape[name] for name in self.replica)
 
     def num_shards(self, mesh: Mesh) -> int:
         """Return the number of shards of the rows, the `data_parallel_size` of a
         plan.
+
+        Args:
+            mesh: the devices.
         """
         return math.prod(mesh.shape[name] for name in self.rows)
 
@@ -126,6 +148,9 @@ class BatchAxes:
 
         The compiler has nothing to partition along an axis of size 1. But callbacks and
         Pallas kernels run only if every axis is manual.
+
+        Args:
+            mesh: the devices.
         """
         return {
             *self.replica,
@@ -420,7 +445,7 @@ def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     return PartitionSpec(*map(keep, spec))
 
 
-_with_sharding_constraint = jax.lax.with_sharding_constraint
+_with_sharding_constraint, _shard_map = jax.lax.with_sharding_constraint, jax.shard_map
 _patch, _patch_lock = threading.local(), threading.Lock()
 _num_patched = 0
 
@@ -428,16 +453,18 @@ _num_patched = 0
 @contextlib.contextmanager
 def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the
-    manual axes, and those that are `mapped`.
+    manual axes, and those that are `mapped`, and `jax.shard_map` the manual axes of one
+    device, and the mesh, which the context has.
 
-    Models constrain activations over the data axis, which JAX refuses where it is
-    manual, and there is no hook. So JAX's function is replaced until the last context
-    ends; in other threads, it does what it did.
+    Models constrain activations over the data axis, and give meshes, which JAX refuses
+    where an axis is manual, and there is no hook. So JAX's functions are replaced until
+    the last context ends; in other threads, they do what they did.
     """
     global _num_patched
     with _patch_lock:
         _num_patched += 1
         jax.lax.with_sharding_constraint = _constrain_without_manual_axes
+        jax.shard_map = _shard_map_without_manual_axes
     before = getattr(_patch, "mapped", None)
     _patch.mapped = mapped
     try:
@@ -448,6 +475,7 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
             _num_patched -= 1
             if not _num_patched:
                 jax.lax.with_sharding_constraint = _with_sharding_constraint
+                jax.shard_map = _shard_map
 
 
 @functools.wraps(_with_sharding_constraint)
@@ -466,6 +494,36 @@ def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
         return leaf is None or isinstance(leaf, PartitionSpec)
 
     return jax.tree.map(constrain_part, shardings, x, is_leaf=is_leaf)
+
+
+@functools.wraps(_shard_map)
+def _shard_map_without_manual_axes(
+    *args: Any, mesh: Any = None, axis_names: Any = frozenset(), **options: Any
+) -> Any:
+    context = jax.sharding.get_abstract_mesh()
+    is_own = getattr(_patch, "mapped", None) is not None and context.manual_axes
+    if not is_own or (mesh is not None and mesh.shape != context.shape):
+        return _shard_map(*args, mesh=mesh, axis_names=axis_names, **options)
+    single = frozenset(n for n in context.manual_axes if context.shape[n] == 1)
+    names = frozenset(axis_names or context.axis_names) - single
+    if not names:
+        return args[0] if args else lambda f: f
+    for key in {"in_specs", "out_specs"} & options.keys():
+        options[key] = jax.tree.map(
+            lambda spec: spec_without(spec, single),
+            options[key],
+            is_leaf=lambda spec: isinstance(spec, PartitionSpec),
+        )
+    return _shard_map(*args, axis_names=names, **options)
+
+
+@contextlib.contextmanager
+def mesh_in_context(mesh: Mesh) -> Iterator[None]:
+    """While a loss is traced, let it find the mesh in its context, as in a
+    `jax.shard_map`.
+    """
+    with jax.sharding.use_abstract_mesh(auto_view(mesh).abstract_mesh):
+        yield
 
 
 @functools.cache

@@ -45,11 +45,14 @@ def split_model(
             with the key of its first row; masks from `keys` do not depend on how the
             batch is split. The mode of the model (`model.train()`, `model.eval()`) is
             that of this call, so split it again for an `EvalStep`.
-        tx: the optimizer; with the engine `multi_steps`, `rampup.multi_steps(tx,
-            plan)`.
+        tx: the optimizer, or `rampup.multi_steps(tx, plan)`.
         wrt: the variables to train, such as `nnx.LoRAParam`. The other `nnx.Param` are
             in `TrainState.frozen`.
-        mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
+        mesh, shard_optimizer_over_data, batch_axes: see `create_state`.
+
+    Raises:
+        ConfigError: the model is no NNX module, or the loss function does not take
+            three arguments.
 
     Example:
         >>> import numpy as np
@@ -127,6 +130,20 @@ def split_model(
 def merge_model(model: nnx.Module, state: TrainState) -> None:
     """Write copies of the parameters of a training state, and of its `mutable`, into
     the model.
+
+    Args:
+        model: the model that was split.
+        state: a state of its training.
+
+    Example:
+        >>> from rampup import make_mesh
+        >>> model, mesh = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), make_mesh(devices=jax.devices()[:1])
+        >>> def loss_fn(model, batch, keys):
+        ...     return jnp.sum(model(batch)), len(batch), {}
+        >>> state, _ = split_model(model, loss_fn, optax.sgd(0.1), mesh)
+        >>> merge_model(model, state.replace(params=jax.tree.map(jnp.ones_like, state.params)))
+        >>> float(model.kernel[0, 0])
+        1.0
     """
     nnx.update(
         model,

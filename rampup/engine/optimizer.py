@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rampup.engine.state import MAX_STEPS, check_step_number
+from rampup.engine.state import MAX_STEPS, check_step_number, gone
 from rampup.engine.sums import as_summed, cast_like
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
@@ -25,6 +25,7 @@ DecayStyle = Literal["linear", "cosine"]
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning
 # rate and one weight decay serve both (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
+_ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
 
 
 # What a program knows of a `ClockSegment`: of a planned ramp, a constant table in which
@@ -345,18 +346,16 @@ def scheduled_adamw(
     return optax.GradientTransformation(init, update)
 
 
+@gone(**dict.fromkeys(_ADAM, "give adam={...}"))
 def make_optimizer(
     learning_rate: float | Callable[[Any], Any],
     *,
     kind: Literal["adamw", "sgd", "muon"] = "adamw",
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
-    adam: Callable[[Any], dict[str, Any]] | None = None,
+    adam: Mapping[str, float] | Callable[[Any], dict[str, Any]] | None = None,
     matrices: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return an optimizer: clipping by global norm, then AdamW, SGD or Muon.
@@ -366,31 +365,40 @@ def make_optimizer(
         kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101), `sgd`, or `muon`
             (Jordan et al. 2024; `optax.contrib.muon`), with AdamW for what is no
             matrix.
-        b1, b2, eps, weight_decay: AdamW's constants. Muon has the same eps and weight
-            decay, and a momentum of 0.95.
+        weight_decay: of AdamW and Muon, per step, times the learning rate.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
         mu_dtype, nu_dtype: types in which AdamW stores its moments, updated in float32;
             None = those of the parameters.
-        adam: AdamW's constants by phase, such as an `AdamSchedule`, instead of those
-            above.
+        adam: AdamW's constants `b1`, `b2` and `eps` where they are not 0.9, 0.95 and
+            1e-8, of which Muon has the same eps, and a momentum of 0.95. Or all of
+            them by phase, with the weight decay, such as an `AdamSchedule`.
         matrices: for `muon`, returns the `optax.contrib.MuonDimensionNumbers` of each
             parameter, or None for AdamW; None = all arrays of two dimensions are
             matrices.
 
+    Returns:
+        The optimizer.
+
     Raises:
         ConfigError: an unknown `kind`, or what Muon does not support.
         MissingDependencyError: Optax is too old for Muon.
+        TypeError: an argument or a constant that does not exist.
 
     Example:
         >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)
+        >>> tx = make_optimizer(1e-3, adam={"b2": 0.99})
     """
+    by_phase = adam if callable(adam) else None
+    constants = {**_ADAM, **(adam if isinstance(adam, Mapping) else {})}
+    if unknown := constants.keys() - _ADAM.keys():
+        raise TypeError(f"adam has {min(unknown)!r}; it takes {', '.join(_ADAM)}")
     if kind not in KINDS:
         raise choice_error("opt_type", kind, KINDS)
     # Before the optimizer, so that one huge gradient does not stay in the moments.
     clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     if kind == "muon":
-        if adam is not None or nu_dtype is not None:
-            name = "batch_scaling" if adam is not None else "nu_dtype"
+        if by_phase is not None or nu_dtype is not None:
+            name = "batch_scaling" if by_phase is not None else "nu_dtype"
             raise ConfigError(
                 f"{name} changes how AdamW works, which opt_type=muon runs for a part"
                 " of the model",
@@ -402,29 +410,23 @@ def make_optimizer(
                 " pip install -U optax"
             )
             raise MissingDependencyError(problem, key="opt_type")
-        constants = {
-            "adam_b1": b1,
-            "adam_b2": b2,
-            "adam_weight_decay": weight_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
         options = {
+            "adam_b1": constants["b1"],
+            "adam_b2": constants["b2"],
+            "adam_weight_decay": weight_decay,
+            "eps": constants["eps"],
+            "weight_decay": weight_decay,
             "muon_weight_dimension_numbers": matrices,
             "mu_dtype": mu_dtype,
             "consistent_rms": MUON_RMS,
         }
-        return optax.chain(
-            *clipping, optax.contrib.muon(learning_rate, **constants, **options)
-        )
+        return optax.chain(*clipping, optax.contrib.muon(learning_rate, **options))
     if kind == "sgd":
         tx = optax.sgd(learning_rate)
-    elif adam is not None:
-        tx = scheduled_adamw(learning_rate, adam)
+    elif by_phase is not None:
+        tx = scheduled_adamw(learning_rate, by_phase)
     else:
-        tx = optax.adamw(
-            learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
-        )
+        tx = optax.adamw(learning_rate, weight_decay=weight_decay, **constants)
     return optax.chain(
         *clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype)
     )
@@ -436,17 +438,17 @@ def optimizer_from_config(
     """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are
     arguments without such a key.
     """
-    others |= {
-        name: getattr(config, f"adam_{name}")
-        for name in ("b1", "b2", "eps", "weight_decay")
-    }
+    constants = {name: getattr(config, f"adam_{name}") for name in _ADAM}
     others |= {"kind": config.opt_type, "clip_norm": config.gradient_clipping_threshold}
+    others |= {"weight_decay": config.adam_weight_decay}
     make = functools.partial(make_optimizer, **others)
     if not rate.plan.follows:
-        return make(learning_rate=rate, adam=adam)
+        return make(learning_rate=rate, adam=constants if adam is None else adam)
 
     def of_step(segment: SegmentNumbers | None) -> optax.GradientTransformation:
-        own = adam and functools.partial(adam, segment=segment)
+        own: Any = constants
+        if adam is not None:
+            own = functools.partial(adam, segment=segment)
         return make(learning_rate=functools.partial(rate, segment=segment), adam=own)
 
     return FollowingOptimizer.of(of_step)

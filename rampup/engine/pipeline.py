@@ -70,32 +70,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import take
 from rampup.engine.contract import Counts, check_aux, signature_problem
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
-from rampup.engine.mesh import (
-    STAGE,
-    BatchAxes,
-    auto_view,
-    constrain_leaves,
-    own_constraints,
-)
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view
+from rampup.engine.replicas import Replicas
 from rampup.engine.sums import (
     Recipe,
     Sums,
     accumulator_type,
     as_summed,
-    cast_for_exchange,
+    safe_reciprocal,
 )
-from rampup.engine.whole import with_whole_operands
-from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError, PipelineShapeError, a_type
 from rampup.plan.numbers import nearest_multiples
 from rampup.plan.pipeline import pass_ticks
 
 LAYERS = "layers"
+_BY_STAGE = PartitionSpec(STAGE)
 Params = dict[str, Any]
 
 
@@ -129,6 +123,15 @@ class PipelinedLoss:
             or tensor, inside the branch. False: every stage computes everything in
             every tick. None: True without such axes.
         batch_axes, reduction_dtype, accumulator_dtype: see `rampup.AccumulatedLoss`.
+
+    Example:
+        >>> loss = PipelinedLoss(
+        ...     first=lambda params, batch, keys: batch["x"] * params["scale"],
+        ...     stage=lambda layers, x, batch, keys, first_layer: jax.lax.scan(
+        ...         lambda x, w: (jnp.tanh(x * w), None), x, layers)[0],
+        ...     last=lambda params, x, batch, keys: (jnp.sum(x**2), x.size, {}))
+        >>> loss.num_repeats
+        1
     """
 
     first: Callable[..., Any]
@@ -142,7 +145,15 @@ class PipelinedLoss:
     accumulator_dtype: Any = None
 
     def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - `pipeline_sums` checks the mesh
-        """Refuse the engine `multi_steps`; see `SummableLoss`."""
+        """Refuse the engine `multi_steps`.
+
+        Args:
+            mesh: the devices, which are checked when the sums are traced.
+            engine: `fused` or `multi_steps`.
+
+        Raises:
+            ConfigError: the engine is `multi_steps`.
+        """
         if engine == "multi_steps":
             problem = (
                 "gradient_accumulation=multi_steps does not support a pipeline; use"
@@ -161,7 +172,17 @@ class PipelinedLoss:
         mesh: Mesh,
         param_shardings: Any,
     ) -> tuple[Sums, Any]:
-        """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
+        """Return the sums and the gradient of the mean loss; see `SummableLoss`.
+
+        Args:
+            params: the parameters.
+            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...) for K
+                microbatches of R rows.
+            counts: microbatches of a pass, and passes; int32.
+            recipe: what else to sum up, and how.
+            mesh: the devices.
+            param_shardings: the shardings of the gradients.
+        """
         sums = pipeline_sums(
             self, params, (batch_KR, keys_KR), counts, recipe, mesh, param_shardings
         )
@@ -177,7 +198,15 @@ class PipelinedLoss:
         mesh: Mesh,
         mutable: Any = None,
     ) -> Sums:
-        """Return the sums without gradients; see `SummableLoss`."""
+        """Return the sums without gradients; see `SummableLoss`.
+
+        Args:
+            params: the parameters.
+            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...).
+            num_microbatches: how many of the K count, int32.
+            mesh: the devices.
+            mutable: what the loss reads, and does not carry.
+        """
         return pipeline_sums(
             self,
             params,
@@ -216,27 +245,83 @@ def pipeline_sums(
             measures_noise=recipe.noise is not None,
         )
 
-    def stage_sums(
-        layers: Any, shared: Any, rows: Any, m: Any, passes: Any, recipe: Recipe
+    axes = BatchAxes.of(mesh, loss.batch_axes)
+    stage, everywhere = (
+        NamedSharding(auto_view(mesh), spec) for spec in (_BY_STAGE, PartitionSpec())
+    )
+    # What a stage takes: its layers, and all other parameters.
+    shards = {
+        name: jax.tree.map(lambda _: stage if name == LAYERS else everywhere, part)  # noqa: B023
+        for name, part in params.items()
+    }
+
+    def sum_stage(
+        reduce: Any,
+        psum: Any,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: Any,
+        counts: Any,
+        recipe: Recipe,
     ) -> Sums:
-        stage = Stage(loss, layers, shared, rows, mesh, recipe, param_shardings)
+        m, passes = counts
+        own = (params[LAYERS], _without_layers(params), (batch_KR, keys_KR))
+        stage = Stage(loss, *own, mesh, recipe, param_shardings)
         sums = jax.lax.fori_loop(
             0,
             passes,
             lambda index, sums: stage.run_pass(index * m, m, sums),
             stage.zeros(),
         )
-        if sums.grads is None:
-            return sums
-        chunks, shared = sums.grads
-        return sums._replace(
-            grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared)
-        )
+        if sums.grads is not None:
+            chunks, shared = sums.grads
+            layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks)
+            sums = sums._replace(grads={LAYERS: layers, **shared})
+        if sums.noise is not None:
+            sums = sums._replace(noise=_by_replica(sums.noise, axes, mesh))
+        return reduce(sums, recipe)
 
-    m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
-    return run_on_stages(
-        stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), recipe
+    replicas = Replicas(
+        mesh=mesh,
+        axes=axes,
+        shardings=param_shardings,
+        shards=shards,
+        has_stages=True,
+        reduction_dtype=loss.reduction_dtype,
     )
+    run = replicas.run(sum_stage, _recipe_specs(recipe))
+    m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
+    sums = run(params, *rows, (m, passes), recipe)
+    if sums.noise is None:
+        return sums
+    # The squares of a microbatch are spread over the stages, and its weight is known on
+    # the last one, so they are divided here, when all are there.
+    squares_nDK = jnp.moveaxis(sums.noise.squares, 0, -2)
+    noise = divide_by_weights(
+        squares_nDK.reshape(*squares_nDK.shape[:-2], -1), sums.noise.blocks.ravel()
+    )
+    return sums._replace(noise=noise)
+
+
+def _by_replica(noise: NoiseSums, axes: BatchAxes, mesh: Mesh) -> NoiseSums:
+    """Return the squares and weights of this replica's microbatches in a row of their
+    own (D, ..., K), which the sum over the replicas leaves apart.
+    """
+    D = axes.num_replicas(mesh)
+    row = jax.lax.axis_index(axes.replica) if D > 1 else 0
+    return NoiseSums(*(jnp.zeros((D, *x.shape), x.dtype).at[row].set(x) for x in noise))
+
+
+def _recipe_specs(recipe: Recipe) -> Any:
+    """Return how a stage takes a recipe: whole, but for the moments of its layers."""
+    whole: Any = PartitionSpec()
+    if recipe.noise is None or recipe.noise.moments is None:
+        return whole
+    moments = {
+        name: _BY_STAGE if name == LAYERS else whole for name in recipe.noise.moments
+    }
+    noise = replace(recipe.noise, moments=moments)
+    return replace(recipe, noise=noise, scale=whole)
 
 
 def permute_layers(tree: Any, order: Sequence[int]) -> Any:
@@ -255,122 +340,6 @@ def permute_layers(tree: Any, order: Sequence[int]) -> Any:
         return jnp.take(leaf, index, axis=0) if is_stacked and jnp.ndim(leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(permute, tree)
-
-
-def run_on_stages(
-    stage_sums: Callable[..., Sums],
-    loss: PipelinedLoss,
-    params: Params,
-    rows: tuple[Any, jax.Array],
-    mesh: Mesh,
-    param_shardings: Any,
-    counts: tuple[Any, Any] = (None, None),
-    recipe: Recipe = Recipe(),  # noqa: B008 - it is immutable
-) -> Sums:
-    """Run `stage_sums(layers, shared, rows, *counts, recipe)` on every stage and
-    replica, and add up the results.
-
-    `layers` are those of the stage, and `shared` all other parameters. The data axis is
-    manual so that each replica adds up the gradients of its own rows; the compiler
-    would reduce them in every tick, and so would JAX with check_vma=True.
-    """
-    axes = BatchAxes.of(mesh, loss.batch_axes)
-    replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
-    manual = {*axes.manual(mesh), STAGE}
-    shardings = (
-        None
-        if param_shardings is None
-        else (param_shardings[LAYERS], _without_layers(param_shardings))
-    )
-    scatters = is_scattered(shardings, axes)
-
-    def reduced_sums(*arguments: Any) -> Sums:
-        sums = stage_sums(*arguments)
-        with jax.named_scope("reduce"):
-            # Only the last stage has added to loss, weight and aux; the sum over stages
-            # is a broadcast.
-            reduced = _reduce_all_but_gradients(
-                sums, recipe, replicas, axes.num_replicas(mesh)
-            )
-            if param_shardings is None:
-                return reduced
-            layers, shared = cast_for_exchange(sums.grads, loss.reduction_dtype, mesh)
-            if scatters:
-                grads = reduce_gradients(
-                    (layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes
-                )
-            else:
-                grads = (
-                    jax.lax.psum(layers, replicas) if replicas else layers,
-                    jax.lax.psum(shared, (*replicas, STAGE)),
-                )
-            grads = jax.tree.map(
-                lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads
-            )
-            return reduced._replace(grads=constrain_leaves(grads, shardings))
-
-    by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
-    by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
-    grad_specs = (
-        manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
-    )
-    recipe_specs: Any = whole
-    if recipe.noise is not None and recipe.noise.moments is not None:
-        moments_specs = {
-            name: by_stage if name == LAYERS else whole for name in recipe.noise.moments
-        }
-        recipe_specs = replace(
-            recipe, noise=replace(recipe.noise, moments=moments_specs), scale=whole
-        )
-    sums: Sums = jax.shard_map(
-        with_whole_operands(own_constraints()(reduced_sums), mesh, manual),
-        mesh=auto_view(mesh),
-        axis_names=manual,
-        in_specs=(by_stage, whole, by_replica, whole, whole, recipe_specs),
-        out_specs=Sums(
-            None if shardings is None else grad_specs,
-            whole,
-            whole,
-            whole,
-            mutable=None,
-            noise=whole,
-        ),
-        check_vma=False,
-    )(params[LAYERS], _without_layers(params), rows, *counts, recipe)
-    return (
-        sums
-        if param_shardings is None
-        else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
-    )
-
-
-def _reduce_all_but_gradients(
-    sums: Sums, recipe: Recipe, replicas: tuple[str, ...], num_replicas: int
-) -> Sums:
-    """Add up everything but the gradients over replicas and stages, in one round of
-    collectives.
-
-    The squares of a microbatch are spread over the stages, and its weight is known on
-    the last one. So every replica puts its microbatches into rows of its own, and all
-    devices divide the reduced rows.
-    """
-    sums = sums._replace(grads=None)
-    if sums.noise is None:
-        return recipe.aggregate(sums, (*replicas, STAGE))
-    row = jax.lax.axis_index(replicas) if replicas else 0
-    by_replica = NoiseSums(
-        *(
-            jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x)
-            for x in sums.noise
-        )
-    )
-    reduced = recipe.aggregate(sums._replace(noise=by_replica), (*replicas, STAGE))
-    assert reduced.noise is not None
-    squares_nDK = jnp.moveaxis(reduced.noise.squares, 0, -2)
-    noise = divide_by_weights(
-        squares_nDK.reshape(*squares_nDK.shape[:-2], -1), reduced.noise.blocks.ravel()
-    )
-    return reduced._replace(noise=noise)
 
 
 class Stage:
@@ -615,6 +584,7 @@ class Stage:
             is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived)
         )
         chunk_gradient, gradient = run(gradient)
+        chunk_gradient = self._of_sum(chunk_gradient, k)
         chunks, shared = sums.grads
         chunks = jax.tree.map(
             lambda total, g: total.at[r].add(g.astype(total.dtype)),
@@ -665,12 +635,16 @@ class Stage:
 
         def last(shared: Any, y: Any) -> tuple[Any, Any]:
             loss, weight, aux = self.loss.last(shared, y, *self._microbatch(k))
-            return self.recipe.scaled(loss), (loss, weight, aux)
+            if self.recipe.scale is None:
+                return loss, (loss, weight, aux)
+            mean = as_summed(loss) * safe_reciprocal(self._weight(k))
+            return mean * self.recipe.scale, (loss, weight, aux)
 
         (_, results), (shared, gradient) = jax.value_and_grad(
             last, argnums=(0, 1), has_aux=True
         )(self.shared, y)
         sums = _add_loss(sums, results, k)
+        shared = self._of_sum(shared, k)
         grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
         return (
             sums._replace(grads=grads, noise=self._add_squares(sums.noise, shared, k)),
@@ -685,7 +659,25 @@ class Stage:
             lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared
         )
         (shared,) = pullback(gradient)
+        shared = self._of_sum(shared, k)
         return _add_gradient(total, shared), self._add_squares(noise, shared, k)
+
+    def _weight(self, k: Any) -> jax.Array:
+        """Return what a scaled loss is divided by: the weight of a microbatch, which
+        every stage computes, with ones for what arrives at the last part.
+        """
+        x = jax.eval_shape(self._first, 0)
+        ones = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), x)
+        return as_summed(jax.lax.stop_gradient(self._last(ones, k)[1]))
+
+    def _of_sum(self, gradient: Any, k: Any) -> Any:
+        """Return the gradient of the sum over a microbatch: with a scale, the stages
+        send that of the scaled mean.
+        """
+        if self.recipe.scale is None:
+            return gradient
+        weight = self._weight(k)
+        return jax.tree.map(lambda g: as_summed(g) * weight, gradient)
 
     def _first(self, k: Any) -> Any:
         return self.loss.first(self.shared, *self._microbatch(k))

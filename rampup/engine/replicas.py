@@ -1,5 +1,5 @@
 """How the replicas of a mesh run a sum over microbatches, and how their sums become
-one: decided here.
+one: decided here, before the loss is traced.
 
 A replica is a group of devices that together have the parameters once. With fsdp, it
 has several of a plan's replicas, the shards of the rows. It adds up its own rows and
@@ -7,39 +7,44 @@ reduces once, after the loop. Over fsdp and the other axes the compiler gathers 
 reduces, once per microbatch. `Recipe.aggregate` reduces all other sums, and without
 ZeRO-1 the gradients with them.
 
-========  =======================================================  ========================================================
-way       when                                                     the sum over microbatches runs
-========  =======================================================  ========================================================
-plain     one replica, whose rows are not sharded, and a loss      as it is, on all rows
-          that takes whole parameters
-manual    at most one other axis has several devices, or the loss  in a `jax.shard_map` over the replicas, on the rows of one
-          takes shards
-mapped    two or more other axes have several devices, which XLA   in a `jax.vmap` over the replicas; only the reduction is
-          cannot partition well beside a manual one                manual. What cannot be mapped runs as `manual`, with whole
-                                                                   operands (see `rampup.engine.whole`)
-compiled  one replica with sharded rows, or none, as with          as it is, on all rows: the compiler partitions the axes of
-          `whole_batch`; or the loss runs in none of these ways,   the replicas too, and reduces the gradients once per
-          such as a `jax.shard_map` over the replicas' axes        microbatch. A warning says so if the loss needs it
-========  =======================================================  ========================================================
+========  ==============================================  =====================================================
+way       when                                            the sum over microbatches runs
+========  ==============================================  =====================================================
+manual    at most one other axis has several devices, or  in a `jax.shard_map` over the replicas, on the rows
+          the loss takes shards or a pipeline stage       of one
+mapped    two or more other axes have several devices,    in a `jax.vmap` over the replicas; only the reduction
+          which XLA cannot partition well beside a        is manual
+          manual one
+plain     one replica, whose rows are not sharded         as it is, on all rows
+compiled  one replica with sharded rows; whole batches;   as it is, on all rows: the compiler partitions the
+          `reduce_once=False`; Explicit axes              axes of the replicas too, and reduces gradients once
+                                                          per microbatch
+========  ==============================================  =====================================================
+
+Manual and mapped, a loss may name the axes of the replicas in collectives, and those of
+one device. With `reduce_once=True` one replica runs as several do. A loss is traced
+once, and `Replicas.check` refuses by name what its way cannot run.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import (
+    STAGE,
     BatchAxes,
     auto_view,
     axes_of,
     constrain,
     constrain_leaves,
+    mesh_in_context,
     own_constraints,
 )
 from rampup.engine.sums import (
@@ -49,127 +54,146 @@ from rampup.engine.sums import (
     as_summed,
     cast_for_exchange,
 )
-from rampup.engine.whole import contains, replay, traceable, with_whole_operands
+from rampup.engine.whole import operations, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
-from rampup.errors import RampupError
+from rampup.errors import ConfigError
 
-# Mapped, the gradient of a convolution's kernel is a convolution with a group per
-# replica, which XLA computes wrongly when it partitions it, and a `jax.shard_map` over
-# some of the other axes has operands that do not fit it.
-NOT_MAPPED = frozenset({"conv_general_dilated", "shard_map"})
+_WHOLE = PartitionSpec()
+_CONVOLUTION = "conv_general_dilated"
+# What cannot run in the way `mapped`, and why.
+_NOT_MAPPED = {
+    _CONVOLUTION: (
+        "mapped over the replicas, the gradient of its kernel is a convolution with a"
+        " group per replica, which XLA partitions wrongly"
+    ),
+    "shard_map": "mapped over the replicas, its operands do not fit its axes",
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
     """The replicas of a mesh, for a loss."""
 
     mesh: Mesh
     axes: BatchAxes  # those of the rows
-    shardings: Any = (
-        None  # of the gradients; None = left to the compiler, or no gradients
-    )
-    # the shardings of the parameters if the loss takes the part of one device; None =
-    # it takes them whole
+    # of the gradients; None = left to the compiler, or no gradients
+    shardings: Any = None
+    # the shardings of the parameters if the loss takes the part of one device or stage;
+    # None = it takes them whole
     shards: Any = None
+    has_stages: bool = False  # `shards` are those of pipeline stages
     reduction_dtype: Any = None
+    reduce_once: bool | None = None  # False: the compiler partitions all axes
 
     @property
     def way(self) -> str:
-        """How the replicas run, as far as mesh and axes decide; see the table above."""
-        if self.shards is None and self.axes.num_replicas(self.mesh) == 1:
+        """How the replicas run; see the table above."""
+        if self.shards is not None:
+            return "manual"
+        is_alone = self.axes.num_replicas(self.mesh) == 1
+        if not (self.reduce_once if is_alone else self.reduce_once is not False):
             return "plain" if self.axes.num_shards(self.mesh) == 1 else "compiled"
         others = [
             name
             for name, size in self.mesh.shape.items()
             if size > 1 and name not in self.axes.replica
         ]
-        return "mapped" if self.shards is None and len(others) > 1 else "manual"
+        return "mapped" if len(others) > 1 else "manual"
 
-    def run(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
+    def run(
+        self, sum_replica: Callable[..., Sums], recipe_specs: Any = _WHOLE
+    ) -> Callable[..., Sums]:
         """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums
         up the rows of all replicas.
 
         `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device
-        if the loss takes shards, and ends with `reduce(sums, recipe)`. Before, `psum`
-        adds up numbers over the replicas.
+        or stage if the loss takes its part, and ends with `reduce(sums, recipe)`.
+        Before, `psum` adds up numbers over the replicas.
         """
-        plain = functools.partial(
+        if self.way == "mapped":
+            return self._mapped(sum_replica)
+        run: Callable[..., Sums] = functools.partial(
             own_constraints()(sum_replica), self.reduce, self.psum
         )
-        manual = self._manually(plain)
-        if self.way in ("plain", "compiled"):
-            # Manual over axes of one device, such as that of the one replica, if the
-            # loss names them in collectives.
-            run = traceable(plain, manual)
-            return (
-                run if self.way == "plain" else traceable(run, self._with_names(plain))
-            )
-        run = (
-            manual
-            if self.way == "manual"
-            else self._mapped(sum_replica, otherwise=manual)
-        )
-        return (
-            run
-            if self.shards is not None
-            else traceable(run, self._compiled(sum_replica))
-        )
+        if self.way != "manual":
+            return mesh_in_context(self.mesh)(run)
+        rows = self.axes.replica if self._takes_whole_rows else self.axes.rows
+        specs = self.shards and manual_specs(self.shards, self.mesh, self._manual)
+        whole, by_rows = PartitionSpec(), PartitionSpec(None, rows)
+        in_specs = (whole if specs is None else specs, by_rows, by_rows, whole)
+        if len(self._automatic) > 1:
+            run = with_whole_operands(run, self.mesh)
+        return self._manually(run, (*in_specs, recipe_specs))
 
-    def _with_names(self, run: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `run` for a loss that names the axes of the rows in collectives: over
-        one part, which has all rows.
+    def check(self, loss: Any) -> None:
+        """Refuse what the way of running cannot run, among the operations of the jaxpr
+        of a loss.
         """
-        names = [
-            str(name)
-            for name, size in self.mesh.shape.items()
-            if name in self.axes.rows or size == 1
-        ]
-
-        def named(*args: Any) -> Sums:
-            alone: Any = run
-            for name in names:
-                alone = jax.vmap(alone, None, axis_size=1, axis_name=name)
-            if contains(jax.make_jaxpr(alone)(*args), frozenset({"shard_map"})):
-                # Its axes would be the parts of the same names: the sums of its
-                # gradients would lack the other devices'.
-                raise ValueError(
-                    "a loss with a shard_map cannot name the axes of its rows outside"
-                    " of it"
-                )
-            return jax.tree.map(
-                lambda x: x.reshape(x.shape[len(names) :]), alone(*args)
+        for eqn in operations(loss):
+            name = eqn.primitive.name
+            over = _axes_of_shard_map(eqn) if name == "shard_map" else set()
+            if self.way == "manual" and over & set(self._names):
+                why = "each replica runs by itself, and those axes are its place"
+            elif self.way == "mapped" and name in _NOT_MAPPED:
+                why = _NOT_MAPPED[name]
+            else:
+                continue
+            if over:
+                name += f" over {' and '.join(sorted(over))}"
+            raise ConfigError(
+                f"the loss has a {name}, which cannot run beside one reduction of"
+                f" gradients per step: {why}",
+                fix="give reduce_once=False: the compiler partitions the whole loss,"
+                " and reduces gradients once per microbatch",
+                key="reduce_once",
+                nearest=(False,),
             )
 
-        return named
-
-    def _compiled(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `sum_replica` for a loss that no replica can run by itself: as it is,
-        with a warning.
+    def partitioned(
+        self, differentiated: Callable[..., Any], loss: Any
+    ) -> Callable[..., Any]:
+        """Return a function of one microbatch in a form that XLA partitions rightly, as
+        its jaxpr `loss` tells.
         """
-        run = replace(self, axes=replace(self.axes, replica=())).run(sum_replica)
-        axes = " and ".join(self.axes.replica)
-        problem = (
-            "the loss cannot run on each replica by itself, such as one with a"
-            f" shard_map over {axes}"
-        )
-        cost = (
-            f"the compiler partitions its rows over {axes} too, and reduces gradients"
-            " once per microbatch, not per step"
-        )
+        others = self._automatic - set(self.axes.rows)
+        if not others or (self.way == "manual" and len(self._automatic) > 1):
+            return differentiated
+        for eqn in operations(loss):
+            if eqn.primitive.name == _CONVOLUTION and (
+                len(self._automatic) > 1
+                or max(eqn.params[f"{x}_group_count"] for x in ("feature", "batch")) > 1
+            ):
+                return with_whole_operands(differentiated, self.mesh)
+        return differentiated
 
-        def compiled(*args: Any) -> Sums:
-            sums = run(*args)
-            warnings.warn(f"{problem}; {cost}", RuntimeWarning, stacklevel=2)
-            return sums
+    @property
+    def _automatic(self) -> set[str]:
+        """The axes of several devices over which the compiler partitions a loss."""
+        names = {str(name) for name, size in self.mesh.shape.items() if size > 1}
+        return names - self._manual if self.way == "manual" else names
 
-        return compiled
+    @property
+    def _takes_whole_rows(self) -> bool:
+        """Whether the loss sees the rows of a whole replica, not of one device."""
+        return self.shards is None or self.has_stages
+
+    @property
+    def _manual(self) -> set[str]:
+        """The manual axes of the way `manual`."""
+        others = (STAGE,) if self.has_stages else ()
+        rows = () if self._takes_whole_rows else self.axes.rows
+        return self.axes.manual(self.mesh) | {*others, *rows}
 
     @property
     def _names(self) -> tuple[str, ...]:
         """The mesh axes over which the sums of the loss function still have to be added
         up.
         """
-        names = self.axes.replica if self.shards is None else self.axes.rows
+        if self.way in ("plain", "compiled"):
+            return ()
+        names = self.axes.replica if self._takes_whole_rows else self.axes.rows
+        if self.has_stages:
+            names = (*names, STAGE)
         return tuple(name for name in names if self.mesh.shape[name] > 1)
 
     def psum(self, numbers: Any) -> Any:
@@ -189,25 +213,32 @@ class Replicas:
             # Only here do gradients cross the data axis: after the loop, once per
             # optimizer step.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
-            if is_scattered(self.shardings, self.axes):
-                grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
+            leaves, structure = jax.tree.flatten(grads)
+            own = self.shards if self.has_stages else self.shardings
+            left = (leaves and axes_left(own, names)) or [names] * len(leaves)
+            scatters = is_scattered(self.shardings, self.axes)
+            if scatters:
+                left = [
+                    tuple(name for name in over if name not in self.axes.replica)
+                    for over in left
+                ]
                 reduced = recipe.aggregate(sums._replace(grads=None), names)
-            else:
-                leaves, structure = jax.tree.flatten(grads)
-                left = axes_left(self.shardings, names) or [names] * len(leaves)
-                # One psum for each set of axes. The other sums travel with the
-                # gradients that are summed over all of them.
-                for over in dict.fromkeys((names, *filter(None, left))):
-                    members = [index for index, own in enumerate(left) if own == over]
-                    parts = [leaves[index] for index in members]
-                    if over == names:
-                        reduced = recipe.aggregate(sums._replace(grads=parts), names)
-                        parts = reduced.grads
-                    else:
-                        parts = jax.lax.psum(parts, over)
-                    for index, part in zip(members, parts, strict=True):
-                        leaves[index] = part
-                grads = jax.tree.unflatten(structure, leaves)
+            # One psum for each set of axes. The other sums travel with the gradients
+            # that are summed over all of them.
+            sets = dict.fromkeys(filter(None, left if scatters else (names, *left)))
+            for over in sets:
+                members = [index for index, own in enumerate(left) if own == over]
+                parts = [leaves[index] for index in members]
+                if over == names:
+                    reduced = recipe.aggregate(sums._replace(grads=parts), names)
+                    parts = reduced.grads
+                else:
+                    parts = jax.lax.psum(parts, over)
+                for index, part in zip(members, parts, strict=True):
+                    leaves[index] = part
+            grads = jax.tree.unflatten(structure, leaves)
+            if scatters:
+                grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
             # Not back into a narrow type of the accumulators: the sum over the replicas
             # has more digits.
             grads = jax.tree.map(
@@ -215,103 +246,88 @@ class Replicas:
             )
             return reduced._replace(grads=constrain_leaves(grads, self.shardings))
 
-    def _manually(
-        self, run: Callable[..., Sums], in_specs: Any = None
-    ) -> Callable[..., Sums]:
-        """Return `run` in a `jax.shard_map` over the replicas, and with shards over all
-        axes of the rows.
+    def _manually(self, run: Callable[..., Sums], in_specs: Any) -> Callable[..., Sums]:
+        """Return `run` in a `jax.shard_map` over the replicas, and over the axes whose
+        parts the loss takes.
         """
-        mesh = self.mesh
-        axes = self.axes
-        takes_shards = self.shards is not None
-        manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
-        whole = PartitionSpec()
-        if in_specs is None:
-            run = with_whole_operands(run, mesh, manual)
-            rows = PartitionSpec(None, axes.rows if takes_shards else axes.replica)
-            in_specs = (
-                manual_specs(self.shards, mesh, manual) if takes_shards else whole,
-                rows,
-                rows,
-                whole,
-                whole,
-            )
-        is_split = takes_shards or is_scattered(self.shardings, axes)
-        grad_specs = manual_specs(self.shardings, mesh, manual) if is_split else whole
+        whole: Any = PartitionSpec()
+        own = None
+        if is_scattered(self.shardings, self.axes):
+            own = self.shardings
+        elif self.shardings is not None and self.shards is not None:
+            own = self.shards if self.has_stages else self.shardings
+        grads = whole if own is None else manual_specs(own, self.mesh, self._manual)
         # With check_vma=True, the gradient with respect to the parameters, which do not
         # vary over the data axis, would be reduced where it is computed: inside the
         # loop.
         return jax.shard_map(
             run,
-            mesh=auto_view(mesh),
-            axis_names=manual,
+            mesh=auto_view(self.mesh),
+            axis_names=self._manual,
             in_specs=in_specs,
-            out_specs=Sums(grad_specs, whole, whole, whole, whole, whole),
+            out_specs=Sums(grads, whole, whole, whole, whole, whole),
             check_vma=False,
         )
 
-    def _mapped(
-        self, sum_replica: Callable[..., Sums], otherwise: Callable[..., Sums]
-    ) -> Callable[..., Sums]:
-        """Return `sum_replica` mapped over the replicas, with sums (*replicas, ...), or
-        `otherwise` if it cannot be.
-        """
-        mesh, replica = self.mesh, self.axes.replica
-        sums_of: Callable[..., Sums] = functools.partial(
-            own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum
-        )
-        for name in reversed(replica):
-            in_axes = (None, 1, 1, None, None)
-            sums_of = jax.vmap(
-                sums_of,
-                in_axes,
-                axis_size=mesh.shape[name],
-                axis_name=name,
-                spmd_axis_name=name,
+    def _mapped(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
+        """Return `sum_replica` mapped over the replicas, with sums (*replicas, ...)."""
+        mesh = self.mesh
+        single = self.axes.manual(mesh) - {*self.axes.replica}
+        replica = (*self.axes.replica, *sorted(single))
+        sizes = [mesh.shape[name] for name in replica]
+        sums_of: Callable[..., Sums] = mesh_in_context(mesh)(
+            functools.partial(
+                own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum
             )
+        )
+        for name, size in zip(reversed(replica), reversed(sizes), strict=True):
+            options = {"axis_size": size, "axis_name": name, "spmd_axis_name": name}
+            sums_of = jax.vmap(sums_of, (None, 1, 1, None, None), **options)
 
         def by_replica(x_KR: jax.Array) -> jax.Array:
             """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
-            x = x_KR.reshape(
-                x_KR.shape[0],
-                *(mesh.shape[name] for name in replica),
-                -1,
-                *x_KR.shape[2:],
-            )
+            K, R, *shape = x_KR.shape
+            x = x_KR.reshape(K, *sizes, R // math.prod(sizes), *shape)
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(replica))
-            return constrain(
-                x,
-                NamedSharding(auto_view(mesh), PartitionSpec(None, *replica, *others)),
-            )
+            spec = PartitionSpec(None, *replica, *others)
+            return constrain(x, NamedSharding(auto_view(mesh), spec))
 
         def reduce_own(sums: Sums, recipe: Recipe) -> Sums:
-            return self.reduce(
-                jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums), recipe
-            )
+            own = jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums)
+            return self.reduce(own, recipe)
+
+        reduced = self._manually(reduce_own, (PartitionSpec(*replica), PartitionSpec()))
 
         def run(
             params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe
         ) -> Sums:
-            mapped = (
-                params,
-                *jax.tree.map(by_replica, (batch_KR, keys_KR)),
-                number,
-                recipe,
-            )
+            rows = jax.tree.map(by_replica, (batch_KR, keys_KR))
             try:
-                closed, shapes = jax.make_jaxpr(sums_of, return_shape=True)(*mapped)
-            except RampupError:
-                raise
-            except (NotImplementedError, NameError, ValueError):
-                return otherwise(params, batch_KR, keys_KR, number, recipe)
-            if contains(closed, NOT_MAPPED):
-                return otherwise(params, batch_KR, keys_KR, number, recipe)
-            sums = replay(closed, shapes, mapped)
-            return self._manually(
-                reduce_own, in_specs=(PartitionSpec(*replica), PartitionSpec())
-            )(sums, recipe)
+                sums = sums_of(params, *rows, number, recipe)
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"the loss has an operation that cannot be mapped over the"
+                    f" replicas: {error}",
+                    fix="give reduce_once=False",
+                    key="reduce_once",
+                    nearest=(False,),
+                ) from error
+            return reduced(sums, recipe)
 
         return run
+
+
+def _axes_of_shard_map(eqn: Any) -> set[str]:
+    """Return the axes of a `shard_map`, and those of the collectives in it: newer
+    versions of JAX leave out the former where they are manual already.
+    """
+    keys = ("manual_axes", "newly_manual_axes")
+    found = {name for key in keys for name in eqn.params.get(key, ())}
+    for inner in operations(eqn.params["jaxpr"]):
+        for key in ("axes", "axis_name"):
+            names = inner.params.get(key, ())
+            found |= {names} if isinstance(names, str) else {*names}
+    return {name for name in found if isinstance(name, str)}
 
 
 def axes_left(shardings: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from rampup.plan.plan import RampPlan
 CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
 _NAMED = 4
+F = TypeVar("F", bound=Callable[..., Any])
 # Optimizers of Optax that need more than the gradient of a step: their functions, what
 # to call them, and the reason.
 _SEARCHES = (
@@ -63,8 +64,8 @@ class TrainState(struct.PyTreeNode):
     A state with a method `apply_gradients` is updated by it, as in Flax, so a subclass
     can update fields of its own there, such as a moving average. A field `tx` must be
     the `tx` of the `TrainStep`. A field `batch_stats` is carried like `mutable`, and a
-    Flax `DynamicScale` in `dynamic_scale` scales the loss. All other fields keep their
-    values.
+    Flax `DynamicScale` in `dynamic_scale` scales the mean loss of a microbatch, as in a
+    step by hand. All other fields keep their values.
 
     Attributes:
         step: optimizer steps done, int32.
@@ -75,6 +76,10 @@ class TrainState(struct.PyTreeNode):
         frozen: arrays that the loss function reads as its keyword argument `frozen`,
             such as the base model of a LoRA fine-tune, or None. They have no gradients
             and are not donated: they may be the parameters of another state.
+
+    Example:
+        >>> tx, params = optax.sgd(0.1), {"w": jnp.zeros(3)}
+        >>> TrainState(step=jnp.int32(0), params=params, opt_state=tx.init(params)).mutable
     """
 
     step: Any
@@ -155,19 +160,26 @@ def create_state(
     Args:
         params: the parameters. Those on the mesh keep their sharding, others are
             replicated.
-        tx: the optimizer; for the engine `multi_steps`, the attribute `tx` of the
-            `TrainStep`.
+        tx: the optimizer, such as the attribute `tx` of the `TrainStep`.
+        mesh: the devices.
         mutable, frozen: see `TrainState`.
-        mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
+        shard_optimizer_over_data: each replica keeps and updates its own part of the
+            optimizer's state (ZeRO-1). The step follows the state.
+        batch_axes: the axes of the mesh that take the rows; None = data and fsdp.
+
+    Returns:
+        The state, whose `step` is 0.
 
     Raises:
-        ConfigError: an argument is not what it must be, or all of `params` are
-            integers, which are not trained.
+        ConfigError: leaves that are no arrays, parameters that are all integers,
+            arguments of the wrong type, or an optimizer that a step cannot run.
 
-    >>> import jax.numpy as jnp, optax, rampup
-    >>> state = rampup.create_state(jnp.zeros(2), optax.sgd(0.1), rampup.make_mesh())
-    >>> int(state.step), state.params.shape
-    (0, (2,))
+    Example:
+        >>> from rampup import make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> state = create_state({"w": np.zeros(3)}, optax.adam(1e-3), mesh)
+        >>> int(state.step), state.params["w"].shape
+        (0, (3,))
     """
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     for name, tree in {"params": params, "mutable": mutable, "frozen": frozen}.items():
@@ -215,8 +227,24 @@ def prepare_state(
     """Return a copy of a training state, such as a stock Flax `TrainState`, with all
     leaves on the mesh and `step` as int32.
 
-    Leaves on the mesh keep their sharding, others are replicated. For what a state may
-    be see `TrainState`, and for the options `train_step`.
+    Args:
+        state: the state; see `TrainState`. Leaves on the mesh keep their sharding,
+            others are replicated.
+        mesh: the devices.
+        shard_optimizer_over_data, batch_axes: see `create_state`.
+
+    Returns:
+        The copy, whose leaves may be donated.
+
+    Raises:
+        ConfigError: this is no training state, or has leaves that are no arrays.
+
+    Example:
+        >>> from rampup import make_mesh
+        >>> tx, params = optax.sgd(0.1), {"w": np.zeros(3)}
+        >>> state = TrainState(step=0, params=params, opt_state=tx.init(params))
+        >>> prepare_state(state, make_mesh(devices=jax.devices()[:1])).step.dtype.name
+        'int32'
     """
     check_arguments("prepare_state(state, mesh)", mesh=mesh)
     check_state(state)
@@ -347,6 +375,24 @@ def check_step_number(steps: int) -> None:
             f"steps={steps:,} does not fit into the int32 step counter of a device"
         )
         raise RampDefinitionError(problem, key="steps", nearest=(MAX_STEPS,))
+
+
+def gone(**replacements: str) -> Callable[[F], F]:
+    """Decorate a function that had these keyword arguments: whoever gives one is told
+    what replaces it.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            for name in replacements.keys() & options.keys():
+                problem = f"{function.__name__} has no argument {name!r}"
+                raise TypeError(f"{problem}; {replacements[name]}")
+            return function(*args, **options)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def check_arguments(call: str, **arguments: Any) -> None:
@@ -536,9 +582,12 @@ class NewState:
     # the step has no programs yet; later states must have the types and shapes that it
     # compiled for
     is_first: bool
-    is_fused: bool  # the engine
     donate: bool
-    scatters: bool  # the replicas split the optimizer's state (ZeRO-1)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the optimizer runs once per step."""
+        return not isinstance(self.tx, optax.MultiSteps)
 
     def check(self) -> int:
         """Refuse a state that the step cannot run on, or return its step number. That
@@ -620,14 +669,17 @@ class NewState:
             else None
         )
 
-    def scattered_otherwise(self) -> bool:
-        """Return whether the optimizer's state is not scattered as the step has it."""
+    def scattered_otherwise(self) -> str | None:
+        """Return the replicas over which the optimizer's state is sharded otherwise
+        than by ZeRO-1, or for `multi_steps` at all.
+        """
         found = shardings_of(self.state.opt_state)
-        if not self.scatters:
-            return is_scattered(found, self.axes)
-        return jax.tree.leaves(found) != jax.tree.leaves(
-            scattered_shardings(self.state.opt_state, self.mesh, self.axes)
-        )
+        if not is_scattered(found, self.axes):
+            return None
+        wanted = scattered_shardings(self.state.opt_state, self.mesh, self.axes)
+        is_zero = jax.tree.leaves(found) == jax.tree.leaves(wanted)
+        over = " and ".join(self.axes.replica)
+        return None if is_zero and self.is_fused else over
 
 
 _DONATED = (
@@ -649,8 +701,7 @@ _STATE_PROBLEMS: tuple[tuple[Callable[[NewState], Any], str | None, str], ...] =
     (lambda new: isinstance(new.state.step, jax.Array) and new.state.step.is_deleted(), "state",
      "; ".join(_DONATED)),
     (lambda new: getattr(new.state, "tx", new.tx) != new.tx, "tx",
-     "the state has another tx than the step; give the same optimizer to both, with engine='multi_steps' the `tx` of the "
-     "step"),
+     "the state has another tx than the step; give the same optimizer to both, such as the `tx` of the step"),
     (lambda new: isinstance(new.state.opt_state, optax.MultiStepsState) is new.is_fused and a_type(new.state.opt_state), "tx",
      f"`opt_state` is {{}}, which is not what the engine of the step needs; {_OWN_TX}"),
     (NewState.other_optimizer, "tx", f"`opt_state` is not that of the step's optimizer: {{}}; {_OWN_TX}"),
@@ -660,11 +711,11 @@ _STATE_PROBLEMS: tuple[tuple[Callable[[NewState], Any], str | None, str], ...] =
      "{} are one array, and a step donates each to what it becomes; copy one with jax.tree.map(jnp.copy, ...)"),
     (NewState.scattered_parameters, "shard_optimizer_over_data",
      "the parameters are sharded over {}, but every replica needs them whole; shard them over another axis such as fsdp, or "
-     "only the optimizer's state, with shard_optimizer_over_data=True; or give train_step batch_axes=BatchAxes(replica=(), "
-     "rows={new.axes.rows}): the compiler gathers them where it must"),
+     "only the optimizer's state, with shard_optimizer_over_data=True; or give the loss as AccumulatedLoss(loss_fn, "
+     "batch_axes=BatchAxes(replica=(), rows={new.axes.rows})): the compiler gathers them where it must"),
     (NewState.scattered_otherwise, "shard_optimizer_over_data",
-     "the step has shard_optimizer_over_data={new.scatters}, but the optimizer's state is sharded in another way; give the "
-     "same value to train_step and to create_state, prepare_state or split_model"),
+     "the optimizer's state is sharded over {}, but not as shard_optimizer_over_data=True of create_state, prepare_state and "
+     "split_model does, or the step is one of multi_steps; place it with one of them"),
     (lambda new: not new.is_fused and getattr(new.state, "dynamic_scale", None) is not None, "gradient_accumulation",
      "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step; use the engine fused"),
     (lambda new: not new.is_fused and int(new.state.opt_state.mini_step) != 0, "state",

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import multi_steps, random_key, summable
+from rampup.engine.accumulate import random_key, summable
 from rampup.engine.batch import (
     Batch,
     BufferLayout,
@@ -30,16 +31,8 @@ from rampup.engine.batch import (
     row_size,
     stop_step,
 )
-from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import (
-    as_auto,
-    may_need_explicit,
-    move,
-    neither,
-    on_mesh,
-    with_either_axes,
-)
+from rampup.engine.explicit import sees_explicit
 from rampup.engine.mesh import (
     BatchAxes,
     auto_context,
@@ -49,19 +42,16 @@ from rampup.engine.mesh import (
     process_rows,
     replicated,
 )
-from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
-from rampup.engine.processes import wait_for_all
+from rampup.engine.programs import ByMicrobatch, Engine, Fused, Programs
+from rampup.engine.shapes import ShapeClock
 from rampup.engine.state import (
     NewState,
     carried,
     check_arguments,
-    check_placed,
     check_step_number,
-    join_frozen,
-    shardings_of,
-    split_frozen,
+    gone,
 )
-from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
+from rampup.engine.update import Metrics, Update
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.learning_rate import ClockSegment
 from rampup.plan.noise_scale import noise_problems
@@ -69,35 +59,41 @@ from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
-ENGINES = ("fused", "multi_steps")
 PHASES_AHEAD = 2
+_GONE = {
+    "engine": "for multi_steps, give tx=rampup.multi_steps(tx, plan)",
+    "batch_axes": "give rampup.AccumulatedLoss(loss_fn, batch_axes=...) as the loss",
+    "whole_batch": "give plan.with_whole_batches() as the plan",
+    "shard_optimizer_over_data": (
+        "give it to create_state, prepare_state or split_model: the step follows the"
+        " state"
+    ),
+    "wait_for_compilation": "set step.wait_for_compilation",
+}
 
 
+@gone(**_GONE)
 def train_step(
     loss_fn: LossFn | SummableLoss,
     tx: optax.GradientTransformation,
     plan: RampPlan,
     mesh: Mesh,
     *,
-    engine: str = "fused",
     seed: int = 0,
     skip_nonfinite: bool = False,
     donate: bool = True,
-    batch_axes: BatchAxes | None = None,
-    shard_optimizer_over_data: bool = False,
-    wait_for_compilation: bool | None = None,
+    reduce_once: bool | None = None,
     measure_gradient_noise: bool = False,
-    whole_batch: bool = False,
     check_loss: bool = True,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with
     the same microbatch shape.
 
-    The engine `fused` sums gradients and losses over all microbatches, reduces them
-    over the data axis once, and divides them by the sum of the weights, so that every
-    token counts the same wherever it is. Sums are at least in float32, unless an
-    `AccumulatedLoss` says otherwise for gradients. Integers are summed in float32 too:
-    token counts are exact up to 2**24.
+    A step sums gradients and losses over all microbatches, reduces them over the data
+    axis once, and divides them by the sum of the weights, so that every token counts
+    the same wherever it is. Sums are at least in float32, unless an `AccumulatedLoss`
+    says otherwise for gradients. Integers are summed in float32 too: token counts are
+    exact up to 2**24.
 
     Args:
         loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums
@@ -109,13 +105,21 @@ def train_step(
             loss that adds up several means, such as one per token and one per row,
             returns a tuple of sums and one of weights: each sum is divided by its own
             weight over the whole step. That takes a pass over the weights before the
-            first gradient, and the engine `fused`; the cotangents are then the largest
-            weight divided by each. With pipeline stages, a `PipelinedLoss`.
+            first gradient; the cotangents are then the largest weight divided by each.
+            With pipeline stages, a `PipelinedLoss`. For a mesh whose axes of the rows
+            have other names than data and fsdp, an `AccumulatedLoss` with `batch_axes`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments
-            get `value`, the loss.
-        plan, mesh: which batch every step has, and on which devices.
-        engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for
-            how it differs).
+            get `value`, the loss. `rampup.multi_steps(tx, plan)`: run once per
+            microbatch, with the differences that `multi_steps` names. If the state of
+            the optimizer is sharded over the replicas (`create_state(...,
+            shard_optimizer_over_data=True)`), each replica updates its own part.
+        plan: which batch every step has. With `plan.with_whole_batches()`, the loss
+            sees all rows of a step, for one in which rows interact: a contrastive loss,
+            normalization over the batch, a quotient of sums. Take the batches from the
+            step: they are one microbatch each. Each batch size has a program of its
+            own, and needs the memory of its whole batch.
+        mesh: the devices. With Explicit axes, a loss sees those, as in `jax.jit`.
+        seed: of the random keys that the loss gets.
         skip_nonfinite: do not run the optimizer in a step whose loss or gradient is not
             finite, or whose weight is 0. Step number, rows and learning-rate schedule
             move on in every step; the rest is:
@@ -134,23 +138,30 @@ def train_step(
             made.
         donate: reuse the memory of the state that is given to a step, which cannot be
             used again.
-        batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
-        shard_optimizer_over_data: each replica keeps and updates its own part of the
-            optimizer's state (ZeRO-1). Give it to `create_state` too.
-        wait_for_compilation: start every phase in its planned microbatch shape. False:
-            run in the shape of an earlier phase until the program is compiled, so two
-            runs are not equal bit for bit. None: True if there are several processes.
+        reduce_once: False: the compiler partitions the loss over all axes of the mesh,
+            as in `jax.jit`, and reduces gradients once per microbatch. True: each
+            replica runs the loss on its own rows, also a single one, and with Explicit
+            axes, which it then sees as Auto; gradients are reduced once per step. None:
+            True with several replicas on a mesh of Auto axes. What cannot run so is
+            refused by name.
         measure_gradient_noise: also return the estimates S (`trace`) and G2
-            (`squared_norm`) of every step, for `rampup.plan.NoiseScale`. Needs the engine
-            `fused` and in every step at least two microbatches or replicas.
-        whole_batch: the loss sees all rows of a step, for one in which rows interact: a
-            contrastive loss, normalization over the batch, a quotient of sums. Take the
-            batches from the step: they are one microbatch each. Each batch size has a
-            program of its own, and needs the memory of its whole batch. Also True if
-            the plan has whole batches.
-        check_loss: in step 0, warn with `rampup.errors.LossWarning` of a loss that is not a
-            sum over rows, as `rampup.check_loss` finds it, for models with at most 20
-            million parameters, in a single process, and not with `whole_batch`.
+            (`squared_norm`) of every step, for `rampup.plan.NoiseScale`. Needs in every
+            step at least two microbatches or replicas.
+        check_loss: in step 0, warn with `rampup.errors.LossWarning` of a loss that is
+            not a sum over rows, as `rampup.check_loss` finds it, for models with at
+            most 20 million parameters, in a single process, and not with whole batches.
+
+    What a loss carries in `mutable` changes once per microbatch, on each replica by its
+    own rows. In a step by hand it changes once per step: a running average with the
+    factor 0.9 moves by 1 - 0.9**k in a step of k microbatches, and a warning says so.
+    To change it once, return sums in `aux`, and compute it from `metrics["aux"]`.
+
+    Returns:
+        The `TrainStep`.
+
+    Raises:
+        ConfigError: plan, mesh, optimizer and loss do not fit.
+        TypeError: an argument that is gone.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -173,90 +184,85 @@ def train_step(
         plan=plan,
         mesh=mesh,
     )
-    if engine not in ENGINES:
-        problem = (
-            f"gradient_accumulation={engine!r} (engine) must be one of"
-            f" {', '.join(ENGINES)}"
+    steps_by_microbatch = isinstance(tx, optax.MultiSteps)
+    engine = "multi_steps" if steps_by_microbatch else "fused"
+    has_multi_steps = isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps)
+    if has_multi_steps and getattr(tx, "plan", None) != plan:
+        raise ConfigError(
+            "tx is an optax.MultiSteps that does not follow this plan, and would"
+            " average the gradients of several of its steps",
+            fix="give the optimizer inside it, as the step accumulates by itself, or"
+            " rampup.multi_steps(tx, plan)",
+            key="tx",
         )
-        raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
-    if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
-        problem = (
-            "tx is an optax.MultiSteps, which would average the gradients of several"
-            " optimizer steps of the plan"
-        )
-        fix = (
-            "give the optimizer inside it; the step accumulates by itself"
-            " (engine='multi_steps' to use optax.MultiSteps)"
-        )
-        raise ConfigError(f"{problem}; {fix}", key="tx")
-    whole_batch |= plan.splitter.whole_batch
+    whole_batch = plan.splitter.whole_batch or getattr(loss_fn, "whole_batch", False)
     equally = "with multi_steps, all microbatches count equally whatever they weigh"
     reasons = {
-        "shard_optimizer_over_data": (
-            shard_optimizer_over_data
-            and "multi_steps runs the optimizer at every microbatch"
-        ),
         "measure_gradient_noise": measure_gradient_noise and equally,
         "whole_batch": (
             whole_batch and "a batch of one microbatch has nothing to accumulate"
         ),
     }
     for key, reason in reasons.items():
-        if reason and engine == "multi_steps":
+        if reason and steps_by_microbatch:
             raise ConfigError(
-                f"{key}=true needs gradient_accumulation=fused; {reason}",
+                f"{key}=true needs gradient_accumulation=fused",
+                fix=reason,
                 key=key,
                 nearest=(False,),
             )
-    check_step_number(plan.total_steps)
-    check_plan_fits(plan, mesh, batch_axes)
-    given, mesh = mesh, auto_view(mesh)
-    axes = BatchAxes.of(mesh, batch_axes)
-    loss = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
-    loss.check(mesh, engine)
     if whole_batch:
-        if wait_for_compilation is False:
-            problem = (
-                "whole_batch=True waits for the program of each batch size: another"
-                " shape would be a part of the batch"
-            )
-            raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
-        if measure_gradient_noise:
-            problem = (
-                "measure_gradient_noise=true compares microbatches, but with"
-                " whole_batch=True a step has only one"
-            )
-            raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
-        plan, wait_for_compilation = plan.with_whole_batches(), True
-        batch_axes = BatchAxes.whole(mesh, batch_axes)
+        plan = plan.with_whole_batches()
+    check_step_number(plan.total_steps)
+    given, mesh = mesh, auto_view(mesh)
+    batch_axes = getattr(loss_fn, "batch_axes", None)
+    check_plan_fits(plan, mesh, batch_axes)
+    axes = BatchAxes.of(mesh, batch_axes)
+    loss = summable(loss_fn, mesh, reduce_once=reduce_once, whole_batch=whole_batch)
+    loss.check(mesh, engine)
+    if whole_batch and measure_gradient_noise:
+        raise ConfigError(
+            "measure_gradient_noise=true compares microbatches, but with whole batches"
+            " a step has only one",
+            key="measure_gradient_noise",
+            nearest=(False,),
+        )
     planned = plan.splitter.num_repeats
     if planned != (repeats := getattr(loss, "num_repeats", planned)):
-        problem = (
+        raise ConfigError(
             f"the plan has num_repeats={planned}, but the loss has"
-            f" num_repeats={repeats}; give both the same"
+            f" num_repeats={repeats}",
+            fix="give both the same",
+            key="num_pipeline_repeats",
+            nearest=(repeats,),
         )
-        raise ConfigError(problem, key="num_pipeline_repeats", nearest=(repeats,))
+    num_replicas = axes.num_replicas(mesh)
     if measure_gradient_noise:
-        raise_together(noise_problems(plan, axes.num_replicas(mesh)))
+        raise_together(noise_problems(plan, num_replicas))
+    has_explicit = sees_explicit(loss, given)
+    is_undecided = getattr(loss, "reduce_once", False) is None and not whole_batch
+    if has_explicit and is_undecided and num_replicas > 1:
+        warnings.warn(
+            "the mesh has Explicit axes, which the loss sees, so gradients are reduced"
+            " once per microbatch; reduce_once=True reduces them once per step, and the"
+            " loss then sees Auto axes; reduce_once=False says that you mean it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     with auto_context(mesh):
         run_key = random_key(seed)
-    optimizer = tx if engine == "fused" else multi_steps(tx, plan)
-    scatter_axes = (
-        axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
-    )
     update = Update(
-        loss,
-        optimizer,
-        mesh,
-        batch_axes,
-        run_key,
-        skip_nonfinite,
-        scatter_axes,
-        measure_gradient_noise,
+        loss=loss,
+        tx=tx,
+        mesh=mesh,
+        batch_axes=getattr(loss, "batch_axes", None),
+        key=run_key,
+        skip_nonfinite=skip_nonfinite,
+        measures_noise=measure_gradient_noise,
+        has_explicit=has_explicit,
     )
-    options = {"donate": donate, "check_loss": check_loss and not whole_batch}
     return TrainStep(
-        update, plan, given, wait_for_compilation=wait_for_compilation, **options
+        update, plan, given, donate=donate, check_loss=check_loss and not whole_batch
     )
 
 
@@ -266,9 +272,19 @@ class TrainStep:
     State and rows have the same structure, types, shapes and shardings in all steps.
 
     Attributes:
-        tx: the optimizer as it runs; with the engine `multi_steps` wrapped in
-            `optax.MultiSteps`.
+        tx: the optimizer as it runs, for `create_state`.
         measures_noise: whether the metrics have `gradient_noise`.
+
+    Example:
+        >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.constant(4), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=1)
+        >>> step = train_step(lambda p, batch, keys: (((p - batch) ** 2).sum(), len(keys), {}), optax.sgd(0.5), plan, mesh)
+        >>> state = create_state(np.float32(0), step.tx, mesh)
+        >>> state, metrics = step(state, step.batch(np.full(4, 3.0)))
+        >>> float(metrics["loss"]), float(state.params)
+        (9.0, 3.0)
     """
 
     def __init__(
@@ -278,52 +294,63 @@ class TrainStep:
         mesh: Mesh,
         *,
         donate: bool,
-        wait_for_compilation: bool | None,
         check_loss: bool,
     ) -> None:
-        several = jax.process_count() > 1
-        if several and wait_for_compilation is False:
-            problem = (
-                "wait_for_compilation=false is for a single process: several would"
-                " change shapes at different steps"
-            )
-            raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
         self.tx = update.tx
         self.measures_noise = update.measures_noise
         self._update = update
         self._plan = plan
         self._mesh = mesh
         self._batch_axes = update.batch_axes
-        self._is_fused = not isinstance(update.tx, optax.MultiSteps)
-        self._donate = donate
         self._checks_loss = check_loss
-        self._chunk_size = None if self._is_fused else 1
-        self._layouts: set[BufferLayout] = set()
-        self._wait_for_compilation = (
-            several if wait_for_compilation is None else wait_for_compilation
+        self._programs = Programs(update, mesh, donate=donate)
+        self._compiler = self._programs.compiler
+        self._fused = Fused(self._programs)
+        self._engine: Engine = self._fused
+        if not self.is_fused:
+            self._engine = ByMicrobatch(self._programs)
+        self._must_wait = not self.is_fused or plan.splitter.whole_batch
+        self._shapes = ShapeClock(
+            plan,
+            lambda split: self._compiler.is_ready(_num_rows(split)),
+            waits=self._must_wait or jax.process_count() > 1,
         )
-        self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
+        self._donate = donate
+        self._layouts: set[BufferLayout] = set()
         # The `step` of the state that the last call returned, and its number, known
         # without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        self._shape_changes: dict[
-            int, int
-        ] = {}  # the first step of every microbatch size
-        self._requested_in: int | None = (
-            None  # the phase in which the programs of the next phases were requested
-        )
-        self._padding: dict[BufferLayout, Any] = {}
+        self._has_warned = False
+        # The phase in which the programs of the next phases were requested.
+        self._requested_in: int | None = None
 
-        # A number of microbatches or passes, or the numbers of a segment, on the
-        # devices: each would be copied in every step.
-        def put(number: np.number) -> jax.Array:
-            return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
+    @property
+    def is_fused(self) -> bool:
+        """Whether the optimizer runs once per step, and not per microbatch."""
+        return not isinstance(self.tx, optax.MultiSteps)
 
-        self._on_devices = functools.cache(lambda number: put(np.int32(number)))
-        self._segment_on_devices = functools.cache(
-            lambda segment: jax.tree.map(put, self.segment_of(segment))
-        )
-        self._zero_metrics: Metrics | None = None
+    @property
+    def wait_for_compilation(self) -> bool:
+        """Whether every phase starts in its planned microbatch shape. Set it before the
+        first batch.
+
+        With False, the default in a single process, a step runs in the shape of an
+        earlier phase until the program of its own is compiled, so that two runs are not
+        equal bit for bit.
+        """
+        return self._shapes.waits
+
+    @wait_for_compilation.setter
+    def wait_for_compilation(self, waits: bool) -> None:
+        if not waits and (self._must_wait or jax.process_count() > 1):
+            raise ConfigError(
+                "wait_for_compilation=false is for a single process, without whole"
+                " batches and multi_steps: several processes would change shapes at"
+                " different steps, and other batches have one shape",
+                key="wait_for_compilation",
+                nearest=(True,),
+            )
+        self._shapes.waits = waits
 
     @property
     def num_compilations(self) -> int:
@@ -364,55 +391,21 @@ class TrainStep:
             DataError: the batch is that of another step or plan.
         """
         self._check(state, batch)
+        run = self._engine.compiled(state, batch)
         if self._checks_loss and not batch.position.step:
             # By name, as the checks stand on the engine, and few runs need them twice.
+            # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
             is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
-            has_replicas = (
-                BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh) > 1
-            )
-            sees_whole = is_one and not has_replicas and self._has_planned_shapes
+            axes = BatchAxes.of(self._mesh, self._batch_axes)
+            is_alone = axes.num_replicas(self._mesh) == 1
+            sees_whole = is_one and is_alone and self._shapes.keeps_planned
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
-        if self._is_fused:
-            split = batch.position.split
-            counts = (
-                self._on_devices(split.num_pipeline_microbatches),
-                self._on_devices(split.accumulation_steps),
-            )
-            segment = batch.position.segment
-            args = (
-                self._padded(batch),
-                counts,
-                segment and self._segment_on_devices(segment),
-            )
-            lower = functools.partial(self._lower_program, Update.fused, state, *args)
-            program = (
-                None
-                if jax.config.jax_disable_jit
-                else self._compiler.get(batch.layout.num_rows, lower)
-            )
-            # Before the call, which does not return at once everywhere.
-            self._compile_next_phases(batch, state)
-            state, metrics = self._run(program, Update.fused, state, *args)
-        else:
-            if self._zero_metrics is None:
-                self._zero_metrics = self._update.zero_metrics(
-                    *as_auto((state, batch.chunks[0]))
-                )
-            metrics = self._zero_metrics
-            for index, chunk in enumerate(batch.chunks):
-                part = metrics, chunk, np.int32(index * batch.layout.num_rows)
-                lower = functools.partial(
-                    self._lower_program, Update.multi_steps, state, *part
-                )
-                program = (
-                    None
-                    if jax.config.jax_disable_jit
-                    else self._compiler.get(batch.layout.num_rows, lower)
-                )
-                state, metrics = self._run(program, Update.multi_steps, state, *part)
+        # Before the run, which does not return at once everywhere.
+        self._compile_next_phases(batch, state)
+        state, metrics = run()
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
@@ -429,7 +422,14 @@ class TrainStep:
         read_ahead: int = 4,
     ) -> Iterator[Batch]:
         """Yield the batch of every step from `start`, such as `state.step`, in the
-        shapes of this step; see `step_batches`.
+        shapes of this step.
+
+        Args:
+            source, seed, num_epochs: the rows and their order; see `step_batches`.
+            start, stop: the first step, such as `state.step`, and the one to stop
+                before; None = the end of the plan.
+            batched, num_threads, read_ahead: how rows are read; see `BatchOptions` of
+                `rampup.data`.
         """
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import BatchOptions, step_batches
@@ -461,7 +461,14 @@ class TrainStep:
         drop_remainder: bool = False,
     ) -> Iterator[Batch]:
         """Yield the batch of every step from rows that come one after another, from
-        those of `start`; see `stream_batches`.
+        those of `start`.
+
+        Args:
+            source: the rows; see `stream_batches`.
+            start, stop: the first step, such as `state.step`, and the one to stop
+                before; None = the end of the plan.
+            batched: whether an element has several rows; see `stream_batches`.
+            drop_remainder: see `stream_batches`.
         """
         from rampup.data.batches import BatchOptions, stream_batches
 
@@ -478,6 +485,10 @@ class TrainStep:
     def batch(self, rows: Any, step: Any = None) -> Batch:
         """Return the batch of a step, by default that after the last call, from arrays
         (rows, ...) of this process's rows.
+
+        Args:
+            rows: a pytree of arrays (rows, ...), which are copied.
+            step: the optimizer step; None = that after the last call.
 
         Raises:
             DataError: not as many rows as the plan has at this step.
@@ -513,7 +524,7 @@ class TrainStep:
             self._plan,
             self._mesh,
             batch_axes=self._batch_axes,
-            chunk_size=self._chunk_size,
+            chunk_size=self._engine.chunk_size,
         )
 
     @property
@@ -521,13 +532,15 @@ class TrainStep:
         """The first step of every microbatch size that `split_for` has decided on,
         which may be before that step.
         """
-        return dict(self._shape_changes)
+        return dict(self._shapes.changes)
 
     def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did; see
-        `shape_changes`.
+        """Change shapes at the steps at which an earlier part of the run did.
+
+        Args:
+            changes: the first step of every microbatch size; see `shape_changes`.
         """
-        self._shape_changes |= changes
+        self._shapes.changes |= changes
 
     def split_for(self, position: PlanPosition) -> BatchSplit:
         """Return how to split the batch of a position now. Use it as `step_batches(...,
@@ -535,73 +548,25 @@ class TrainStep:
 
         That is the planned split, or while its program is being compiled, a split of
         the same batch into the microbatches of an earlier phase. With
-        `wait_for_compilation`, the engine `multi_steps`, or one microbatch shape, it is
-        the planned split.
+        `wait_for_compilation`, whole batches, `multi_steps`, or one microbatch shape,
+        it is the planned split.
 
         The step of a change depends on how long a compilation takes. It is decided
         once, and `shape_changes` records it. Several processes would decide at
         different steps. Therefore they wait.
 
-        At a step, a microbatch size is `new`, `used`, or, in a run that is replayed,
-        `later` if a later step changes to it. A fallback is a size in use: another one
-        would have to be compiled as well.
-
-        ============  ==========  =============  =============================================
-        planned size  a fallback  program ready  split
-        ============  ==========  =============  =============================================
-        used          any         any            the planned one
-        later         there is    any            the fallback
-        new           there is    no             the fallback
-        new           there is    yes            the planned one; its size becomes `used`
-        new or later  none        any            the planned one; its size becomes `used`
-        ============  ==========  =============  =============================================
+        Args:
+            position: a step of the plan.
         """
-        planned, step = position.split, position.step
-        if self._has_planned_shapes:
-            return planned
-
-        def use_of(split: BatchSplit) -> str:
-            first_step = self._shape_changes.get(split.microbatch_size)
-            return (
-                "new"
-                if first_step is None
-                else "later"
-                if first_step > step
-                else "used"
-            )
-
-        now = use_of(planned)
-        if now == "used":
-            return planned
-        fallback = next(
-            (
-                split
-                for split in self._plan.fallbacks(position.phase.index)
-                if use_of(split) == "used"
-            ),
-            None,
-        )
-        if fallback is not None and (
-            now == "later" or not self._compiler.is_ready(_num_rows(planned))
-        ):
-            return fallback
-        self._shape_changes[planned.microbatch_size] = step
-        return planned
-
-    @property
-    def _has_planned_shapes(self) -> bool:
-        """Whether every batch is split as planned, also while programs are being
-        compiled.
-        """
-        return (
-            self._wait_for_compilation
-            or not self._is_fused
-            or self._plan.num_compiled_shapes == 1
-        )
+        return self._shapes.split_for(position)
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
-        """Return the program of the engine `fused` for a split of the plan, from a
-        state and a row, or from their shapes.
+        """Return the program of a step for a split of the plan, lowered.
+
+        Args:
+            state: a state, or its shapes and shardings.
+            row: a row, or its shapes.
+            split: the split, such as one of `plan.splits`.
         """
         layout = layout_of(self._plan, split, row_size(row))
         array = functools.partial(
@@ -621,13 +586,17 @@ class TrainStep:
         segment = jax.tree.map(
             lambda x: scalar(x.dtype), self.segment_of(self._plan.clock[0])
         )
-        return self._lower_program(
+        return self._programs.lower(
             Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment
         )
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, if it
         can be traced, as jaxprs.
+
+        Args:
+            state: a state, or its shapes.
+            row: a row, or its shapes.
         """
 
         def loss(state: Any, rows: Any, keys: Any) -> Any:
@@ -664,18 +633,19 @@ class TrainStep:
         return found
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
-        """Return the numbers of a segment if the optimizer takes them: other optimizers
-        know the plan.
+        """Return the numbers of a segment if the optimizer takes them.
+
+        Args:
+            segment: the segment of the plan's clock, or None.
         """
-        return (
-            segment_numbers(segment)
-            if segment is not None and isinstance(self.tx, FollowingOptimizer)
-            else None
-        )
+        return self._fused.segment_of(segment)
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
-        """Return the iterations of the `fused` program's loops: microbatches, or passes
-        and the ticks of a pipeline pass.
+        """Return the iterations of a program's loops: microbatches, or passes and the
+        ticks of a pipeline pass.
+
+        Args:
+            split: a split of the plan.
         """
         splitter = self._plan.splitter
         if splitter.num_stages == 1:
@@ -690,7 +660,7 @@ class TrainStep:
         """The options of `batches` and `stream` for this step."""
         return {
             "batch_axes": self._batch_axes,
-            "chunk_size": self._chunk_size,
+            "chunk_size": self._engine.chunk_size,
             "split_for": self.split_for,
         }
 
@@ -706,29 +676,18 @@ class TrainStep:
         # A state with the `step` that the last call returned needs no check. Before the
         # first call, `known` is None.
         if known is None or getattr(state, "step", None) is not known:
-            axes = self._update.scatter_axes or BatchAxes.of(
-                self._mesh, self._batch_axes
-            )
+            axes = BatchAxes.of(self._mesh, self._batch_axes)
             # An axis of one device shards nothing, even if a sharding names it.
-            axes = dataclasses.replace(
-                axes,
-                replica=tuple(
-                    name for name in axes.replica if self._mesh.shape[name] > 1
-                ),
-            )
-            facts = {
-                "is_first": known is None,
-                "is_fused": self._is_fused,
-                "scatters": self._update.scatter_axes is not None,
-            }
+            replica = tuple(n for n in axes.replica if self._mesh.shape[n] > 1)
             done = NewState(
                 state=state,
                 tx=self.tx,
                 mesh=self._mesh,
-                axes=axes,
+                axes=dataclasses.replace(axes, replica=replica),
                 donate=self._donate,
-                **facts,
+                is_first=known is None,
             ).check()
+            self._warn_of_carried(state)
         if batch.position.step != done:
             fix = (
                 "start with the state: step.batches(source, start=state.step), or"
@@ -756,7 +715,7 @@ class TrainStep:
         if batch.layout not in self._layouts:
             size = row_size(batch.row)
             layouts = {
-                layout_of(self._plan, split, size, chunk_size=self._chunk_size)
+                layout_of(self._plan, split, size, chunk_size=self._engine.chunk_size)
                 for split in self._plan.splits_to_come
             }
             if batch.layout in layouts:
@@ -764,10 +723,10 @@ class TrainStep:
                 return
             if self._plan.splitter.whole_batch:
                 raise DataError(
-                    "with whole_batch=True, a step takes its own batches:"
+                    "with whole batches, a step takes its own batches:"
                     " step.batches(...), stream or batch"
                 )
-            if not self._is_fused and batch.layout.chunk_size != 1:
+            if self._engine.chunk_size == 1 != batch.layout.chunk_size:
                 problem = (
                     "multi_steps runs one microbatch at a time, but the batch has"
                     f" chunks of {batch.layout.chunk_size}"
@@ -784,63 +743,33 @@ class TrainStep:
                 f" has {planned}; {fix}"
             )
 
-    def _run(
-        self, program: Any, update: Callable[..., Any], state: Any, *args: Any
-    ) -> Any:
-        """Run the program of an update, or for None the update itself, without
-        compilation.
+    def _warn_of_carried(self, state: Any) -> None:
+        """Say once that a loss changes what it carries more often than a step by hand
+        does.
         """
-        trained, frozen = split_frozen(state)
-        if program is None:
-            with auto_context(self._mesh):
-                view = auto_view(self._mesh)
-                own = move((trained, frozen, *args), view)
-                new, metrics = move(
-                    update(self._update, on_mesh(shardings_of(state), view), *own),
-                    self._mesh,
-                )
-        else:
-            new, metrics = _call(program, trained, frozen, *args)
-        return join_frozen(new, frozen), metrics
-
-    def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """Lower a program that maps a state, its `frozen` and further arguments to the
-        next state and the metrics.
-        """
-        # The next state has the shardings of the given one, so that the program accepts
-        # its own result. Only the state is donated: no result has the shape of the
-        # batch, and the padding is used again.
-        shardings = shardings_of(state)
-        donated = 0 if self._donate else ()
-        results = (split_frozen(shardings)[0], replicated(self._mesh))
-        views = on_mesh(shardings, auto_view(self._mesh))
-
-        own = self._update
-        try:
-            with auto_context(self._mesh):
-                program = jax.jit(
-                    functools.partial(update, own, views),
-                    donate_argnums=donated,
-                    out_shardings=results,
-                )
-                return program.lower(*as_auto((*split_frozen(state), *args)))
-        except Exception as error:
-            if own.has_explicit or not may_need_explicit(error, self._mesh):
-                raise
-            first = error
-        self._update = dataclasses.replace(own, has_explicit=True)
-        try:
-            return self._lower_program(update, state, *args)
-        except Exception as error:
-            self._update = own
-            raise neither(first, error, self._mesh) from error
+        most = max(split.num_microbatches for split in self._plan.splits)
+        numbers = [
+            leaf
+            for leaf in jax.tree.leaves(carried(state))
+            if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+        ]
+        if most > 1 and numbers and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loss changes `mutable` once per microbatch, up to {most} times in"
+                " a step, where a step by hand changes it once; if it is a running"
+                " average, return sums in `aux` and compute it from the metrics",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per
         phase.
         """
         index = batch.position.phase.index
-        if index == self._requested_in or jax.config.jax_disable_jit:
+        is_done = index == self._requested_in or not self.is_fused
+        if is_done or jax.config.jax_disable_jit:
             return
         self._requested_in = index
         # This phase too: it may run in the shape of an earlier one.
@@ -859,144 +788,9 @@ class TrainStep:
                 functools.partial(self.lower, shapes, batch.row, split),
             )
 
-    def _padded(self, batch: Batch) -> tuple[Any, ...]:
-        """Return as many chunks as the program takes: those of the batch, then one
-        chunk of zeros that stays on the devices.
-        """
-
-        def zeros_like(x: jax.Array) -> jax.Array:
-            shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
-            return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
-
-        if batch.layout not in self._padding:
-            # Made on the host: `jnp.zeros` would be one more compilation, at a phase
-            # change and with the run waiting.
-            self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
-        return batch.chunks + (self._padding[batch.layout],) * (
-            batch.layout.num_chunks - len(batch.chunks)
-        )
-
 
 def _num_rows(split: BatchSplit) -> int:
     """Return R, the number of rows of a microbatch. In a plan, there is one program for
     each.
     """
     return split.data_parallel_size * split.microbatch_size
-
-
-class EvalStep:
-    """A compiled evaluation step: sums loss and weight over a batch. It takes the same
-    loss function as `train_step`.
-
-    With `whole_batch`, the loss sees all rows of a batch, which is then one microbatch,
-    as in a plan of a constant batch.
-
-    Example:
-        >>> from rampup import create_state, make_mesh
-        >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> evaluate = EvalStep(lambda params, batch, keys: (((batch - params) ** 2).sum(), len(keys), {}), mesh)
-        >>> state = create_state(np.float32(1), optax.sgd(0.1), mesh)
-        >>> sums = [evaluate(state, batch) for batch in evaluate.batches(np.arange(7.0), 3)]
-        >>> [(float(loss), int(weight)) for loss, weight in sums]
-        [(2.0, 3), (29.0, 3), (25.0, 1)]
-    """
-
-    def __init__(
-        self,
-        loss_fn: LossFn | SummableLoss,
-        mesh: Mesh,
-        *,
-        batch_axes: BatchAxes | None = None,
-        whole_batch: bool = False,
-    ) -> None:
-        self._loss = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
-        self._whole_batch = whole_batch
-        self._loss_fn, self._batch_axes = loss_fn, batch_axes
-        self._mesh = mesh
-        self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
-
-    def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of
-        one size share a program.
-        """
-        if not isinstance(batch, Batch):
-            raise DataError(
-                "an EvalStep takes a Batch, such as `step_batches` yields, and not"
-                f" {a_type(batch)}"
-            )
-        check_placed(state)
-        if self._whole_batch and batch.num_microbatches > 1:
-            problem = (
-                "whole_batch=True evaluates a batch of one microbatch, but this one"
-                f" has {batch.num_microbatches}"
-            )
-            raise DataError(f"{problem}; make it with plan.with_whole_batches()")
-        args = state, batch.chunks, np.int32(batch.num_microbatches)
-        # The rows that are left over are on every device, as if the mesh had no axes
-        # for rows; see `batches`.
-        is_shared = (
-            BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
-        )
-        is_whole = (
-            is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
-        )
-        loss = (
-            self._loss
-            if not is_whole
-            else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
-        )
-        view = auto_view(self._mesh)
-        shardings = on_mesh(shardings_of(state), view)
-        if jax.config.jax_disable_jit:
-            with auto_context(self._mesh):
-                return move(
-                    eval_sums(loss, view, shardings, *move(args, view)), self._mesh
-                )
-
-        def lower(has_explicit: bool) -> Any:
-            own = explicit_loss(loss, view, shardings) if has_explicit else loss
-            with auto_context(self._mesh):
-                sums = jax.jit(
-                    functools.partial(eval_sums, own, view, shardings),
-                    out_shardings=replicated(self._mesh),
-                )
-                return sums.lower(*as_auto(args))
-
-        key = batch.layout, len(batch.chunks), is_whole
-        return _call(
-            self._compiler.get(key, lambda: with_either_axes(lower, self._mesh)), *args
-        )
-
-    def batches(
-        self, source: Any, batch_size: int, *, batched: bool | None = None
-    ) -> Iterator[Batch]:
-        """Yield all rows of a source once, in order: batches of `batch_size` rows, then
-        what is left over.
-
-        That is at most two batches with programs of their own: as many rows as all
-        replicas can share, and the rest, which every device computes. `batch_size` is a
-        multiple of the devices that share the rows. For the rest see `step_batches`.
-        """
-        from rampup.data.batches import eval_batches
-
-        options: dict[str, Any] = {
-            "batch_axes": self._batch_axes,
-            "whole_batch": self._whole_batch,
-            "batched": batched,
-        }
-        return eval_batches(source, batch_size, self._mesh, **options)
-
-
-def _call(program: Callable[..., Any], *args: Any) -> Any:
-    """Call a compiled program."""
-    try:
-        return program(*args)
-    except (TypeError, ValueError) as error:
-        problem = (
-            "structure, types, shapes or shardings of the state or the rows are not"
-            " those that this step compiled for"
-        )
-        raise ConfigError(
-            f"{problem}; convert them, or make another step for them: {error}",
-            key="state",
-        ) from error

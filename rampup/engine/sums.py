@@ -73,12 +73,6 @@ class Recipe:
     # vanishing
     scale: Any = None
 
-    def scaled(self, loss: Any) -> Any:
-        """Return the loss of a microbatch as it is differentiated: at least in float32,
-        where the scale does not overflow.
-        """
-        return loss if self.scale is None else as_summed(loss) * self.scale
-
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
         """Return the sums over mesh axes. Call it in a function that is manual over
         them. `mutable` has its own collectives.

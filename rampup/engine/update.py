@@ -30,6 +30,7 @@ from rampup.engine.state import (
     join_frozen,
     replace_carried,
     replace_fields,
+    shardings_of,
     split_frozen,
 )
 from rampup.engine.sums import (
@@ -43,13 +44,13 @@ from rampup.engine.sums import (
     safe_reciprocal,
     sum_of_means,
 )
-from rampup.engine.zero import gather_parameters, scattered_shardings
+from rampup.engine.zero import gather_parameters, is_scattered, scattered_shardings
 from rampup.errors import ConfigError, a_type
 
 Metrics = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Update:
     """What the programs of a training step compute. The shardings of the state are an
     argument: a trace does not know them.
@@ -61,11 +62,16 @@ class Update:
     batch_axes: BatchAxes | None
     key: jax.Array  # of the run: a constant of the programs
     skip_nonfinite: bool
-    scatter_axes: (
-        BatchAxes | None
-    )  # those whose replicas split the optimizer's state (ZeRO-1)
     measures_noise: bool
     has_explicit: bool = False  # the loss function sees Explicit axes
+
+    def scatter_axes(self, state_shardings: Any) -> BatchAxes | None:
+        """Return the axes of the replicas if they split the optimizer's state
+        (ZeRO-1).
+        """
+        axes = BatchAxes.of(self.mesh, self.batch_axes)
+        is_split = is_scattered(device_shardings(state_shardings.opt_state), axes)
+        return axes if is_split and axes.num_replicas(self.mesh) > 1 else None
 
     def fused(
         self,
@@ -85,13 +91,14 @@ class Update:
         # The shardings of the gradients are those of the parameters, or with ZeRO-1
         # those of each replica's own part.
         grad_shardings = device_shardings(state_shardings.params)
-        if self.scatter_axes is not None:
+        scatter_axes = self.scatter_axes(state_shardings)
+        if scatter_axes is not None:
             placed = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                 state.params,
                 grad_shardings,
             )
-            grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
+            grad_shardings = scattered_shardings(placed, self.mesh, scatter_axes)
         recipe = self._recipe(state, state_shardings, grad_shardings)
         loss = self.bound_loss(state, state_shardings)
         with jax.named_scope("accumulate"):
@@ -125,7 +132,7 @@ class Update:
         }
         if isinstance(sums.loss, tuple):
             metrics["loss_parts"] = jax.tree.map(sum_of_means, sums.loss, sums.weight)
-        if self.scatter_axes is not None:
+        if scatter_axes is not None:
             state = replace_fields(
                 state, params=jax.tree.map(constrain, state.params, grad_shardings)
             )
@@ -151,10 +158,10 @@ class Update:
                 )
                 changes["dynamic_scale"] = adapt(jnp.float32(0))[0]
         new = replace_carried(new, mutable, **changes)
-        if self.scatter_axes is not None:
+        if scatter_axes is not None:
             with jax.named_scope("gather"):
                 params = gather_parameters(
-                    new.params, grad_shardings, self.mesh, self.scatter_axes
+                    new.params, grad_shardings, self.mesh, scatter_axes
                 )
                 new = replace_fields(new, params=params)
         return split_frozen(new)[0], metrics
@@ -249,8 +256,11 @@ class Update:
         keys_KR = jax.eval_shape(
             lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0))
         )
+        shardings = shardings_of(state)
         eval_sums = functools.partial(
-            self.bound_loss(state).eval_sums, mesh=self.mesh, mutable=carried(state)
+            self.bound_loss(state, shardings).eval_sums,
+            mesh=self.mesh,
+            mutable=carried(state),
         )
         sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
@@ -280,7 +290,7 @@ class Update:
             # scattered over the replicas, or in host memory between steps, do not:
             # every microbatch would need them whole.
             is_at_hand = (
-                self.scatter_axes is None
+                self.scatter_axes(state_shardings) is None
                 and device_shardings(state_shardings.opt_state)
                 == state_shardings.opt_state
             )

@@ -35,14 +35,15 @@ from rampup.config.stages import adam_base, adam_scaling, hyperparameters
 from rampup.data.batches import BatchLoader, BatchOptions, Loading, SampleOrder
 from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of
-from rampup.engine.accumulate import AccumulatedLoss, random_key
+from rampup.engine.accumulate import AccumulatedLoss, multi_steps, random_key
+from rampup.engine.evaluation import EvalStep
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.engine.pipeline import permute_layers
 from rampup.engine.processes import gather_from_all, is_primary, wait_for_all
 from rampup.engine.state import TrainState, create_state
-from rampup.engine.step import EvalStep, TrainStep, train_step
+from rampup.engine.step import TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.transformer import LanguageModel, matrices
@@ -262,15 +263,23 @@ class TrainSetup:
         allow it.
         """
         config = self.config
+        tx = self.tx
+        if config.gradient_accumulation == "multi_steps":
+            if config.shard_optimizer_over_data:
+                raise ConfigError(
+                    "shard_optimizer_over_data=true needs gradient_accumulation=fused",
+                    fix="multi_steps runs the optimizer at every microbatch",
+                    key="shard_optimizer_over_data",
+                    nearest=(False,),
+                )
+            tx = multi_steps(tx, self.plan)
         return train_step(
             self.loss,
-            self.tx,
+            tx,
             self.plan,
             self.mesh,
-            engine=config.gradient_accumulation,
             seed=config.init_weights_seed,
             skip_nonfinite=config.skip_nonfinite > 0,
-            shard_optimizer_over_data=config.shard_optimizer_over_data,
             measure_gradient_noise=config.measure_gradient_noise,
             check_loss=False,  # a sum over rows: tested
         )

@@ -13,10 +13,10 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
+from helpers.toy import make_step
 from helpers.toy import plain_loss_fn as loss_fn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rampup import train_step
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
@@ -141,7 +141,7 @@ def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
         assert found[-1]["blocks"] == BLOCKS
 
     for measures in (False, True):
-        step = train_step(
+        step = make_step(
             loss_fn, ADAM, plan, mesh, measure_gradient_noise=measures, **zero
         )
         state = create_state(toy.new_params(mesh, np.float64), step.tx, mesh, **zero)
@@ -239,7 +239,7 @@ def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
         )
 
     for measures in (False, True):
-        step = train_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
+        step = make_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
         state = create_state(pipeline_params(mesh), step.tx, mesh)
         run(step, state, rows, plan, check if measures else lambda *_: None)
         programs.append(program_of(step))
@@ -254,7 +254,7 @@ def test_gradient_noise_refuses_a_parameter_of_two_stages():
     """The parts of a tied parameter's gradient are on different stages."""
     mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
     plan, rows = plan_for(mesh, stages=2), toy.rows(64, np.float64)
-    step = train_step(
+    step = make_step(
         pipelined(tied=True), ADAM, plan, mesh, measure_gradient_noise=True
     )
     state = create_state(pipeline_params(mesh), step.tx, mesh)
@@ -283,7 +283,7 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
 
     tx = optax.sgd(1e-3)
     params = toy.new_params(mesh, np.float64) | {"table": jnp.arange(3)}
-    step = train_step(loss, tx, plan, mesh, measure_gradient_noise=True)
+    step = make_step(loss, tx, plan, mesh, measure_gradient_noise=True)
     fields = {
         "mutable": {"n": jnp.int32(0)},
         "dynamic_scale": DynamicScale(scale=jnp.float64(1024)),
@@ -308,7 +308,7 @@ def test_gradient_noise_of_a_state_made_by_hand_on_one_device():
     noise is measured.
     """
     mesh, plan, rows = one_device(steps=1, size=2 * ROWS)
-    step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
+    step = make_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
     params = jax.device_put(toy.new_params(mesh, np.float64), jax.devices()[0])
     state = TrainState(step=jnp.int32(0), params=params, opt_state=ADAM.init(params))
     noise = step(state, next(step.batches(rows)))[1]["gradient_noise"]
@@ -329,7 +329,7 @@ def test_gradient_noise_needs_no_more_memory():
         return jnp.sum(x**2), jnp.float64(len(x)), {}
 
     def temporary(measures):
-        step = train_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
+        step = make_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
         state = create_state(jnp.ones((8, 64, 64)), step.tx, mesh)
         lowered = step.lower(state, {"x": np.zeros(64)}, plan.splits[0])
         return compile_program(lowered).memory_analysis().temp_size_in_bytes
@@ -343,7 +343,7 @@ def test_gradient_noise_is_measured_before_clipping_and_not_a_number_in_a_skippe
     """
     mesh, plan, rows = one_device()
     rows[70]["x"] = rows[70]["x"] * np.inf
-    step = train_step(
+    step = make_step(
         loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, skip_nonfinite=True
     )
 
@@ -372,7 +372,7 @@ def test_gradient_noise_needs_two_blocks_in_every_phase():
     replicas are enough.
     """
     one, two = (make_mesh(devices=jax.devices()[:number]) for number in (1, 2))
-    train_step(
+    make_step(
         loss_fn, ADAM, toy.plan_for(two, "0:16 64:8"), two, measure_gradient_noise=True
     )
     smaller = (
@@ -385,7 +385,7 @@ def test_gradient_noise_needs_two_blocks_in_every_phase():
         ("0:1", "larger batch", ("measure_gradient_noise", (False,))),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
-            train_step(
+            make_step(
                 loss_fn,
                 ADAM,
                 toy.plan_for(one, schedule),
@@ -407,10 +407,10 @@ def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
 
     mesh, plan, rows = one_device()
     with pytest.raises(ConfigError, match="gradient_accumulation=fused"):
-        train_step(
+        make_step(
             loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, engine="multi_steps"
         )
-    step = train_step(OwnLoss(loss_fn), ADAM, plan, mesh, measure_gradient_noise=True)
+    step = make_step(OwnLoss(loss_fn), ADAM, plan, mesh, measure_gradient_noise=True)
     state = create_state(toy.new_params(mesh), ADAM, mesh)
     with pytest.raises(ConfigError, match=r"OwnLoss does not use `recipe\.noise`"):
         step(state, next(step.batches(rows)))

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
+from helpers.toy import make_step
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
@@ -130,7 +131,7 @@ def test_parts_of_a_loss_that_takes_shards_and_of_a_scaled_loss():
     loss = AccumulatedLoss(
         gathers, param_shardings=jax.tree.map(lambda p: p.sharding, params)
     )
-    step = rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
+    step = make_step(loss, optax.sgd(0.1), plan, mesh)
     assert_big_batches(*toy.history(step, rampup.create_state(params, step.tx, mesh)))
     scaled = toy.flax_state(toy.ScaledState, dynamic_scale=DynamicScale(scale=512.0))
     step, state = toy.start(
@@ -263,7 +264,7 @@ def test_parts_are_refused_where_they_cannot_be_right():
         stage=lambda layers, x, *_: x,
         last=lambda p, x, b, k: ((x.sum(), 0.0), (1, 1), {}),
     )
-    step = rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
+    step = make_step(loss, optax.sgd(0.1), plan, mesh)
     with pytest.raises(
         rampup.errors.ConfigError, match="a PipelinedLoss has one weight"
     ):

@@ -7,9 +7,10 @@ import optax
 import pytest
 from flax import nnx
 from helpers import toy
+from helpers.toy import make_step
 
 import rampup
-from rampup import split_model, step_batches, train_step
+from rampup import split_model, step_batches
 
 
 def loss_fn(model, batch, rngs):
@@ -36,8 +37,8 @@ def test_split_model_equals_a_pure_function():
     state, pure = split_model(model, loss_fn, tx, mesh)
     other = rampup.create_state(params, tx, mesh)
     batches = list(step_batches(toy.rows(), plan, mesh))
-    _, found = toy.history(train_step(pure, tx, plan, mesh), state, batches)
-    _, expected = toy.history(train_step(plain, tx, plan, mesh), other, batches)
+    _, found = toy.history(make_step(pure, tx, plan, mesh), state, batches)
+    _, expected = toy.history(make_step(plain, tx, plan, mesh), other, batches)
     np.testing.assert_allclose(
         [m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-6
     )
@@ -67,13 +68,13 @@ def test_split_model_seeds_stacked_layers():
         return loss_fn(lambda x: apply(x, layers), batch, rngs)
 
     state, pure = split_model(create(nnx.Rngs(0)), stacked_loss, tx, mesh)
-    _, metrics = toy.train(train_step(pure, tx, plan, mesh), state)
+    _, metrics = toy.train(make_step(pure, tx, plan, mesh), state)
     assert np.isfinite(float(metrics["loss"]))
 
 
 def test_split_model_takes_the_options_of_create_state():
     """The optimizer's state is scattered over the replicas, over axes of the user's
-    names; a step without it is refused.
+    names; a later state without it is refused.
     """
     mesh = jax.make_mesh(
         (4, 2), ("dp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
@@ -96,9 +97,10 @@ def test_split_model_takes_the_options_of_create_state():
         leaf for leaf in jax.tree.leaves(state.opt_state[0].mu) if leaf.ndim == 2
     )
     assert "dp" in str(kernel.sharding.spec)
-    step = train_step(pure, tx, plan, mesh, **options)
+    step = make_step(pure, tx, plan, mesh, **options)
+    assert int(toy.train(step, state)[0].step) == 2
     with pytest.raises(
-        rampup.errors.ConfigError, match="create_state, prepare_state or split_model"
+        rampup.errors.ConfigError, match=r"place the state as before \(create_state"
     ):
         toy.train(
             step,
@@ -106,7 +108,6 @@ def test_split_model_takes_the_options_of_create_state():
                 nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0)), loss_fn, tx, mesh
             )[0],
         )
-    assert int(toy.train(step, state)[0].step) == 2
 
 
 def test_split_model_refuses_a_loss_function_without_keys():

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.data.batches import step_batches
 from rampup.engine import offload
+from rampup.engine.evaluation import EvalStep
 from rampup.engine.mesh import make_mesh
 from rampup.engine.state import create_state
-from rampup.engine.step import EvalStep, train_step
+from rampup.engine.step import train_step
 from rampup.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("optimized")

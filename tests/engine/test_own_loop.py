@@ -17,6 +17,7 @@ from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
 from helpers.toy import (
     loss_fn,
+    make_step,
     mesh_of,
     new_params,
     plain_loss_fn,
@@ -63,7 +64,7 @@ def test_streams_and_arrays_train_as_random_access_does(mesh_name):
     """
     mesh, data = mesh_of(mesh_name), rows()
     plan = plan_for(mesh, steps=6)
-    step = rampup.train_step(loss_fn, optax.sgd(0.01), plan, mesh)
+    step = make_step(loss_fn, optax.sgd(0.01), plan, mesh)
     dataset, eights = (
         grain.MapDataset.source(data).to_iter_dataset(),
         [toy.stacked(data[n : n + 8]) for n in range(0, 400, 8)],
@@ -110,7 +111,7 @@ def test_accumulate_in_a_jitted_step_of_ones_own(mesh_name):
     ):
         state, _ = own_step(state, batch.chunks[0], batch.num_microbatches)
     assert own_step._cache_size() <= 2
-    step = rampup.train_step(plain_loss_fn, tx, plan, mesh)
+    step = make_step(plain_loss_fn, tx, plan, mesh)
     check_equal(state.params, trained(step, mesh, step.batches(rows())))
 
 
@@ -139,7 +140,7 @@ def test_wrong_arguments_are_named():
         ("`tx`, not an nnx.Optimizer", loss_fn, own),
     ):
         with pytest.raises(ConfigError, match=words):
-            rampup.train_step(*arguments, plan_for(mesh), mesh)
+            make_step(*arguments, plan_for(mesh), mesh)
 
 
 def test_plan_beyond_int32_steps_is_refused():
@@ -148,7 +149,7 @@ def test_plan_beyond_int32_steps_is_refused():
     """
     plan = dataclasses.replace(plan_for(mesh_of("one")), total_steps=2**31)
     with pytest.raises(RampupError, match="int32"):
-        rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh_of("one"))
+        make_step(loss_fn, optax.sgd(0.1), plan, mesh_of("one"))
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
@@ -227,7 +228,7 @@ def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     mean = np.array(model.norm.mean[...])
     state, pure = rampup.split_model(model, model_loss, tx, mesh, wrt=wrt)
-    step = rampup.train_step(pure, tx, plan, mesh)
+    step = make_step(pure, tx, plan, mesh)
     batches = list(step.batches(rows()))
     state, found = toy.history(step, state, batches)
     rampup.merge_model(model, state)

@@ -17,6 +17,7 @@ from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
 from helpers.toy import (
     loss_fn,
+    make_step,
     mesh_of,
     new_params,
     plain_loss_fn,
@@ -119,7 +120,7 @@ def test_two_steps_read_the_parameters_of_each_other(engine):
         return loss_fn(jax.tree.map(jnp.add, params, frozen), batch, keys)
 
     (step, one), (_, other) = (start(loss=loss, engine=engine) for _ in range(2))
-    other_step = rampup.train_step(
+    other_step = make_step(
         loss, optax.sgd(0.1), step._plan, mesh_of("one"), engine=engine
     )
     for batch in step.batches(rows(), stop=3):
@@ -223,7 +224,7 @@ def run_pipeline(num_stages, **fields):
     model, tx = MODEL.on(mesh), optax.sgd(0.3)
     params = jax.device_put(init(jax.random.key(0)), model.shardings(mesh))
     state = toy.flax_state(FrozenState, **fields)(params, tx)
-    step = rampup.train_step(
+    step = make_step(
         model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh
     )
     rng = np.random.default_rng(0)
@@ -279,7 +280,7 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
     plan = plan_for(mesh, "0:8", steps=5, num_stages=2)
     params = init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
-    step = rampup.train_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
+    step = make_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
     data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
     with pytest.raises(
         rampup.errors.ConfigError, match="integer parameters, which a PipelinedLoss"
@@ -456,7 +457,7 @@ def test_optimizers_that_need_more_than_a_gradient_are_refused(tx, words):
     with pytest.raises(rampup.errors.ConfigError, match=words):
         rampup.create_state(new_params(mesh), tx, mesh)
     with pytest.raises(rampup.errors.ConfigError, match=words):
-        rampup.train_step(loss_fn, tx, plan_for(mesh), mesh)
+        make_step(loss_fn, tx, plan_for(mesh), mesh)
     train(*start(tx=SAM[1]), steps=1)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import toy
+from helpers.toy import make_step
 
 from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.optimizer import (
@@ -18,7 +19,6 @@ from rampup.engine.optimizer import (
     segment_numbers,
 )
 from rampup.engine.state import create_state
-from rampup.engine.step import train_step
 from rampup.engine.update import select_step
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
@@ -44,7 +44,7 @@ def train(plan, mesh, tx_at, **options):
     ):
         tx = tx_at(batch.position)
         step = steps.setdefault(
-            id(tx), train_step(toy.loss_fn, tx, plan, mesh, seed=3, **options)
+            id(tx), make_step(toy.loss_fn, tx, plan, mesh, seed=3, **options)
         )
         if state is None:
             shard = options.get("shard_optimizer_over_data", False)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import toy
+from helpers.toy import make_step
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
@@ -174,6 +175,9 @@ OPERATIONS = [
     convolution,
     ragged,
 ]
+# What the replicas of data, fsdp and tensor cannot run by themselves.
+COMPILED = {depthwise: "conv_general_dilated", convolution: "conv_general_dilated"}
+COMPILED |= {tensor_kernel: "shard_map over tensor", ragged: "ragged_dot"}
 SPECS = [
     ("tensor", "fsdp"),
     ("fsdp", "tensor"),
@@ -266,12 +270,15 @@ def test_an_operation_equals_plain_jit(operations, spec):
     mesh = toy.mesh_of("data_fsdp_tensor")
     params, batch, keys = problem(mesh, spec)
     loss_fn, shardings = loss_of(operations), shardings_like(params, mesh)
+    is_compiled = not set(operations).isdisjoint(COMPILED)
+    loss = AccumulatedLoss(loss_fn, reduce_once=False if is_compiled else None)
     run = jax.jit(
-        lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings)
+        lambda *args: accumulate(loss, *args, mesh=mesh, param_shardings=shardings)
     )
     sums = run(params, batch, np.int32(K), keys)
     assert_close(
-        (sums.loss, sums.grads), expected_sums(loss_fn, params, batch, keys, 2)
+        (sums.loss, sums.grads),
+        expected_sums(loss_fn, params, batch, keys, 1 if is_compiled else 2),
     )
     assert all(
         jax.tree.leaves(
@@ -282,24 +289,43 @@ def test_an_operation_equals_plain_jit(operations, spec):
             )
         )
     )
-    total = AccumulatedLoss(loss_fn).eval_sums
+    total = loss.eval_sums
     evaluate = jax.jit(lambda *args: total(*args, mesh=mesh))
     np.testing.assert_allclose(
         evaluate(params, batch, keys, np.int32(K)).loss, sums.loss, rtol=1e-5
     )
 
 
+@pytest.mark.parametrize("operation", [depthwise, convolution, tensor_kernel])
+def test_what_cannot_be_mapped_is_refused_by_name(operation):
+    """On data, fsdp and tensor, the error names the operation and `reduce_once`."""
+    mesh = toy.mesh_of("data_fsdp_tensor")
+    args = problem(mesh, SPECS[1])
+    run = jax.jit(lambda *args: accumulate(loss_of([operation]), *args, mesh=mesh))
+    words = f"a {COMPILED[operation]}.*reduce_once=False"
+    with pytest.raises(rampup.errors.ConfigError, match=words):
+        run(*args[:2], np.int32(K), args[2])
+
+
 @pytest.mark.parametrize(
-    "name", ["one", "data_tensor", "fsdp", toy.slow("data_fsdp_tensor")]
+    ("name", "reduce_once"),
+    [
+        ("one", True),
+        ("data_tensor", None),
+        ("fsdp", None),
+        toy.slow("data_fsdp_tensor", False),
+    ],
 )
-def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name):
+def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name, reduce_once):
     """A loss with a `shard_map` over fsdp and tensor and with collectives over every
     other axis has the sums of one device.
     """
     mesh = toy.mesh_of(name)
     alone, (params, batch, keys) = toy.mesh_of("one"), problem(mesh, SPECS[1])
     single = tuple(
-        axis for axis in ("fsdp", "tensor", "stage") if mesh.shape[axis] == 1
+        axis
+        for axis in ("fsdp", "tensor", "stage")
+        if mesh.shape[axis] == 1 and name in ("one", "data_tensor")
     )
 
     def loss_fn(params, batch, keys, mesh=mesh, single=single):
@@ -330,7 +356,7 @@ def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name):
         steps=1,
         microbatch_size=R // mesh.shape["data"] // mesh.shape["fsdp"],
     )
-    step = rampup.train_step(loss_fn, optax.sgd(1.0), plan, mesh)
+    step = make_step(loss_fn, optax.sgd(1.0), plan, mesh, reduce_once=reduce_once)
     rows = jax.tree.map(lambda x: np.asarray(x).reshape(R * K, *x.shape[2:]), batch)
     before, (state, metrics) = jax.device_get(params), step(state, step.batch(rows))
     loss, grads = expected_sums(
@@ -374,7 +400,10 @@ def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
     start = {"mean": jnp.float32(0), "n": jnp.int32(0)}
     run = jax.jit(
         lambda *args: accumulate(
-            loss_fn, *args, mesh=mesh, mutable=start, batch_axes=axes
+            AccumulatedLoss(loss_fn, axes, reduce_once=True),
+            *args,
+            mesh=mesh,
+            mutable=start,
         )
     )
     sums = run(params, batch, np.int32(2), keys)
@@ -421,7 +450,7 @@ def test_gradients_are_reduced_over_the_replicas_once():
         given = params if where is mesh else jax.device_get(params)
         state = rampup.create_state(given, tx, where, shard_optimizer_over_data=zero)
         options = {"shard_optimizer_over_data": zero, "measure_gradient_noise": zero}
-        step = rampup.train_step(loss_of([labels]), tx, plan, where, **options)
+        step = make_step(loss_of([labels]), tx, plan, where, **options)
         account = rampup.contrib.lab.inspect(
             step, state, next(step.batches(rows))
         ).account

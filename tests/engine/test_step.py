@@ -12,18 +12,19 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
+from helpers.toy import make_step
 
+import rampup
 from rampup.data.batches import step_batches
 from rampup.engine import batch as buffers
 from rampup.engine.mesh import replicated
 from rampup.engine.state import create_state, prepare_state
-from rampup.engine.step import train_step
 from rampup.errors import ConfigError, DataError
 
 
 def trained(mesh, plan, engine="fused"):
     """Train the toy; return losses and norms, the final state and the step."""
-    step = train_step(
+    step = make_step(
         toy.loss_fn,
         optax.adamw(1e-2),
         plan,
@@ -264,7 +265,7 @@ def test_wait_for_compilation_takes_every_planned_shape(monkeypatch):
     assert sizes_used(step, state)[0] == planned
     plan = toy.plan_for(toy.mesh_of("one"), **options)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, toy.mesh_of("one"))
+    step = make_step(toy.loss_fn, optax.sgd(0.05), plan, toy.mesh_of("one"))
     assert [
         step.split_for(plan.position(number)).microbatch_size for number in range(10)
     ] == [size for _, size in planned]
@@ -313,21 +314,40 @@ def test_batch_of_arrays_goes_on_with_a_restored_state():
     assert int(step(state, batch_of_arrays(step))[0].step) == 5
 
 
-@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 @pytest.mark.parametrize(
     "make", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
 )
-def test_multi_steps_of_ones_own_is_refused(engine, make):
+def test_multi_steps_of_ones_own_is_refused(make):
     """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th
     step of the plan only.
     """
     with pytest.raises(
         ConfigError,
-        match=r"several optimizer steps of the plan; give the optimizer inside it",
+        match=r"several of its steps; give the optimizer inside it",
     ):
-        toy.start(tx=make(optax.MultiSteps(optax.sgd(0.1), 2)), engine=engine)
-    with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
-        toy.start(engine=f"not_{engine}")
+        toy.start(tx=make(optax.MultiSteps(optax.sgd(0.1), 2)))
+    other = toy.plan_for(toy.mesh_of("one"), "0:32")
+    with pytest.raises(ConfigError, match="does not follow this plan"):
+        toy.start(tx=rampup.multi_steps(optax.sgd(0.1), other))
+
+
+def test_arguments_that_are_gone_name_what_replaces_them():
+    """A step of an earlier version says what to write, and a slip that it is none."""
+    mesh = toy.mesh_of("one")
+    plan, tx = toy.plan_for(mesh), optax.sgd(0.1)
+    for name, words in {
+        "engine": r"multi_steps\(tx, plan\)",
+        "batch_axes": r"AccumulatedLoss\(loss_fn, batch_axes=",
+        "whole_batch": r"plan.with_whole_batches\(\)",
+        "shard_optimizer_over_data": "create_state",
+        "wait_for_compilation": "step.wait_for_compilation",
+        "sed": "unexpected keyword argument 'sed'",
+    }.items():
+        with pytest.raises(TypeError, match=words):
+            rampup.train_step(toy.loss_fn, tx, plan, mesh, **{name: None})
+    batch = {"x": np.ones((1, 2))}
+    with pytest.raises(TypeError, match="AccumulatedLoss"):
+        rampup.accumulate(toy.loss_fn, {}, batch, 1, mesh=mesh, whole_batch=True)
 
 
 def test_states_of_another_step_are_refused():
@@ -457,7 +477,7 @@ def test_disable_jit_works_on_a_mesh_with_explicit_axes():
         devices=jax.devices()[:1],
     )
     plan, one = toy.plan_for(mesh, "0:2", steps=1), toy.mesh_of("one")
-    step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
+    step = make_step(toy.loss_fn, optax.sgd(0.1), plan, mesh, reduce_once=True)
     state = create_state(toy.new_params(one), step.tx, mesh)
     with jax.set_mesh(mesh), jax.disable_jit():
         assert np.isfinite(step(state, next(step.batches(toy.rows())))[1]["loss"])

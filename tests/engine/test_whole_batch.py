@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import toy
+from helpers.toy import make_step
 from jax.sharding import PartitionSpec as P
 
 import rampup
@@ -140,14 +141,12 @@ def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
     # would make as large as any other.
     mesh, tx = mesh_of(name), optax.sgd(0.1, momentum=0.9)
     if mean is normalized:
-        # Collectives over the axis of the replicas are over all rows already.
-        state, loss_fn = rampup.split_model(
-            Normalized("data"), as_loss_fn(mean), tx, mesh
-        )
+        # Without collectives: the statistics are over all rows already.
+        state, loss_fn = rampup.split_model(Normalized(), as_loss_fn(mean), tx, mesh)
     else:
         state, loss_fn = rampup.create_state(START, tx, mesh), as_loss_fn(mean)
     plan = plan_of(mesh, microbatch_size=1)
-    step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
+    step = make_step(loss_fn, tx, plan, mesh, whole_batch=True)
     state, metrics = toy.history(step, state, step.batches(ROWS))
     losses, params = big_batches(mean, tx)
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, atol=2e-5)
@@ -168,7 +167,7 @@ def test_a_resumed_run_is_the_same_to_the_bit():
     for stops in ((6,), (3, 6)):
         state = rampup.create_state(START, tx, mesh, **options)
         for stop in stops:
-            step = rampup.train_step(
+            step = make_step(
                 as_loss_fn(contrastive),
                 tx,
                 plan_of(mesh),
@@ -206,7 +205,12 @@ def test_accumulate_and_evaluation_see_the_whole_batch():
     def run(params, buffer, number):
         keys = jnp.zeros(buffer["n"].shape)
         sums = rampup.accumulate(
-            loss_fn, params, buffer, number, keys, mesh=mesh, whole_batch=True
+            AccumulatedLoss(loss_fn, whole_batch=True),
+            params,
+            buffer,
+            number,
+            keys,
+            mesh=mesh,
         )
         return sums.loss / sums.weight, sums.mean_grads()
 
@@ -238,7 +242,7 @@ def test_what_cannot_see_a_whole_batch_is_refused():
             "plan": plan_of(mesh, gradient_accumulation_steps=2)
         },
         "needs gradient_accumulation=fused": {"engine": "multi_steps"},
-        "waits for the program of each batch size": {"wait_for_compilation": False},
+        "single process, without whole batches": {"wait_for_compilation": False},
         "a step has only one": {"measure_gradient_noise": True},
         r"give BatchAxes\(replica=\(\), rows=": {"batch_axes": replicas},
         "sees the rows of one device": {
@@ -257,9 +261,9 @@ def test_what_cannot_see_a_whole_batch_is_refused():
             "whole_batch": True,
         } | changes
         with pytest.raises(rampup.errors.ConfigError, match=words):
-            rampup.train_step(**args)
+            make_step(**args)
     plan = plan_of(mesh, microbatch_size=1)
-    step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
+    step = make_step(loss_fn, tx, plan, mesh, whole_batch=True)
     with pytest.raises(rampup.errors.DataError, match="a step takes its own batches"):
         step(
             rampup.create_state(START, tx, mesh),
@@ -270,8 +274,8 @@ def test_what_cannot_see_a_whole_batch_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["data_fsdp_tensor", "data", "data_fsdp"])
 def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name):
-    """A `jax.shard_map` over the axes of the replicas trains as on one device, with a
-    warning, and reduces per microbatch.
+    """A `jax.shard_map` over the axes of the replicas is refused with the option with
+    which it trains as on one device, and reduces per microbatch.
     """
     mesh = (
         rampup.make_mesh(rampup.MeshAxes(data=4, fsdp=2))
@@ -294,17 +298,12 @@ def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name
         )
         return spread(params, batch["x"]), batch["x"].size, {}
 
-    step = rampup.train_step(loss_fn, tx, plan, mesh)
-    with pytest.warns(
-        RuntimeWarning,
-        match=(
-            "partitions its rows over data too, and reduces gradients once per"
-            " microbatch"
-        ),
-    ):
-        state, metrics = toy.history(
-            step, rampup.create_state(START, tx, mesh), step.batches(ROWS)
-        )
+    step = make_step(loss_fn, tx, plan, mesh)
+    state = rampup.create_state(START, tx, mesh)
+    with pytest.raises(rampup.errors.ConfigError, match="reduce_once=False"):
+        toy.history(step, state, step.batches(ROWS))
+    step = make_step(loss_fn, tx, plan, mesh, reduce_once=False)
+    state, metrics = toy.history(step, state, step.batches(ROWS))
     losses, params = big_batches(
         lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p["in"]) @ p["out"] - b["x"]) ** 2), tx
     )
@@ -351,7 +350,7 @@ def test_a_shard_map_beside_collectives_over_the_rows_is_refused():
 
     rows, params = toy.stacked(ROWS[:16]), {"w": START["in"][:, :4]}
     plan, tx = plan_of(mesh, microbatch_size=1), optax.sgd(1.0)
-    step = rampup.train_step(alone, tx, plan, mesh, whole_batch=True)
+    step = make_step(alone, tx, plan, mesh, whole_batch=True)
     state, _ = step(rampup.create_state(params, tx, mesh), step.batch(rows))
     expected = jax.grad(lambda w: jnp.mean(jnp.sum(jnp.tanh(rows["x"] @ w), axis=1)))(
         params["w"]
@@ -359,6 +358,6 @@ def test_a_shard_map_beside_collectives_over_the_rows_is_refused():
     np.testing.assert_allclose(
         params["w"] - np.asarray(state.params["w"]), expected, rtol=1e-5, atol=1e-6
     )
-    step = rampup.train_step(both, tx, plan, mesh, whole_batch=True)
+    step = make_step(both, tx, plan, mesh, whole_batch=True)
     with pytest.raises(NameError, match="data"):
         step(rampup.create_state(params, tx, mesh), step.batch(rows))

@@ -16,6 +16,7 @@ from helpers.toy import (
     flax_state,
     history,
     loss_fn,
+    make_step,
     mesh_of,
     new_params,
     plan_for,
@@ -45,7 +46,7 @@ def begin(
     mesh, *, sharded=True, tx=OPTIMIZERS["adamw"], loss=loss_fn, steps=12, **options
 ):
     """Return a step, and its state at the beginning."""
-    step = rampup.train_step(
+    step = make_step(
         loss,
         tx,
         plan_for(mesh, steps=steps),
@@ -233,7 +234,7 @@ def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
     """
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
     plan = plan_for(mesh, f"0:{8 * num_microbatches}", microbatch_size=1)
-    step = rampup.train_step(
+    step = make_step(
         loss_fn, tx, plan, mesh, shard_optimizer_over_data=True, skip_nonfinite=True
     )
     state = begin(mesh)[1]
@@ -269,23 +270,34 @@ def test_scattered_shardings_prefer_free_dimensions():
 
 
 def test_states_that_do_not_belong_to_the_step_are_refused():
-    """Sharded parameters, and a state made with another value of the option, are errors
-    that name it.
+    """Sharded parameters, a state that is sharded otherwise, and `multi_steps`, are
+    errors that name the option; the step follows a state made with or without it.
     """
     mesh = mesh_of("data")
     (step, state), (scattering, sharded) = begin(mesh, sharded=False), begin(mesh)
     batch = next(step.batches(rows()))
-    for wrong in ((step, sharded), (scattering, state)):
-        with pytest.raises(ConfigError, match="create_state"):
-            wrong[0](wrong[1], batch)
+    other = jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))),
+        jax.tree.map(np.asarray, state.opt_state[0].mu),
+    )
+    others = (state.opt_state[0]._replace(mu=other), *state.opt_state[1:])
+    with pytest.raises(ConfigError, match="not as shard_optimizer_over_data=True of"):
+        step(state.replace(opt_state=others), batch)
+    found = [
+        run(own, batch)[1]["loss"]
+        for run, own in ((step, sharded), (scattering, state))
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-6)
     over_data = {
         name: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
         for name, x in new_params(mesh).items()
     }
     with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
         step(rampup.create_state(over_data, step.tx, mesh), batch)
+    step, _ = begin(mesh, engine="multi_steps")
+    options = {"shard_optimizer_over_data": True}
     with pytest.raises(ConfigError, match="multi_steps"):
-        begin(mesh, engine="multi_steps")
+        step(rampup.create_state(new_params(mesh), step.tx, mesh, **options), batch)
 
 
 def test_resume_on_fewer_replicas(tmp_path):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers import toy
+from helpers.toy import make_step
 
 from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.state import create_state
-from rampup.engine.step import train_step
 from rampup.loop.checkpoint import CheckpointOptions
 from rampup.loop.loop import Loop
 from rampup.loop.metrics import MetricOptions
@@ -31,7 +31,7 @@ def parts(engine="fused", *, skips=True, mesh="one", rate=1e-2):
     mesh = toy.mesh_of(mesh)
     plan = toy.plan_for(mesh, steps=STEPS)
     schedule = optax.linear_schedule(rate, rate / 10, STEPS)
-    step = train_step(
+    step = make_step(
         loss_fn,
         optax.adamw(schedule),
         plan,

@@ -115,6 +115,34 @@ def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
     )
 
 
+def make_step(
+    loss_fn,
+    tx,
+    plan,
+    mesh,
+    *,
+    engine="fused",
+    batch_axes=None,
+    whole_batch=False,
+    wait_for_compilation=None,
+    shard_optimizer_over_data=None,  # the step follows the state
+    **options,
+):
+    """Return a training step; what plan, optimizer, loss or step say may be an
+    option.
+    """
+    if whole_batch:
+        plan = plan.with_whole_batches()
+    if engine == "multi_steps":
+        tx = rampup.multi_steps(tx, plan)
+    if batch_axes is not None:
+        loss_fn = rampup.AccumulatedLoss(loss_fn, batch_axes=batch_axes)
+    step = rampup.train_step(loss_fn, tx, plan, mesh, **options)
+    if wait_for_compilation is not None:
+        step.wait_for_compilation = wait_for_compilation
+    return step
+
+
 def start(
     mesh_name="one",
     loss=loss_fn,
@@ -137,7 +165,7 @@ def start(
         if name in options
     }
     plan = plan_for(mesh, schedule, steps=steps, **splitter)
-    step = rampup.train_step(loss, tx or optax.sgd(0.1), plan, mesh, **options)
+    step = make_step(loss, tx or optax.sgd(0.1), plan, mesh, **options)
     params = new_params(mesh) if params is None else params
     if state is None:
         return step, rampup.create_state(params, step.tx, mesh, mutable=mutable)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import TORI, plan_for
+from helpers.toy import TORI, make_step, plan_for
 
-from rampup import create_state, make_mesh, train_step
+from rampup import create_state, make_mesh
 from rampup.engine import zero
 from rampup.engine.accumulate import AccumulatedLoss
-from rampup.engine.step import EvalStep
+from rampup.engine.evaluation import EvalStep
 from rampup.errors import ConfigError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
@@ -46,7 +46,7 @@ def run_step(model, axes, *, loss=None, devices=None, evaluates=False, **options
     }
     plan = plan_for(mesh, f"0:{NUM_ROWS}", steps=1, **sizes)
     loss = loss(model, mesh) if loss else model.sharded_loss(mesh)
-    step = train_step(loss, optax.sgd(0.5), plan, mesh, **options)
+    step = make_step(loss, optax.sgd(0.5), plan, mesh, **options)
     params = jax.device_put(
         jax.jit(SMALL.init)(jax.random.key(0)), model.shardings(mesh)
     )

@@ -50,7 +50,7 @@ def loss_fn(model, batch, keys):
 
 rows, model, tx = make_rows(720), Network(rngs=nnx.Rngs(0)), optax.adam(1e-3)
 state, pure_loss = rampup.split_model(model, loss_fn, tx, mesh := rampup.make_mesh())
-step = rampup.train_step(pure_loss, tx, plan, mesh, whole_batch=True)
+step = rampup.train_step(pure_loss, tx, plan.with_whole_batches(), mesh)
 losses = []
 for batch in step.batches(rows):
     state, metrics = step(state, batch)

@@ -38,7 +38,7 @@ rows, params, tx = (
     optax.adam(0.01),
 )
 state = rampup.create_state(params, tx, mesh := rampup.make_mesh())
-step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
+step = rampup.train_step(loss_fn, tx, plan.with_whole_batches(), mesh)
 losses = []
 for batch in step.batches(rows):
     state, metrics = step(state, batch)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import loss_fn, mesh_of, plan_for, rows, start
+from helpers.toy import loss_fn, make_step, mesh_of, plan_for, rows, start
 
 import rampup
 from rampup.errors import ConfigError
@@ -81,7 +81,7 @@ def test_the_engine_multi_steps_survives_a_row_of_nan():
     mesh = mesh_of("one")
     plan = plan_for(mesh, "0:16", steps=4, microbatch_size=4)
     tx = optax.chain(optax.zero_nans(), optax.sgd(0.1))
-    step = rampup.train_step(loss_fn, tx, plan, mesh, engine="multi_steps")
+    step = make_step(loss_fn, tx, plan, mesh, engine="multi_steps")
     state = rampup.create_state(start()[1].params, step.tx, mesh)
     seen = []
     for batch in step.batches(data):

@@ -1,0 +1,152 @@
+"""The evaluation step: the sums of losses and weights over a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rampup.engine.accumulate import summable
+from rampup.engine.batch import Batch
+from rampup.engine.compile import Compiler
+from rampup.engine.contract import LossFn, SummableLoss
+from rampup.engine.explicit import as_auto, move, on_mesh, sees_explicit
+from rampup.engine.mesh import BatchAxes, auto_context, auto_view, replicated
+from rampup.engine.processes import wait_for_all
+from rampup.engine.programs import call_program
+from rampup.engine.state import check_placed, shardings_of
+from rampup.engine.update import eval_sums, explicit_loss
+from rampup.errors import DataError, a_type
+
+
+class EvalStep:
+    """A compiled evaluation step: sums loss and weight over a batch. It takes the same
+    loss function as `train_step`.
+
+    Args:
+        loss_fn, mesh, reduce_once: see `train_step`.
+        batch_axes: see `AccumulatedLoss`.
+        whole_batch: the loss sees all rows of a batch, which is then one microbatch, as
+            in a plan of a constant batch.
+
+    Raises:
+        ConfigError: the loss cannot run on the mesh.
+
+    Example:
+        >>> import optax
+        >>> from rampup import create_state, make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> evaluate = EvalStep(lambda params, batch, keys: (((batch - params) ** 2).sum(), len(keys), {}), mesh)
+        >>> state = create_state(np.float32(1), optax.sgd(0.1), mesh)
+        >>> sums = [evaluate(state, batch) for batch in evaluate.batches(np.arange(7.0), 3)]
+        >>> [(float(loss), int(weight)) for loss, weight in sums]
+        [(2.0, 3), (29.0, 3), (25.0, 1)]
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn | SummableLoss,
+        mesh: Mesh,
+        *,
+        batch_axes: BatchAxes | None = None,
+        reduce_once: bool | None = None,
+        whole_batch: bool = False,
+    ) -> None:
+        self._loss = summable(
+            loss_fn, mesh, batch_axes, reduce_once=reduce_once, whole_batch=whole_batch
+        )
+        self._whole_batch = whole_batch
+        self._loss_fn, self._batch_axes = loss_fn, batch_axes
+        self._mesh = mesh
+        self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
+
+    def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Return the sums of a batch. Batches of one size share a program.
+
+        Args:
+            state: the training state, on the mesh; it stays as it is.
+            batch: a `Batch` of one step, such as those of `batches`.
+
+        Returns:
+            The sum of losses and the sum of weights, scalars on the devices, or tuples
+            of them if the loss has several parts.
+
+        Raises:
+            ConfigError: the state was donated, or is not on the mesh.
+            DataError: this is no `Batch`.
+        """
+        if not isinstance(batch, Batch):
+            raise DataError(
+                "an EvalStep takes a Batch, such as `step_batches` yields, and not"
+                f" {a_type(batch)}"
+            )
+        check_placed(state)
+        if self._whole_batch and batch.num_microbatches > 1:
+            problem = (
+                "whole_batch=True evaluates a batch of one microbatch, but this one"
+                f" has {batch.num_microbatches}"
+            )
+            raise DataError(f"{problem}; make it with plan.with_whole_batches()")
+        args = state, batch.chunks, np.int32(batch.num_microbatches)
+        # The rows that are left over are on every device, as if the mesh had no axes
+        # for rows; see `batches`.
+        is_shared = (
+            BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
+        )
+        is_whole = (
+            is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
+        )
+        loss = (
+            self._loss
+            if not is_whole
+            else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
+        )
+        view = auto_view(self._mesh)
+        shardings = on_mesh(shardings_of(state), view)
+        own = loss
+        if sees_explicit(loss, self._mesh):
+            own = explicit_loss(loss, view, shardings)
+        if jax.config.jax_disable_jit:
+            with auto_context(self._mesh):
+                sums = eval_sums(own, view, shardings, *move(args, view))
+                return move(sums, self._mesh)
+
+        def lower() -> Any:
+            with auto_context(self._mesh):
+                run = jax.jit(
+                    functools.partial(eval_sums, own, view, shardings),
+                    out_shardings=replicated(self._mesh),
+                )
+                return run.lower(*as_auto(args))
+
+        key = batch.layout, len(batch.chunks), is_whole
+        return call_program(self._compiler.get(key, lower), *args)
+
+    def batches(
+        self, source: Any, batch_size: int, *, batched: bool | None = None
+    ) -> Iterator[Batch]:
+        """Yield all rows of a source once, in order: batches of `batch_size` rows, then
+        what is left over.
+
+        That is at most two batches with programs of their own: as many rows as all
+        replicas can share, and the rest, which every device computes. `batch_size` is a
+        multiple of the devices that share the rows.
+
+        Args:
+            source: the rows; see `step_batches`.
+            batch_size: rows of a batch.
+            batched: whether an element of the source has several rows; see
+                `step_batches`.
+        """
+        from rampup.data.batches import eval_batches
+
+        options: dict[str, Any] = {
+            "batch_axes": self._batch_axes,
+            "whole_batch": self._whole_batch,
+            "batched": batched,
+        }
+        return eval_batches(source, batch_size, self._mesh, **options)

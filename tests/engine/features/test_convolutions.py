@@ -1,0 +1,156 @@
+"""Convolutions on every mesh and in every way of running: right, or refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.toy import make_step, slow
+from jax.sharding import NamedSharding, PartitionSpec
+
+import rampup
+from rampup.errors import ConfigError
+
+ROWS, C = 16, 8
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def convolve(x, kernel, **options):
+    """Return a convolution of images."""
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS, **options
+    )
+
+
+# The shape of the kernel, and the operation.
+KINDS = {
+    "ordinary": ((3, 3, C, C), convolve),
+    "grouped": ((3, 3, C // 2, C), lambda x, k: convolve(x, k, feature_group_count=2)),
+    "depthwise": ((3, 3, 1, C), lambda x, k: convolve(x, k, feature_group_count=C)),
+    "transposed": (
+        (3, 3, C, C),
+        lambda x, k: jax.lax.conv_transpose(x, k, (2, 2), "SAME"),
+    ),
+    "dilated": ((2, 2, C, C), lambda x, k: convolve(x, k, rhs_dilation=(2, 2))),
+}
+FORMS = {
+    "alone": lambda p, b, y: (y**2).sum(),
+    "beside a network": lambda p, b, y: (
+        (jnp.tanh(b["x"] @ p["w"]) @ p["v"] + y.reshape(len(y), -1)[:, :8]) ** 2
+    ).sum(),
+    "before a network": lambda p, b, y: (
+        (jnp.tanh(jax.nn.relu(y).mean((1, 2)) @ p["w"]) @ p["v"]) ** 2
+    ).sum(),
+    "flattened": lambda p, b, y: (
+        (jax.nn.relu(y).reshape(len(y), -1)[:, -64:] @ p["f"]) ** 2
+    ).sum(),
+}
+MESHES = {
+    "data_fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp_tensor": {"fsdp": 2, "tensor": 2},
+    "data_tensor": {"data": 2, "tensor": 2},
+    "data_fsdp": {"data": 2, "fsdp": 2},
+    "fsdp": {"fsdp": 4},
+    "tensor": {"tensor": 4},
+    "data": {"data": 4},
+}
+WAYS = {
+    "default": {},
+    "compiled": {"reduce_once": False},
+    "whole": {"whole_batch": True},
+}
+
+
+def change_of(kind, form, sizes, options, kernel_spec):
+    """Return the change of the parameters in a step of two microbatches."""
+    shape, operation = KINDS[kind]
+    rng = np.random.default_rng(0)
+    given = {"w": (8, 8), "v": (8, 8), "f": (64, 8), "k": shape}
+    params = {k: (rng.normal(size=s) * 0.3).astype("f") for k, s in given.items()}
+    rows = [
+        {
+            "x": rng.normal(size=8).astype("f"),
+            "image": rng.normal(size=(4, 4, C)).astype("f"),
+        }
+        for _ in range(ROWS)
+    ]
+    axes = rampup.MeshAxes(**sizes)
+    mesh = rampup.make_mesh(axes, jax.devices()[: axes.num_devices])
+    specs = {
+        "w": PartitionSpec("fsdp", "tensor"),
+        "v": PartitionSpec("tensor", "fsdp"),
+        "f": PartitionSpec("fsdp", "tensor"),
+        "k": kernel_spec,
+    }
+    d = axes.data * axes.fsdp
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.constant(ROWS),
+        splitter=rampup.BatchSplitter(
+            data_parallel_size=d, microbatch_size=ROWS // d // 2
+        ),
+        num_devices=mesh.size,
+        total_steps=1,
+    )
+
+    def loss_fn(params, batch, keys):
+        y = operation(batch["image"], params["k"])
+        return FORMS[form](params, batch, y), len(y), {}
+
+    placed = {
+        k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params.items()
+    }
+    step = make_step(loss_fn, optax.sgd(1.0), plan, mesh, **options)
+    state = rampup.create_state(placed, step.tx, mesh)
+    state, _ = step(state, next(step.batches(rows)))
+    return {k: x - np.asarray(state.params[k]) for k, x in params.items()}
+
+
+def assert_right(kind, form, mesh, way, kernel_spec):
+    """Compare with one device; only where replicas are mapped may it be refused."""
+    if way == "default" and mesh == "data_fsdp_tensor":
+        with pytest.raises(ConfigError, match=r"conv_general_dilated.*reduce_once=Fal"):
+            change_of(kind, form, MESHES[mesh], WAYS[way], kernel_spec)
+        return
+    expected = change_of(kind, form, {"data": 1}, {}, PartitionSpec())
+    found = change_of(kind, form, MESHES[mesh], WAYS[way], kernel_spec)
+    for name, x in expected.items():
+        np.testing.assert_allclose(
+            found[name], x, rtol=1e-4, atol=1e-5 * np.abs(x).max() + 1e-9
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "mesh", "way", "kernel_spec"),
+    [
+        ("ordinary", "beside a network", "data_fsdp_tensor", "default", ()),
+        ("ordinary", "beside a network", "data_fsdp_tensor", "compiled", ()),
+        (
+            "depthwise",
+            "flattened",
+            "data_tensor",
+            "default",
+            (None, None, None, "tensor"),
+        ),
+        ("grouped", "alone", "fsdp_tensor", "whole", ()),
+    ],
+)
+def test_a_convolution_is_right_or_refused(kind, form, mesh, way, kernel_spec):
+    """The gradients of kernel and network are those of one device."""
+    assert_right(kind, form, mesh, way, PartitionSpec(*kernel_spec))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "mesh", "way"),
+    [
+        slow(kind, form, mesh, way)
+        for kind in KINDS
+        for form in FORMS
+        for mesh in MESHES
+        for way in WAYS
+    ],
+)
+def test_every_convolution_on_every_mesh(kind, form, mesh, way):
+    """The whole table, with a kernel that is whole, and one that is sharded."""
+    rows = "fsdp" if kind not in ("grouped", "depthwise") else None
+    for spec in (PartitionSpec(), PartitionSpec(None, None, rows, "tensor")):
+        assert_right(kind, form, mesh, way, spec)
