@@ -67,9 +67,12 @@ def operations_of(lowered, disabled):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 4}])
-def test_the_pass_changes_nothing_in_our_programs(axes, dtype):
-    """With and without the pass, the compiler makes the same program."""
+def test_the_pass_changes_nothing_on_data(dtype):
+    """With and without the pass, the compiler makes the same program of replicas. Of a
+    loss that the compiler partitions over fsdp it does not: `check_step` says there
+    whether the gradients are right.
+    """
+    axes = {"data": 4}
     assert program(axes, dtype, False) == program(axes, dtype, True)
 
 
