@@ -33,12 +33,13 @@ from measure import (
 from rampup.contrib.lab.programs import fit_line
 from rampup.engine.mesh import STAGE, make_mesh
 from rampup.engine.pipeline import (
+    LAYERS,
     PipelinedLoss,
     Stage,
     check_shapes,
     permute_layers,
     pipeline_sums,
-    run_on_stages,
+    stage_replicas,
 )
 from rampup.engine.sums import Recipe, Sums, as_summed
 from rampup.errors import ConfigError, MissingDependencyError
@@ -442,20 +443,28 @@ def gpipe_sums(
     """
     check_shapes(loss, params, batch_KR, keys_KR, mesh)
 
-    def stage_sums(layers: Any, shared: Any, rows: Any, *_: None) -> Sums:
-        def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
+    def sum_stage(
+        reduce: Any, _: Any, params: Any, batch_KR: Any, keys_KR: Any, *rest: Any
+    ) -> Sums:
+        def forward(params: Any) -> tuple[jax.Array, Sums]:
+            shared = {name: part for name, part in params.items() if name != LAYERS}
             stage = Stage(
-                loss, layers, shared, rows, mesh, Recipe(), param_shardings=None
+                loss,
+                params[LAYERS],
+                shared,
+                (batch_KR, keys_KR),
+                mesh,
+                Recipe(),
+                param_shardings=None,
             )
             sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
             return sums.loss, sums
 
-        grads, sums = jax.grad(forward, argnums=(0, 1), has_aux=True)(layers, shared)
-        return sums._replace(grads=jax.tree.map(as_summed, grads))
+        grads, sums = jax.grad(forward, has_aux=True)(params)
+        return reduce(sums._replace(grads=jax.tree.map(as_summed, grads)), rest[-1])
 
-    return run_on_stages(
-        stage_sums, loss, params, (batch_KR, keys_KR), mesh, param_shardings
-    )
+    run = stage_replicas(loss, params, mesh, param_shardings).run(sum_stage)
+    return run(params, batch_KR, keys_KR, None, Recipe())
 
 
 def maxtext_program(

@@ -77,6 +77,7 @@ def test_imports_point_down(path):
         )
 
 
+@pytest.mark.core
 def test_imports_have_no_cycle():
     """No module imports, at its top level, a module that imports it."""
     parts = {
@@ -106,6 +107,7 @@ def test_imports_have_no_cycle():
     assert tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
+@pytest.mark.core
 def test_import_rampup_imports_no_jax():
     """A plan and a check import no jax, and a legal plan no refusals; `train_step`
     imports nothing that reads data.
@@ -245,6 +247,7 @@ def test_the_process_of_the_caller_stays_as_it_is(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.core
 def test_public_names_are_found_and_documented():
     """Every import that editors see is a public name, in `dir(rampup)`, and
     documented.

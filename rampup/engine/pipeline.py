@@ -246,14 +246,6 @@ def pipeline_sums(
         )
 
     axes = BatchAxes.of(mesh, loss.batch_axes)
-    stage, everywhere = (
-        NamedSharding(auto_view(mesh), spec) for spec in (_BY_STAGE, PartitionSpec())
-    )
-    # What a stage takes: its layers, and all other parameters.
-    shards = {
-        name: jax.tree.map(lambda _: stage if name == LAYERS else everywhere, part)  # noqa: B023
-        for name, part in params.items()
-    }
 
     def sum_stage(
         reduce: Any,
@@ -281,14 +273,7 @@ def pipeline_sums(
             sums = sums._replace(noise=_by_replica(sums.noise, axes, mesh))
         return reduce(sums, recipe)
 
-    replicas = Replicas(
-        mesh=mesh,
-        axes=axes,
-        shardings=param_shardings,
-        shards=shards,
-        has_stages=True,
-        reduction_dtype=loss.reduction_dtype,
-    )
+    replicas = stage_replicas(loss, params, mesh, param_shardings)
     run = replicas.run(sum_stage, _recipe_specs(recipe))
     m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
     sums = run(params, *rows, (m, passes), recipe)
@@ -301,6 +286,29 @@ def pipeline_sums(
         squares_nDK.reshape(*squares_nDK.shape[:-2], -1), sums.noise.blocks.ravel()
     )
     return sums._replace(noise=noise)
+
+
+def stage_replicas(
+    loss: PipelinedLoss, params: Params, mesh: Mesh, param_shardings: Any
+) -> Replicas:
+    """Return how the stages of all replicas run: each takes its layers and all other
+    parameters.
+    """
+    stage, everywhere = (
+        NamedSharding(auto_view(mesh), spec) for spec in (_BY_STAGE, PartitionSpec())
+    )
+    shards = {
+        name: jax.tree.map(lambda _: stage if name == LAYERS else everywhere, part)  # noqa: B023
+        for name, part in params.items()
+    }
+    return Replicas(
+        mesh=mesh,
+        axes=BatchAxes.of(mesh, loss.batch_axes),
+        shardings=param_shardings,
+        shards=shards,
+        has_stages=True,
+        reduction_dtype=loss.reduction_dtype,
+    )
 
 
 def _by_replica(noise: NoiseSums, axes: BatchAxes, mesh: Mesh) -> NoiseSums:

@@ -590,6 +590,7 @@ def cases(*names):
     return pytest.param(*names, marks=() if names[-1] in FAST else pytest.mark.slow)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", [cases(name) for name in RIGHT])
 def test_a_sum_over_rows_is_no_problem(name):
     """Losses per row and per token, penalties times the weight, keys by row and narrow

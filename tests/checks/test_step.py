@@ -54,6 +54,7 @@ def test_a_right_step_is_right_on_every_mesh(mesh_name, loss, options):
     assert "the largest difference: " in str(report)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mesh_name", ["one", slow("data_fsdp_tensor")])
 def test_a_wrong_program_is_found_by_its_parameter(mesh_name):
     """A program that was compiled otherwise than the loss says is wrong, and the

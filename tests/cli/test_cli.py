@@ -114,6 +114,7 @@ def test_wrong_usage_is_a_json_error(words, key, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.core
 def test_help_and_version(capsys):
     """Help names every command once, what is optional apart, and each command's help its
     options.

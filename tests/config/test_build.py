@@ -38,6 +38,7 @@ def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
         build_plan(Config(**keys), 8)
 
 
+@pytest.mark.core
 def test_build_plan_reports_all_problems_at_once():
     """Layers, pipeline microbatches and batch are all named."""
     bad = {
@@ -50,6 +51,7 @@ def test_build_plan_reports_all_problems_at_once():
     assert [problem.key for problem in caught.value.problems] == list(bad)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("keys", "error", "key"),
     [
@@ -350,6 +352,7 @@ def test_more_devices_after_the_batch_has_grown(change):
         assert "1, 2, 4, 8, 16, 32, 64" in str(caught.value)
 
 
+@pytest.mark.core
 def test_plan_to_resume_refuses_another_ramp_with_both_tables():
     """The message has the keys and the phases before and now."""
     changed = Config(**(SCHEDULE | {"batch_size_schedule": "0:16 160:48"}))

@@ -30,6 +30,7 @@ def write(tmp_path):
     return write
 
 
+@pytest.mark.core
 def test_load_config_merges_sources_by_precedence(write):
     """Defaults < base_config chain < file < command line and environment; `where`
     returns the source of each value.
@@ -87,6 +88,7 @@ def test_config_error_has_file_line_and_key(write, text, line, key, message):
     )
 
 
+@pytest.mark.core
 def test_unknown_keys_and_bad_values_are_one_list(write):
     """Those of the file, its base, the command line and the environment; the last
     sentence says what is not checked yet.

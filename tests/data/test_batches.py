@@ -54,6 +54,7 @@ def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
         assert epochs[0] != epochs[1] != sorted(epochs[1])
 
 
+@pytest.mark.core
 def test_step_batches_starts_anywhere_with_the_same_rows():
     """Batches from step N on, or from a position, are those of the full run from step N
     on.
@@ -81,6 +82,7 @@ def part_of_the_rows(process, count):
     )
 
 
+@pytest.mark.core
 @given(
     st.integers(1, 4),
     st.lists(st.integers(1, 6), min_size=1, max_size=3),
@@ -113,6 +115,7 @@ def test_processes_share_a_batch_without_overlap(per_process, factors, num_proce
         assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
 
 
+@pytest.mark.core
 def test_microbatches_have_one_shape():
     """Through the whole ramp, microbatches are of one shape and hold the samples in
     order.

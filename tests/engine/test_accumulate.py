@@ -54,6 +54,7 @@ def linear_loss(params, batch, keys):
     return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "name",
     [
@@ -111,6 +112,7 @@ def test_accumulate_equals_the_full_batch_gradient(name, float64):
     assert (len(traces), run._cache_size()) == (1, 1)
 
 
+@pytest.mark.core
 def test_accumulate_sums_in_float32():
     """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do
     not vanish.
@@ -124,6 +126,7 @@ def test_accumulate_sums_in_float32():
     assert float(sums.grads["w"]) == 1000 / 1024
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("name", "K"), [("one", 1), ("one", 3), ("data", 1)])
 def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
     """No microbatch is no sum, of a buffer of one too; a number beyond the buffer is an

@@ -87,6 +87,7 @@ def reference():
     return np.array(found), params
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "splitter", "limit", "compilations"),
     [
@@ -235,6 +236,7 @@ def test_a_phase_whose_program_fails_keeps_the_shape_that_works():
     assert {size for batch, size in used if batch == 32} == {16}
 
 
+@pytest.mark.core
 def test_split_for_replays_the_steps_of_a_checkpoint():
     """A step that is given the changes of an earlier run repeats them, whatever is
     compiled when.

@@ -108,6 +108,7 @@ def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkey
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.core
 def test_damage_names_each_kind_of_damage(tmp_path):
     """Missing, changed and unreadable files. Those that Orbax completes later count
     only if they are deeper down.

@@ -89,6 +89,7 @@ def uninterrupted(parts, tmp_path_factory):
     return metrics_of(folder), dict(ids)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "stop_after",
     [
@@ -429,6 +430,7 @@ def test_a_stopped_run_without_a_checkpoint_starts_over(
     assert len(metrics_of(tmp_path)) == STEPS
 
 
+@pytest.mark.core
 def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
     """The error has the table of both ramps, or the leaves that differ with both
     shapes, and not the library's own words.

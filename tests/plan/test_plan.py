@@ -64,6 +64,7 @@ def test_to_dict_has_the_documented_format():
     assert plan["eval"] == dict(zip(split, (48, 12, 1, 12), strict=True)) | sizes
 
 
+@pytest.mark.core
 def test_plan_checks_every_phase_and_evaluation():
     """An invalid phase in the middle and an invalid evaluation batch are in one
     error.
@@ -79,6 +80,7 @@ def test_plan_checks_every_phase_and_evaluation():
     assert len(caught.value.problems) == 2
 
 
+@pytest.mark.core
 def test_phases_that_are_over_need_no_split():
     """A ramp that goes on at a step is split from there on: 8 replicas take the batches
     of 64, not the 2 samples of a phase that is over. One that has steps left is refused.
@@ -284,6 +286,7 @@ def counted(ramp, samples):
     return steps, consumed
 
 
+@pytest.mark.core
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), max_size=4),
     st.integers(1, 40),

@@ -81,6 +81,7 @@ linear_keys = st.tuples(
 )
 
 
+@pytest.mark.core
 @given(linear_keys)
 def test_linear_agrees_with_step_by_step_counting(keys):
     """The closed form of a linear ramp agrees with counting step by step."""
@@ -99,6 +100,7 @@ def test_linear_agrees_with_step_by_step_counting(keys):
     assert ramp.samples_per_increment * ramp.num_increments == samples
 
 
+@pytest.mark.core
 @given(st.dictionaries(st.integers(1, 1600), st.integers(1, 60), max_size=8))
 def test_piecewise_agrees_with_step_by_step_counting(later):
     """The closed form of a schedule agrees with counting step by step, with decreases

@@ -179,6 +179,7 @@ def test_update_agrees_with_maxtext(case):
     assert manager.global_rampup_samples == keys["global_rampup_samples"]
 
 
+@pytest.mark.core
 @given(st.integers(-1, 200), st.booleans(), st.integers(1, 3))
 def test_resume_agrees_with_stepping(step_num, carry, factor):
     """A manager created at step N equals one after N updates."""

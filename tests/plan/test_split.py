@@ -28,6 +28,7 @@ def shapes(splitter, sizes):
     ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("keys", "sizes", "expected"),
     [
@@ -90,6 +91,7 @@ splitters = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.core
 @given(splitters, st.lists(st.integers(1, 12), min_size=1, max_size=5))
 def test_split_invariants(keys, factors):
     """B = d*a*m*b in every phase, at least G passes of microbatches, and one shape if
@@ -124,6 +126,7 @@ def test_split_invariants(keys, factors):
     )
 
 
+@pytest.mark.core
 @given(splitters, st.integers(1, 500))
 def test_nearest_sizes_are_legal_and_nearest(keys, size):
     """The sizes in an error are legal, and no legal size is nearer."""

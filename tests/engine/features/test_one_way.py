@@ -66,6 +66,7 @@ def test_an_error_of_the_loss_arrives_as_it_is_after_one_call(name, kind):
     assert len(calls) == 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", [*MESHES, *EXPLICIT])
 def test_a_loss_is_traced_once(name):
     """A loss that is right is traced once for a program."""
@@ -188,6 +189,7 @@ def test_a_shard_map_that_a_way_cannot_run_is_named(name, names):
     assert_close(found, expected)
 
 
+@pytest.mark.core
 def test_an_operation_that_cannot_be_mapped_is_named():
     """Where replicas are mapped, JAX's words and `reduce_once=False` are in the error."""
 
