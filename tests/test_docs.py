@@ -74,6 +74,20 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "my_maxtext.yml").write_text(
         f"{keys}per_device_batch_size_increment: 2\nglobal_rampup_samples: 3000\n"
     )
+    sizes = "mini_batch_size=4, train_micro_batch_size=1"
+    cell = {
+        "cell_type": "code",
+        "source": "from tunix.rl.grpo.grpo_learner import GRPOConfig\n"
+        f"grpo = GRPOConfig(num_generations=2)\nrl = RLTrainingConfig({sizes})\n"
+        "mesh = jax.make_mesh((1, 4), ('fsdp', 'tp'))\ndata = source.batch(4)",
+    }
+    (tmp_path / "grpo_gemma.ipynb").write_text(json.dumps({"cells": [cell]}))
+    (tmp_path / "my_config.yaml").write_text(
+        "grpo_config: {num_generations: 2}\nrl_training_config: {mini_batch_size: 4}\n"
+    )
+    (tmp_path / "run_gemma2_2b.sh").write_text(
+        "python3 -m tunix.cli.grpo_main my_config.yaml batch_size=8\n"
+    )
     monkeypatch.chdir(tmp_path)
 
 
@@ -83,6 +97,20 @@ def test_page_runs(page, workplace, capsys):
     print what the page shows.
     """
     run_page(page, lambda: capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_code_fits_a_narrow_window(page):
+    """What a reader copies from a page has at most 80 columns."""
+    wide = []
+    for language, text in re.findall(
+        r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+    ):
+        if language == "console":  # without what commands print
+            text = "".join(re.findall(r"^\$ (?:.*\\\n)*.*\n", text, re.MULTILINE))
+        if language != "text":
+            wide += [line for line in text.splitlines() if len(line) > 80]
+    assert wide == []
 
 
 def documented_names():

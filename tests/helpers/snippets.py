@@ -72,11 +72,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 def console_commands(block: str) -> list[tuple[str, str]]:
     """Return the `rampup` commands of a console block, each with the output that the
-    block shows.
+    block shows. A line that ends with a backslash goes on in the next one.
     """
+    lines = block.replace("\\\n", " ")
     parts = (
         part.partition("\n")
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+        for part in re.split(r"^\$ ", lines, flags=re.MULTILINE)[1:]
     )
     return [
         (command, output)
