@@ -1,4 +1,4 @@
-"""The tables and the figure of "Does a ramp pay?", from the results of
+"""The tables of "Does a ramp pay?", from the results of
 benchmarks/advice.py alone.
 
 Losses are held-out losses after the anneal. The token overhead of a batch is D / D' -
@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from advice import Study, best_offset, large_batch, mean_loss, rows_of, step_time
+from advice import Study, best_offset, mean_loss, rows_of, step_time
 
 from rampup.contrib.lab.design_model import (
     DATA_EXPONENTS,
@@ -548,8 +547,8 @@ def critical_table(report: Report) -> str:
     )
 
 
-def print_report(results: Mapping[str, Any], figure: Path | None) -> None:
-    """Print all tables, and draw the figure."""
+def print_report(results: Mapping[str, Any]) -> None:
+    """Print all tables."""
     report = Report(results)
     text, tokens = results["text"], report.study.samples * report.study.length
     print(
@@ -569,126 +568,3 @@ def print_report(results: Mapping[str, Any], figure: Path | None) -> None:
         wsd_table,
     ):
         print(part(report))
-    if figure is not None:
-        draw(report, figure)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw the training loss over tokens, the final loss over steps, and the token
-    overhead of every batch.
-    """
-    from matplotlib.figure import Figure
-
-    study, length = report.study, report.study.length
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    over_tokens, over_steps, overheads = figure.subplots(1, 3)
-    large = large_batch(report.results)
-    ramp = f"fastest by {MAIN}"
-    lines = {
-        f"constant {study.pilot * length:,} tokens": (
-            f"constant {study.pilot}",
-            "#0072b2",
-            "o",
-        ),
-        f"constant {large * length:,} tokens": (f"constant {large}", "#d55e00", "o"),
-        "the ramp of rampup design": (f"ramp {ramp}", "#009e73", "D"),
-        "one late switch": (f"ramp one late switch by {MAIN}", "#e69f00", "s"),
-        "Seesaw": ("ramp seesaw", "#cc79a7", "^"),
-    }
-    constants = [f"constant {size}" for size in study.sizes]
-    over_steps.plot(
-        [study.samples / size for size in study.sizes],
-        [mean_loss(report.runs, name) for name in constants],
-        color="#bbbbbb",
-        zorder=0,
-        label="constant batches",
-    )
-    base = mean_loss(report.runs, f"constant {study.pilot}")
-    for label, (prefix, color, marker) in lines.items():
-        runs = report.runs_of(prefix)
-        curve = np.mean([run["curve"] for run in runs], axis=0)
-        over_tokens.plot(curve[:, 0] / 1e3, curve[:, 1], color=color, linewidth=1.3)
-        schedule = [
-            tuple(map(int, each.split(":")))
-            for each in runs[0]["batch_size_schedule"].split()
-        ]
-        if prefix == "ramp seesaw":
-            schedule = next(
-                schedule_of(report, each)
-                for name, _, each in report.designed()
-                if name == "seesaw"
-            )
-        measured, predicted = (
-            report.difference(prefix, f"constant {study.pilot}"),
-            report.penalty(MAIN, schedule),
-        )
-        places = {
-            1.0: (measured, {"marker": marker, "label": label}),
-            1.12: (predicted, {"marker": marker, "fillstyle": "none"}),
-        }
-        for shift, (found, style) in places.items():
-            if found is not None:
-                errors = [[found[0] - found[1]], [found[2] - found[0]]]
-                over_steps.errorbar(
-                    runs[0]["steps"] * shift,
-                    base + found[0],
-                    yerr=errors,
-                    color=color,
-                    capsize=2,
-                    **style,
-                )
-    over_tokens.set(
-        xlabel="thousand tokens",
-        ylabel="training loss (nats per byte)",
-        ylim=(None, 2.8),
-    )
-    over_steps.set(
-        xlabel="optimizer steps (hollow: predicted)",
-        ylabel="held-out loss at the end",
-        xscale="log",
-    )
-    over_steps.set_ylim(top=mean_loss(report.runs, f"constant {large}") + 0.1)
-    xs = [size * length for size in study.sizes]
-    for shift, source in enumerate(("measured", *SOURCES, "laws")):
-        name = {"measured": "Measured", **SOURCES, "laws": "Laws"}[source]
-        found = [
-            (
-                report.overhead(f"constant {size}")
-                if source == "measured"
-                else report.predicted_overhead(source, size)
-            )
-            for size in study.sizes
-        ]
-        if None in found:
-            continue
-        middle, low, high = (
-            np.array([max(each[n], 0.002) for each in found]) for n in range(3)
-        )
-        errors = [np.maximum(middle - low, 0), np.maximum(high - middle, 0)]
-        style = (
-            {"marker": "o", "linewidth": 2}
-            if source == "measured"
-            else {"linewidth": 1, "linestyle": "--"}
-        )
-        places = np.array(xs) * (1 + 0.05 * (shift - 2))
-        overheads.errorbar(
-            places,
-            middle,
-            yerr=errors,
-            color=COLORS[source],
-            label=name,
-            capsize=2,
-            **style,
-        )
-    overheads.set(
-        xlabel="batch, tokens",
-        ylabel="additional tokens for the same loss",
-        xscale="log",
-        yscale="log",
-        ylim=(0.01, 100),
-    )
-    for axes in (over_tokens, over_steps, overheads):
-        axes.spines[["top", "right"]].set_visible(False)
-    over_steps.legend(frameon=False, fontsize=7)
-    overheads.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=110)

@@ -3,12 +3,9 @@
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import advice
-import pytest
 from advice_report import print_report
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +20,7 @@ def test_the_page_has_the_numbers_of_the_results():
     assert len(results["runs"]) >= 60
     assert advice.RESULTS.stat().st_size < 1e6
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        print_report(results, None)
+        print_report(results)
     rows = [
         line
         for line in PAGE.read_text().splitlines()
@@ -37,26 +34,3 @@ def test_the_page_has_the_numbers_of_the_results():
         f"{results['parameters']:,} parameters",
     ):
         assert fact in PAGE.read_text()
-
-
-@pytest.mark.bench
-def test_a_toy_study_runs_every_stage_and_resumes(tmp_path):
-    """All stages run, the report names every schedule and draws the figure, and a
-    second call trains nothing.
-    """
-    command = [
-        sys.executable,
-        ROOT / "benchmarks/advice.py",
-        "--quick",
-        "--work",
-        tmp_path,
-    ]
-    first = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    runs = json.loads((tmp_path / "advice.json").read_text())["runs"]
-    assert {name.split()[0] for name in runs} == {"constant", "length", "ramp", "wsd"}
-    assert {"ramp seesaw seed1", "ramp auto seed1"} <= runs.keys()
-    assert (tmp_path / "ramp_pays.png").stat().st_size > 1000
-    assert (
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        == first[first.index(f"{len(runs)} runs") :]
-    )
