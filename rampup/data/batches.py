@@ -835,7 +835,8 @@ def microbatches(
         source: the rows; see `step_batches`.
         plan: says how many microbatches a step has, and of how many rows.
         mesh: the devices.
-        start: the first step, or a position of the plan.
+        start: the first step, or a position of the plan. With `multi_steps`, steps are
+            `opt_state.gradient_step`, and not the `step` of a linen `TrainState`.
         stop: the step to stop before; None = the end of the plan.
         seed: shuffles every epoch in a new order; None keeps the source's order.
         num_epochs: passes over the source; None = unlimited.

@@ -558,7 +558,8 @@ def multi_steps(
     with the engine `fused`, every microbatch reduces its gradients over the data axis,
     runs the optimizer's arithmetic, and counts equally, however many tokens it has.
     Write checkpoints between optimizer steps: one within an accumulation cannot be
-    resumed with another k. A microbatch that is not finite spoils its own step only,
+    resumed with another k. Their number is `opt_state.gradient_step`; the `step` of a
+    linen `TrainState` counts microbatches. A microbatch that is not finite spoils its own step only,
     if the optimizer zeroes NaN (`optax.zero_nans`) or skips (`optax.apply_if_finite`).
 
     Args:

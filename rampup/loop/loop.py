@@ -140,6 +140,12 @@ class Summary:
 class EvalOptions:
     """When a run evaluates, and how.
 
+    Attributes:
+        evaluate: called with a state; returns its metrics, numbers by name. One of them
+            is `eval_loss`.
+        eval_interval: steps between evaluations; the last step is always evaluated.
+        at_start: also evaluate the state of step 0, as step -1.
+
     Example:
         Held-out rows, with the training loss, every second step.
 
@@ -172,11 +178,9 @@ class EvalOptions:
         True
     """
 
-    evaluate: Callable[
-        [Any], Mapping[str, float]
-    ]  #: called with a state; returns its metrics, `eval_loss` among them
-    eval_interval: int  #: steps between evaluations; the last step is always evaluated
-    at_start: bool = False  #: also evaluate the state of step 0, as step -1
+    evaluate: Callable[[Any], Mapping[str, float]]
+    eval_interval: int
+    at_start: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
