@@ -115,6 +115,7 @@ ROLLOUT_SIZES = tuple(
 # The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron"}
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
+ESTIMATOR = "algorithm.adv_estimator"
 FILTER = "algorithm.filter_groups.enable"
 REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 LOSS = f"{ACTOR}.loss_agg_mode"
@@ -187,11 +188,22 @@ BASES: dict[str, dict[str, Any]] = {
     for infix, engine in (("", "dp"), ("_megatron", "megatron"))
     for name, sizes in _TRAINERS.items()
 }
+BASES |= {  # of recipes, for FSDP
+    f"{recipe}_trainer": {"model_engine": "dp", **_OLDER, **sizes}
+    for recipe, sizes in {
+        "entropy": {GEN: f"${{{TRAIN}}}"},
+        "prime": {RESPONSES: 4, ESTIMATOR: "rloo"},
+        "sppo": {ESTIMATOR: None},
+    }.items()
+}
 # The base files that programs start from if no `--config-name` names another.
 PROGRAMS = {
     "fully_async_main": "fully_async_ppo_trainer",
     "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "main_dapo": "dapo_trainer",
+    "main_entropy": "entropy_trainer",
+    "main_prime": "prime_trainer",
+    "main_sppo": "sppo_trainer",
     "": "ppo_trainer",
 }
 # The programs of veRL and of its recipes; a fork has others beside them.
@@ -207,9 +219,11 @@ LAUNCH = Launch(
     system="veRL",
     program=re.compile(
         r"\bverl[\w.]*\.\w*main\w*|actor_rollout_ref\.\w+\.\w+="
-        r"|\bmain_(?:ppo|dapo|\w+po|prime|spin|\w*split)\w*\b"
+        r"|\bmain_(?:ppo|dapo|\w+po|prime|\w*split)\w*\b"
     ),
-    others=re.compile(r"sft_trainer\w*|main_(?:generation|eval|gkd)\w*|model_merger"),
+    others=re.compile(
+        r"sft_trainer\w*|main_(?:generation|eval|gkd|spin)\w*|model_merger"
+    ),
     example="python3 -m verl.trainer.main_ppo key=value",
     entries=KEYS,
     groups=(
@@ -481,7 +495,7 @@ class VerlJob(RolloutJob):
         self.dynamic = {
             kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
         }
-        gae = self["algorithm.adv_estimator"] == "gae"
+        gae = self[ESTIMATOR] == "gae"
         self.has_critic = bool(self._or("critic.enable", gae))
         kl = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
         self.models = ["actor"]
@@ -859,7 +873,7 @@ def _critic_notes(job: VerlJob) -> Iterator[str]:
                 f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's"
                 f" engine reads {SEQUENCE['critic']}."
             )
-    if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
+    if not job.settings.given & {"critic.enable", ESTIMATOR}:
         yield "there is a critic because algorithm.adv_estimator is gae by default."
 
 

@@ -506,6 +506,33 @@ def test_distillation_from_a_served_teacher_is_refused():
         check_command(["python3", "-m", "main_gkd", "data.train_batch_size=64"], "verl")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "settings", "samples"),
+    [
+        ("prime", [], 64 * 4),
+        ("prime", [f"{RESPONSES}=8"], 64 * 8),
+        ("sppo", [], 64),
+        ("entropy", ["algorithm.adv_estimator=grpo", f"{RESPONSES}=2"], 64 * 2),
+    ],
+)
+def test_a_recipe_starts_from_its_own_base_file(recipe, settings, samples):
+    """PRIME's has 4 responses and RLOO, SPPO's no estimator (recipe/*/config of veRL
+    0.4): neither has a critic, as veRL's own default would.
+    """
+    sizes = [f"{TRAIN}=64", f"{MINI}=64", f"{MICRO}=4", f"{LOG}=4", f"{GPUS}=4"]
+    program = f"recipe.{recipe}.main_{recipe}"
+    found = check_command(["python3", "-m", program, *sizes, *settings], "verl")
+    assert found.derived["samples_per_step"] == samples
+    assert not any("critic" in rule for rule in rules(found))
+
+
+def test_the_recipe_spin_is_refused():
+    """SPIN trains on pairs of responses, in a trainer and with sizes of its own."""
+    command = ["python3", "-m", "recipe.spin.main_spin", f"{TRAIN}=64", f"{MINI}=16"]
+    with pytest.raises(ConfigError, match="starts main_spin, which the rules of veRL"):
+        check_command(command, "verl")
+
+
 PPO = "python3 -m verl.trainer.main_ppo"
 PASS_SIZE = f"{R}log_prob_micro_batch_size_per_gpu=4"
 NEW = (
