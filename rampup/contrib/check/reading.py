@@ -741,7 +741,8 @@ class _Commands:
             for word in after
             if "=" not in word and word[0] != "-" and launch.program.search(word)
         ]
-        match = launch.others.search(text)
+        # What a program prints is an argument, and the program not the one that runs.
+        match = launch.others.search(MARKER.sub("", text))
         if command.script and not (command.unread and programs):
             self.unread += [command] if command.unread else []
         elif command.skipped or match:

@@ -140,6 +140,8 @@ FILES = {
     # note names the others.
     "conversion before training": ("megatron", f"{CONVERT}\nfor b in 64 128; do {TORCHRUN}; done\n{TORCHRUN}\n", {}, [], {"num_microbatches": [4], "note": ["line 2", "similar commands in line 3"]}),
     "conversion alone": ("megatron", f"{CONVERT}\n", {}, [], r"starts tools/checkpoint/convert\.py, which the rules of Megatron do not"),
+    # A program whose output is an argument is not the one that the command starts.
+    "output of a tool": ("megatron", f"{LARGE} --data-path $(python3 $DIR/tools/list.py) --train-iters 9 --seq-length 8", {}, [], {"num_microbatches": [4]}),
     # Without `--from`, a program without rules and a command with open sizes are
     # refused for what they are.
     "trainer without rules": (None, "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_batch_size=8", {}, [], "starts sft_trainer"),
