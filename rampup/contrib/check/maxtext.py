@@ -135,6 +135,7 @@ UNREAD = {
         ("student_overrides", "teacher_overrides"),
         Unread("may set sizes of one of the two models of a distillation", (None, "", "{}"), asks=False)),
     "global_parameter_scale": Unread("scales the number of layers, which a pipeline divides", (None, 1), asks=False),
+    "use_grpo": Unread("trains as GRPO of 2025 did, on num_generations samples of each of the per_device_batch_size prompts"),
     **dict.fromkeys(
         ("inference_replicas", "inference_devices_per_replica"),
         Unread("takes devices from training (GRPO of 2025)", (None, 1), asks=False)),

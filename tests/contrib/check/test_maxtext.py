@@ -247,6 +247,16 @@ def test_conversion_keeps_the_key_that_rampup_has_and_phases_count_accumulation(
     assert set(GRADIENT) & set(converted) == {"shard_optimizer_over_data"}
 
 
+def test_grpo_of_2025_is_asked_about():
+    """Its update has `num_generations` samples of each prompt of a device (experimental/
+    rl/grpo_trainer.py of MaxText until October 2025), and its file is like a base.yml.
+    """
+    grpo = {SIZE: 1, "num_generations": 4}
+    with pytest.raises(ConfigError, match="num_generations samples of each"):
+        found({**grpo, "use_grpo": True})
+    assert found({**grpo, "use_grpo": False}).derived[TO_TRAIN] == 8
+
+
 def test_misspelled_keys_are_named_with_the_closest_key_and_their_line(tmp_path):
     """MaxText refuses them, also beside the right key, in a command and in a file."""
     script, config = tmp_path / "run.sh", tmp_path / "run.yml"
