@@ -71,6 +71,8 @@ _NAMES = {
     "mesh": f"{MESHES['actor']}.shape",
     "mesh_shape": f"{MESHES['actor']}.shape",
 }
+# The sizes that tell a program that trains with GRPO from one that does not.
+_OF_GRPO = {GENERATIONS, ITERATIONS, MINI, TRAIN, ROLLOUT, LOGPS}
 # The calls whose arguments are sizes, and one that a constant of its name is not.
 _ARGUMENTS = {**_NAMES, "gradient_accumulation_steps": ACCUMULATION}
 _CALLS = ("RLTrainingConfig", "GRPOConfig", "GrpoConfig")
@@ -188,6 +190,16 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     is_python = reading.path.endswith((".py", ".ipynb"))
     if BATCH not in given and not (is_python and MINI in given):
         questions.append(missing)
+    if is_python and not given & _OF_GRPO:
+        questions.append(
+            ConfigError(
+                "unknown: this sets no size of GRPO, and may not train with GRPO",
+                fix=f"if it does, add {GENERATIONS}=...; the rules of Tunix do not cover"
+                " fine-tuning and distillation",
+                key=GENERATIONS,
+                path=reading.path,
+            )
+        )
     reading = replace(
         reading, leaves=leaves, notes=tuple(notes), questions=tuple(questions)
     )

@@ -178,6 +178,26 @@ def test_what_a_notebook_gives_to_tunix_counts_more_than_a_constant(tmp_path):
     )
 
 
+DISTILLED = """
+from tunix.distillation import distillation_trainer
+BATCH_SIZE = 4
+NUM_TRAIN_EPOCHS = 1
+MESH = [(1, 8), ("fsdp", "tp")]
+MAX_STEPS = 200
+config = distillation_trainer.TrainingConfig(max_steps=MAX_STEPS)
+"""
+
+
+def test_a_program_without_a_size_of_grpo_is_not_taken_for_it(tmp_path):
+    """Fine-tuning and distillation have batches, steps and a mesh as well."""
+    path = tmp_path / "distil.py"
+    path.write_text(DISTILLED)
+    with pytest.raises(ConfigError, match="may not train with GRPO"):
+        check_file(path)
+    settings = ["grpo_config.num_generations=4"]
+    expect(check_file(path, "tunix", settings), ok=True, samples_per_step=16)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
