@@ -188,13 +188,13 @@ BASES: dict[str, dict[str, Any]] = {
     for infix, engine in (("", "dp"), ("_megatron", "megatron"))
     for name, sizes in _TRAINERS.items()
 }
-BASES |= {  # of recipes, for FSDP
-    f"{recipe}_trainer": {"model_engine": "dp", **_OLDER, **sizes}
-    for recipe, sizes in {
-        "entropy": {GEN: f"${{{TRAIN}}}"},
-        "prime": {RESPONSES: 4, ESTIMATOR: "rloo"},
-        "sppo": {ESTIMATOR: None},
-    }.items()
+_RECIPES: dict[str, dict[str, Any]] = {
+    "entropy_trainer": {GEN: f"${{{TRAIN}}}"},
+    "prime_trainer": {RESPONSES: 4, ESTIMATOR: "rloo"},
+    "sppo_trainer": {ESTIMATOR: None},
+}
+BASES |= {
+    name: {"model_engine": "dp", **_OLDER, **sizes} for name, sizes in _RECIPES.items()
 }
 # The base files that programs start from if no `--config-name` names another.
 PROGRAMS = {
