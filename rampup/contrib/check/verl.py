@@ -116,6 +116,12 @@ ROLLOUT_SIZES = tuple(
 ENGINES = {"dp": "fsdp", "megatron": "megatron"}
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 ESTIMATOR = "algorithm.adv_estimator"
+# Those of veRL, of which `gae` alone has a critic (trainer/ppo/core_algos.py).
+ESTIMATORS = (
+    *("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+    *("rloo", "opo", "grpo_passk", "gpg", "rloo_vectorized", "grpo_vectorized"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline", "gdpo"),
+)
 FILTER = "algorithm.filter_groups.enable"
 REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 LOSS = f"{ACTOR}.loss_agg_mode"
@@ -861,6 +867,16 @@ def _old_worker_notes(job: VerlJob) -> Iterator[str]:
         yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
 
 
+def _estimator_note(job: VerlJob) -> Iterator[str]:
+    """Yield that a fork's estimator may need a critic, unless the file says."""
+    if job[ESTIMATOR] not in (None, *ESTIMATORS) and job["critic.enable"] is None:
+        yield (
+            f"{ESTIMATOR}={job[ESTIMATOR]} is none of veRL's: that of a fork, or"
+            " misspelled. If it needs a critic, the numbers leave it out: no critic is"
+            " counted; critic.enable=true counts one."
+        )
+
+
 def _critic_notes(job: VerlJob) -> Iterator[str]:
     if not job.of.old_workers:
         yield (
@@ -981,6 +997,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
             f"the newer trainer adds {added} so that every mini batch is full; the loss"
             " still divides by full mini batches. trainer.use_v1=false fails instead."
         )
+    yield from _estimator_note(job)
     yield from _budget_notes(job)
     if job.critic is not None:
         yield from _critic_notes(job)

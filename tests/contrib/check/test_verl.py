@@ -302,6 +302,10 @@ NUMBERS = [
     ({}, {"note": "once per training step"}),
     ({"num_prompts": 65}, {"note": "the last 1 prompt of 65"}),
     ({"algorithm.adv_estimator": None, C_MICRO: 4}, {"note": "gae by default"}),
+    # An estimator of a fork may need a critic.
+    ({"algorithm.adv_estimator": "turn_gae"}, {"note": "no critic is counted; critic.enable=true counts one"}),
+    ({"algorithm.adv_estimator": "turn_gae", "critic.enable": False}, {"no_note": "no critic is counted"}),
+    ({"algorithm.adv_estimator": "gdpo"}, {"no_note": "no critic is counted"}),
     ({**CRITIC, C_SP: 2}, {"note": "read by the check alone"}),
     # With model_engine=megatron the engine is Megatron, whatever the strategy: only the
     # check reads that (utils/config.py).
