@@ -30,7 +30,7 @@ import rampup
 RESULTS = Path(__file__).with_name("lora.json")
 LENGTH, WIDTH, VOCAB, RANK = 32, 64, 128, 4
 SIZES = (4, 8, 16, 32, 64, 128)
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 SEEDS = (0, 1)
 EXAMPLES = 4096
 
@@ -286,13 +286,13 @@ def main() -> None:
         )
         sizes = SIZES[:2] if args.quick else SIZES
         rates = RATES[1:3] if args.quick else RATES
-        wanted = [(size, rate, examples, False) for size in sizes for rate in rates]
+        wanted = [(8, 4e-3, 8 * (16 if args.quick else 60), True)]
         wanted += [
             (sizes[0], rate, examples // share, False)
             for share in (2, 4, 8)
             for rate in rates
         ]
-        wanted += [(8, 2e-3, 8 * (16 if args.quick else 60), True)]
+        wanted += [(size, rate, examples, False) for size in sizes for rate in rates]
         for size, rate, length, noise in wanted:
             for seed in (0,) if noise or args.quick else SEEDS:
                 name = f"{size} x {length} rate {rate:g} seed {seed}"

@@ -346,14 +346,16 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
 
 
 def test_check_takes_devices(capsys, tmp_path):
-    """`--devices N` is the setting of the system for them; a system without such a
-    setting refuses it.
+    """`--devices N` is the setting of the system for them, with a note on what keeps
+    the update; a system without such a setting refuses it.
     """
     file = tmp_path / "a.yml"
     file.write_text(
         "per_device_batch_size: 3\nici_fsdp_parallelism: 4\nici_tensor_parallelism: 3\n"
     )
     found = run_json(capsys, "check", "--from", "maxtext", str(file), "--devices", "8")
+    note = found[1]["notes"].pop(0)
+    assert note.startswith("on 8 devices no legal sizes keep the update of 12")
     assert found == run_json(
         capsys, "check", "--from", "maxtext", str(file), "num_devices=8"
     )

@@ -103,8 +103,9 @@ texts = make_texts(0, train_steps * batch_size)
 model, tx = MiniGPT(rngs=nnx.Rngs(0)), optax.adam(3e-3)
 axes = rampup.BatchAxes(replica=("batch",), rows=("batch",))
 state, pure_loss = rampup.split_model(model, loss_fn, tx, mesh, batch_axes=axes)
-loss = rampup.AccumulatedLoss(pure_loss, batch_axes=axes)
-step = rampup.train_step(loss, tx, plan, mesh)
+step = rampup.train_step(
+    rampup.AccumulatedLoss(pure_loss, batch_axes=axes), tx, plan, mesh
+)
 metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 losses = []
 for number, batch in enumerate(
