@@ -245,6 +245,8 @@ def test_readme_snippet_compiles_once_and_learns(capsys):
         "plan configs/base.yml --devices 4 --export megatron",
         "plan configs/rl.yml --devices 4",
         "check --from skyrl my_skyrl.yml",
+        "check my_skyrl.yml my_config.yaml",
+        "check run_gemma2_2b.sh --against grpo_gemma.ipynb",
         "check --from maxtext configs/base.yml",
         "plan configs/base.yml --devices 8 ici_pipeline_parallelism=4 --timetable",
         "suggest --train-tokens 300B --params 7B",
@@ -301,6 +303,7 @@ def undocumented(printed):
 # benchmark.
 FREE = {
     "derived",
+    "different",
     "changed_keys",
     "fields",
     "bytes_per_parameter",
