@@ -257,7 +257,7 @@ def type_settings(
     located = {name: Located(value=at, path=path) for name, at in defaults.items()}
     located |= given
     values = {name: entry.default for name, entry in entries.items()}
-    for name in located.keys() & entries.keys():
+    for name in [name for name in entries if name in located]:
         place = located[name]
         try:
             value = resolve_reference(place.value, name, located, values)

@@ -18,7 +18,7 @@ from rampup.contrib.check.reading import (
     read_leaves,
     type_settings,
 )
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, RampupError
 
 ENTRIES = {
     "trainer.train_batch_size": entry(1024, "prompts", unit="prompts"),
@@ -319,3 +319,18 @@ def test_model_files_of_maxtext_forks_are_read_or_named(tmp_path):
     )
     path.write_text(f"{command} per_device_batch_size=2")
     expect(check_file(path, "maxtext"), global_batch_size_to_train_on=16)
+
+
+def test_questions_come_in_the_order_of_the_table(tmp_path):
+    """Not in that of a set, which differs from run to run."""
+    path = tmp_path / "run.sh"
+    names = [
+        name for name in load_dialect("skyrl").launch.entries if "batch_size" in name
+    ]
+    sizes = " ".join(f"{name}=${{SIZE_{place}}}" for place, name in enumerate(names))
+    path.write_text(f"python -m skyrl.train.entrypoints.main_base {sizes}\n")
+    with pytest.raises(RampupError) as caught:
+        check_file(path, "skyrl")
+    asked = re.findall(r"what \$SIZE_(\d+) is", str(caught.value))
+    assert len(asked) > 4
+    assert asked == [str(place) for place in range(len(asked))]
