@@ -138,8 +138,11 @@ def check_loss(
         DataError: fewer than two rows.
 
     Example:
-        >>> report = check_loss(lambda params, batch, keys: (jnp.mean((params["w"] - batch["x"]) ** 2), len(keys), {}),
-        ...     {"w": jnp.float32(0)}, {"x": jnp.arange(8.0)})
+        >>> import jax.numpy as jnp
+        >>> def loss_fn(params, batch, keys):
+        ...     return jnp.mean((params["w"] - batch["x"]) ** 2), len(keys), {}
+        >>> rows = {"x": jnp.arange(8.0)}
+        >>> report = check_loss(loss_fn, {"w": jnp.float32(0)}, rows)
         >>> bool(report), [problem.kind for problem in report.problems]
         (False, ['mean'])
     """
