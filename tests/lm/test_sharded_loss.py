@@ -34,9 +34,11 @@ def rows(length=12):
     ]
 
 
-def run_step(model, axes, *, loss=None, devices=None, evaluates=False, **options):
+def run_step(
+    model, axes, *, loss=None, devices=None, evaluates=False, tx=None, **options
+):
     """Return loss, gradient norm, new parameters and, on request, the evaluation loss
-    of one step of SGD.
+    of one step, by default of SGD.
     """
     mesh = make_mesh(axes, devices)
     model = model.on(mesh)
@@ -46,7 +48,7 @@ def run_step(model, axes, *, loss=None, devices=None, evaluates=False, **options
     }
     plan = plan_for(mesh, f"0:{NUM_ROWS}", steps=1, **sizes)
     loss = loss(model, mesh) if loss else model.sharded_loss(mesh)
-    step = make_step(loss, optax.sgd(0.5), plan, mesh, **options)
+    step = make_step(loss, tx or optax.sgd(0.5), plan, mesh, **options)
     params = jax.device_put(
         jax.jit(SMALL.init)(jax.random.key(0)), model.shardings(mesh)
     )
@@ -169,5 +171,10 @@ def test_sharded_loss_refuses_scattered_gradients():
     the key.
     """
     with pytest.raises(ConfigError, match="whole parameters") as caught:
-        run_step(SMALL, MeshAxes(data=2, fsdp=4), shard_optimizer_over_data=True)
+        run_step(
+            SMALL,
+            MeshAxes(data=2, fsdp=4),
+            tx=optax.adam(0.5),  # SGD has no state, and so no parts
+            shard_optimizer_over_data=True,
+        )
     assert caught.value.key == "shard_optimizer_over_data"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import make_step, slow
+from helpers.toy import make_step
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
@@ -139,10 +139,11 @@ def test_a_convolution_is_right_or_refused(kind, form, mesh, way, kernel_spec):
     assert_right(kind, form, mesh, way, PartitionSpec(*kernel_spec))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("kind", "form", "mesh", "way"),
     [
-        slow(kind, form, mesh, way)
+        (kind, form, mesh, way)
         for kind in KINDS
         for form in FORMS
         for mesh in MESHES
