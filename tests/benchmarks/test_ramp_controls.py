@@ -23,6 +23,13 @@ def test_rates_have_a_warm_up_in_steps_and_decay_by_samples():
     assert math.isclose(cosine[512], 0.55)
 
 
+def test_the_page_has_the_numbers_of_the_results():
+    """Every row of the page's table is in the report, and the report has no others."""
+    page = (ROOT / "docs/explanation/does_a_ramp_pay.md").read_text()
+    rows = ramp_controls.read(ramp_controls.RESULTS)
+    assert "\n".join(ramp_controls.constant_table(rows, "wsd")) in page
+
+
 @pytest.mark.bench
 def test_a_toy_study_resumes(tmp_path):
     """Every part runs, and a second call trains nothing."""
