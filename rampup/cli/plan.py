@@ -316,6 +316,12 @@ def _check_options(args: argparse.Namespace) -> None:
     if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
         listed = " and ".join(f"--{name}" for name in given)
         raise usage_error(f"{listed} exclude each other; leave one out", key=given[0])
+    if "=" in (args.timetable or ""):
+        raise usage_error(
+            f"--timetable {args.timetable}: that is a setting and no schedule; give"
+            " settings before --timetable",
+            key="timetable",
+        )
     if args.output is not None and args.export is None:
         raise usage_error(
             "-o is the file of --export; add --export SYSTEM", key="output"

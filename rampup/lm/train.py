@@ -667,6 +667,8 @@ class Run:
                     "num_rows": len(self.loader.source),
                     "data": self.data,
                     **config.identity(),
+                    # As runs of before `data_shuffle_seed: null` say it.
+                    "enable_data_shuffling": config.data_shuffle_seed is not None,
                 },
                 extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
                 to_saved=to_saved,

@@ -320,6 +320,8 @@ def test_timetable(capsys):
     _, other = run_json(capsys, *plan, "--timetable", "gpipe")
     assert (other["schedule"], len(other["table"])) == ("gpipe", number)
     assert other["peak_live_microbatches"] > table["peak_live_microbatches"]
+    _, error = run_json(capsys, "plan", BASE, "--timetable", "steps=9")
+    assert "give settings before --timetable" in error["error"]["message"]
     assert main([*plan, "--timetable"]) == 0
     printed = capsys.readouterr().out
     assert "stage 3 .. .. .. F0 B0 == F1 B1 ==" in " ".join(printed.split())
