@@ -91,8 +91,10 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of the compiler, a device or the host means that memory
     ran out.
     """
+    # JAX 0.7 says INTERNAL where a CPU cannot allocate.
+    words = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
 
 
