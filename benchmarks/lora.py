@@ -213,54 +213,44 @@ class Study:
         return row
 
 
-def best_of(runs: dict[str, Any], size: int, examples: int) -> dict[str, Any]:
+def best_of(runs: list[dict[str, Any]], size: int, examples: int) -> dict[str, Any]:
     """Return the mean held-out loss at the best rate of a batch."""
     losses: dict[float, list[float]] = {}
-    for run in runs.values():
-        if (run["size"], run["examples"]) == (size, examples) and "plain" not in run:
+    for run in runs:
+        if (run["size"], run["examples"]) == (size, examples):
             losses.setdefault(run["rate"], []).append(run["loss"])
     means = {rate: float(np.mean(each)) for rate, each in losses.items()}
     rate = min(means, key=means.__getitem__)
-    return {"rate": rate, "loss": means[rate], "seeds": losses[rate]}
+    return {"rate": rate, "loss": means[rate]}
 
 
 def report(found: dict[str, Any]) -> str:
-    """Return the table of measured and predicted costs, in Markdown."""
-    runs, examples = found["runs"], found["examples"]
-    sizes = sorted(
-        {run["size"] for run in runs.values() if run["examples"] == examples}
-    )
+    """Return the table of measured and predicted costs, in Markdown; a cost needs the
+    shorter runs of the smallest batch.
+    """
+    examples = found["examples"]
+    runs = [run for run in found["runs"].values() if "plain" not in run]
+    (pilot,) = (run for run in found["runs"].values() if "plain" in run)
+    sizes = sorted({run["size"] for run in runs if run["examples"] == examples})
     first = sizes[0]
-    lengths = sorted({r["examples"] for r in runs.values() if r["size"] == first})
-    curve = sorted(
-        (best_of(runs, first, length)["loss"], length)
-        for length in lengths
-        if any(
-            (r["size"], r["examples"]) == (first, length) and "plain" not in r
-            for r in runs.values()
-        )
-    )
-    (pilot,) = (run for run in runs.values() if "plain" in run)
+    lengths = sorted({run["examples"] for run in runs if run["size"] == first})
+    curve = sorted((best_of(runs, first, length)["loss"], length) for length in lengths)
     lines = [
-        "| Batch | Steps | Best rate | Held-out loss | Measured cost | Noise scale | In Adam's geometry |",
-        "|---|---|---|---|---|---|---|",
+        "| Batch | Steps | Best rate | Held-out loss | Measured cost | Predicted |",
+        "|---|---|---|---|---|---|",
     ]
     for size in sizes:
         best = best_of(runs, size, examples)
-        needed = np.interp(
-            best["loss"], [loss for loss, _ in curve], [math.log(n) for _, n in curve]
-        )
-        cost = examples / math.exp(float(needed)) - 1
-        beyond = ">" if best["loss"] > curve[-1][0] else ""
-        predicted = [
-            "-"
-            if pilot[kind][0] is None
-            else f"{(size - first) / (pilot[kind][0] + first):.0%}"
-            for kind in ("plain", "adam")
-        ]
+        cost = "-"
+        if len(curve) > 1:
+            losses, numbers = zip(*curve, strict=True)
+            needed = np.interp(best["loss"], losses, np.log(numbers))
+            beyond = ">" if best["loss"] > losses[-1] else ""
+            cost = f"{beyond}{examples / math.exp(float(needed)) - 1:.0%}"
+        predicted = (size - first) / (pilot["plain"][0] + first)
         lines.append(
-            f"| {size} | {examples // size:,} | {best['rate']:.0e} | {best['loss']:.3f}"
-            f" | {beyond}{cost:.0%} | {predicted[0]} | {predicted[1]} |"
+            f"| {size} | {examples // size:,} | {best['rate']:.1e} |"
+            f" {best['loss']:.3f} | {cost} | {predicted:.0%} |"
         )
     return "\n".join(lines)
 
