@@ -59,7 +59,6 @@ if "rampup" not in packages:
 
 # %%
 # @title What this machine has
-# %matplotlib inline
 import json
 import signal
 import tempfile

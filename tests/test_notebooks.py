@@ -233,7 +233,9 @@ def test_notebook_runs(name, monkeypatch):
         output.text for output in outputs if output.get("name") == "stdout"
     )
     assert [text for text in PRINTS[name] if text not in printed] == []
-    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+    draws = "matplotlib" in texts(name)[0]
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    assert pictures >= 3 or not draws
 
 
 @pytest.mark.tpu_compile
