@@ -85,19 +85,6 @@ def mean_loss(runs: Mapping[str, Any], prefix: str) -> float:
     )
 
 
-def large_batch(results: Mapping[str, Any]) -> int:
-    """Return the batch with which the fastest ramp ends: the one that a user of as many
-    devices would run throughout; the largest of the study without a ramp.
-    """
-    names = ("fastest ramp", "early growth, fastest")
-    ramps = [
-        each["sizes"]
-        for each in results["designs"]["plain"].get("candidates", ())
-        if each["name"] in names
-    ]
-    return int(ramps[0][-1] if ramps else max(results["study"]["sizes"]))
-
-
 def main() -> None:
     """Print every table of the page."""
     from advice_report import print_report  # which imports this file

@@ -28,17 +28,9 @@ from rampup.contrib.lab.design_model import (
 from rampup.contrib.lab.scaling_laws import LAWS
 from rampup.plan.noise_scale import student
 
-# the source of the noise scale whose schedules the figure shows, and the constant
-# batches are predicted by
+# The source of the noise scale that the constant batches are predicted by.
 MAIN = "plain"
 SOURCES = {"plain": "Noise scale", "adam": "Noise scale, Adam", "critical": "Critical"}
-COLORS = {
-    "measured": "#000000",
-    "plain": "#0072b2",
-    "adam": "#56b4e9",
-    "critical": "#d55e00",
-    "laws": "#999999",
-}
 Interval = tuple[float, float, float]  # the estimate, and the ends of its interval
 
 
