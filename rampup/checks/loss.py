@@ -309,7 +309,9 @@ def _problems(
         if is_mean and is_symmetric and max(factors) - min(factors) < 0.01:
             return "mean"
         gaps = [sums.gap(name) for sums in (wrong[name], *equal)]
-        if all(_are_close(gaps[0], gap) for gap in gaps):
+        # A gap is a difference of sums, and has their rounding.
+        rounded = 4 * R * trials.epsilons[name] * first.scale(name)
+        if all(_are_close(gaps[0], gap, rounded) for gap in gaps):
             return "penalty"
         # A loss that ignores all keys draws nothing that matters here.
         ignores = [_are_close(first.whole[name], x.whole[name]) for x in others]
@@ -340,8 +342,8 @@ def _factor(sums: Sums, name: str) -> float | None:
     return factor * _are_close(whole, factor * one)
 
 
-def _are_close(left: np.ndarray, right: np.ndarray) -> bool:
-    return norm(left - right) <= 1e-3 * (norm(left) + norm(right))
+def _are_close(left: np.ndarray, right: np.ndarray, rounded: float = 0.0) -> bool:
+    return norm(left - right) <= 1e-3 * (norm(left) + norm(right)) + rounded
 
 
 def _kind(name: str) -> str:

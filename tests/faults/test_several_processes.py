@@ -203,7 +203,9 @@ def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
-    """Both end with one sentence, and the run resumes."""
+    """Both say the reason in their last line, after what Orbax logs, and the run
+    resumes.
+    """
     keys = {
         "base_output_directory": tmp_path,
         "ici_data_parallelism": 1,
@@ -219,10 +221,9 @@ def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
     for output in printed:
         assert re.search(
             r"the checkpoint of step 8 could not be written: process 1 on \S+: File too"
-            r" large in .*; the newest is \S+/4\n",
-            output,
+            r" large in .*; the newest is \S+/4$",
+            output.splitlines()[-1],
         )
-        assert "Traceback" not in output
         assert "Assert" not in output
     codes, printed = end_of_both([tmp_path] * 2, tmp_path, **keys, steps=12)
     assert codes == [0, 0], printed
