@@ -129,25 +129,26 @@ class Unread:
     asks: bool = True
 
 
-def match_unread(system: str, rows: Mapping[str, Unread]) -> dict[str, Unread]:
-    """Return the keys of a system's table that match the patterns of some rows."""
+def load_table(system: str, name: str) -> dict[str, Any]:
+    """Return the table `SYSTEM_NAME.yml` beside this module."""
+    file = files(__package__).joinpath(f"{system}_{name}.yml")
+    table: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
+    return table
+
+
+def load_unread(system: str, keys: str = "") -> dict[str, Unread]:
+    """Return the keys that match the patterns of a system's table `unread`; `keys` is
+    the system whose keys they are, if it is another.
+    """
+    rows = load_table(system, "unread")
+    for row in rows.values():
+        row["harmless"] = tuple(row.get("harmless", Unread("").harmless))
     return {
-        name: row
-        for name in load_known_keys(system).lives
+        name: Unread(**row)
+        for name in load_known_keys(keys or system).lives
         for pattern, row in rows.items()
         if re.fullmatch(pattern, name)
     }
-
-
-def load_unread(system: str) -> dict[str, Unread]:
-    """Return the keys that match the patterns of the file `SYSTEM_unread.yml` beside
-    this module.
-    """
-    text = files(__package__).joinpath(f"{system}_unread.yml").read_text("utf-8")
-    rows = yaml.safe_load(text)
-    for row in rows.values():
-        row["harmless"] = tuple(row.get("harmless", Unread("").harmless))
-    return match_unread(system, {name: Unread(**row) for name, row in rows.items()})
 
 
 def find_unread(

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from rampup.config.key import REMOVED
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
-from rampup.contrib.check.known import Unread, load_known_keys
+from rampup.contrib.check.known import load_known_keys, load_table, load_unread
 from rampup.contrib.check.reading import (
     Launch,
     Reading,
     Settings,
     Source,
-    entry,
     find_in_repository,
+    load_entries,
     option,
     read_source,
     type_settings,
@@ -81,71 +81,7 @@ AXIS_GROUPS: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline",),
 }
 AUTOMATIC = {"ici": "fsdp", "dcn": "data"}
-KEYS = {
-    END: entry(12, "samples per device", kind="size", unit="samples"),
-    EVAL: entry(0, "that of evaluation; 0 = the same", kind="size", unit="samples"),
-    ACCUMULATION: entry(1, "passes per optimizer step"),
-    EXPANSION: entry(-1, "above 1, 1 of this many hosts loads; below, fewer chips than before", kind="size"),
-    RAMP: entry(False, "grow the batch linearly", kind="bool"),
-    START: entry(4, "that of the first", kind="size", unit="samples"),
-    INCREMENT: entry(2, "growth per phase", kind="size", unit="samples"),
-    SAMPLES: entry(500, "samples requested for the ramp", unit="samples"),
-    "steps": entry(150_001, "optimizer steps; -1 = learning_rate_schedule_steps", unit="steps"),
-    "learning_rate_schedule_steps": entry(-1, "length of the schedule; -1 = steps", unit="steps"),
-    "eval_interval": entry(-1, "steps between evaluations; -1 = never", unit="steps"),
-    "eval_steps": entry(-1, "evaluation batches; -1 = all", unit="steps"),
-    "max_target_length": entry(2048, "tokens per sample", minimum=1, unit="tokens"),
-    "num_vocab_tiling": entry(1, "parts in which logits are computed", minimum=1),
-    "base_num_decoder_layers": entry(16, "layers", minimum=0, unit="layers"),
-    "first_num_dense_layers": entry(0, "dense layers before the experts (deepseek)", minimum=0, unit="layers"),
-    "decoder_block": entry("llama2", "style of the decoder", kind="text"),
-    "model_name": entry("default", "a model whose own file sets the layers", kind="text"),
-    "quantization": entry(None, "quantization of the matrix products", kind="text", nullable=True),
-    "num_slices": entry(-1, "slices; -1 = as many as the dcn axes imply", minimum=1, also=(-1,), unit="slices"),
-    STAGE_LAYERS: entry(1, "layers in one stage and repeat", unit="layers"),
-    REPEATS: entry(-1, "times that each microbatch goes round; -1 = as the layers give"),
-    LAYERS: entry(-1, "layers in the pipeline; -1 = all", unit="layers"),
-    MICROBATCHES: entry(-1, "microbatches of one pass; -1 = the stages"),
-    DELAY: entry(False, "forward one tick later", kind="bool"),
-    SHARD_OPTIMIZER: entry(False, "shard the optimizer state over the data axis", kind="bool"),
-    TUNIX: entry(False, "divide each accumulation pass by its own tokens", kind="bool"),
-    AT_STEP: entry(0, "completed optimizer steps: a ramp before them is over", minimum=0),
-    VERSION: entry("2026-08", "the version whose rules count", kind="text", choices=("2026-08",)),
-    "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, nullable=True, unit="devices"),
-    **{f"{group}_{axis}_parallelism": entry(
-           -1 if axis == AUTOMATIC[group] else 1, f"{where} along the {axis} axis; -1 = the rest", unit="devices")
-       for group, where in (("ici", "devices of a slice"), ("dcn", "slices"))
-       for axes in AXIS_GROUPS.values() for axis in axes},
-}  # fmt: skip
-_SHARDS = "may change over which devices a batch is divided"
-_COMPUTED = Unread("is computed by MaxText, and has no effect", asks=False)
-# What can change sizes and no rule reads, from MaxText's `configs/types.py` (e591f30).
-UNREAD = {
-    "subslice_shape": Unread("takes a part of the devices; add num_devices=N as well"),
-    "custom_mesh_and_rule": Unread(_SHARDS, (None, "", "default")),
-    "custom_mesh": Unread(_SHARDS, asks=False),
-    **dict.fromkeys(
-        ("custom_mesh_and_rule_for_eval", "mesh_axes", "data_sharding", "logical_axis_rules", "override_logical_axis_rules", "input_data_sharding_logical_axes"),
-        Unread(_SHARDS, asks=False)),
-    "expert_shard_attention_option": Unread(_SHARDS, (None, "", "fsdp"), asks=False),
-    "elastic_enabled": Unread("lets the batch follow the slices that are alive, at the same samples per device", asks=False),
-    "enable_diloco": Unread("lets each of the diloco replicas update on its own part of the batch", asks=False),
-    "use_batch_split_schedule": Unread("splits each batch into batch_split_factor parts, which must divide it", asks=False),
-    **dict.fromkeys(
-        ("student_overrides", "teacher_overrides"),
-        Unread("may set sizes of one of the two models of a distillation", (None, "", "{}"), asks=False)),
-    "global_parameter_scale": Unread("scales the number of layers, which a pipeline divides", (None, 1), asks=False),
-    "use_grpo": Unread("trains as GRPO of 2025 did, on num_generations samples of each of the per_device_batch_size prompts"),
-    **dict.fromkeys(
-        ("inference_replicas", "inference_devices_per_replica"),
-        Unread("takes devices from training (GRPO of 2025)", (None, 1), asks=False)),
-    **dict.fromkeys(
-        ("global_batch_size_to_load", "global_batch_size_to_train_on", "global_batch_size_to_load_eval",
-         "global_batch_size_to_eval_on", "global_batch_size_to_load_start", "global_batch_size_to_load_increment",
-         "micro_batch_size_to_train_on", "micro_batch_size_to_eval_on", "ici_parallelism", "dcn_parallelism",
-         "context_parallel_size", "num_diloco_replicas", "rampup_end_step", "rampup_samples_per_increment_to_load", "using_pipeline_parallelism"),
-        _COMPUTED),
-}  # fmt: skip
+KEYS = load_entries("maxtext")
 ALIASES = {
     "num_target_devices": "num_devices",
     "internal_compile_num_devices": "num_devices",
@@ -159,84 +95,8 @@ _MODELS = re.compile(
 _SIMILAR = 0.85  # a key at least this similar to another one may be a misspelling of it
 
 
-# The sizes that MaxText's own configuration files set, where they differ from base.yml.
-_SIZES = (
-    "per_device_batch_size",
-    "steps",
-    "max_target_length",
-    "base_num_decoder_layers",
-    "model_name",
-)
-
-
-def _sizes(*values: Any, **others: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in zip(_SIZES, values, strict=False)
-        if value is not None
-    } | others
-
-
-BASES: dict[str, dict[str, Any]] = {
-    **{
-        name: {}
-        for name in (
-            "base.yml",
-            "inference/inference.yml",
-            "inference/inference_jetstream.yml",
-            "inference/vllm.yml",
-        )
-    },
-    **{
-        f"post_train/{name}.yml": {} for name in ("sft", "rl_mt_jt", "lora_module_path")
-    },
-    **{
-        f"post_train/sft-vision-{name}.yml": {}
-        for name in ("chartqa", "coco-captions", "slidevqa")
-    },
-    "decoupled_base_test.yml": _sizes(
-        1, 2, learning_rate_schedule_steps=2, dcn_data_parallelism=1
-    ),
-    "gpu/gpu_smoke_test.yml": _sizes(2, 10, 1024, 8),
-    "gpu/models/llama2_70b.yml": _sizes(6, 30, 4096, None, "llama2-70b"),
-    "gpu/models/llama2_7b.yml": _sizes(4, 30, 4096, None, "llama2-7b"),
-    "gpu/models/llama3.1_405b.yml": _sizes(1, 10, 4096, None, "llama3.1-405b"),
-    "gpu/models/llama3_70b.yml": _sizes(4, 30, 8192, None, "llama3-70b"),
-    "gpu/models/llama3_8b.yml": _sizes(None, 30, 8192, None, "llama3-8b"),
-    "gpu/models/mixtral_8x1b.yml": _sizes(8, 30, 4096, 5, "mixtral-8x7b"),
-    "gpu/models/mixtral_8x2b.yml": _sizes(8, 30, 4096, 10, "mixtral-8x7b"),
-    "gpu/models/mixtral_8x7b.yml": _sizes(None, 30, 4096, None, "mixtral-8x7b"),
-    "post_train/distillation.yml": _sizes(
-        2, 200_000, learning_rate_schedule_steps=200_000
-    ),
-    "post_train/distillation-sft.yml": _sizes(
-        2, 200_000, learning_rate_schedule_steps=200_000
-    ),
-    "post_train/distillation_gpt_oss_20b.yml": _sizes(
-        1,
-        100_000,
-        32_768,
-        learning_rate_schedule_steps=100_000,
-        ici_data_parallelism=2,
-        ici_fsdp_parallelism=64,
-    ),
-    **{
-        f"post_train/distillation_qwen3_30b_base{suffix}.yml": _sizes(
-            size,
-            100_000,
-            8192,
-            learning_rate_schedule_steps=100_000,
-            ici_data_parallelism=4,
-        )
-        for suffix, size in (("", 6), ("_pdbs8", 8))
-    },
-    "post_train/dpo.yml": _sizes(
-        2, 10, 512, None, "qwen3-0.6b", eval_interval=5, eval_steps=2
-    ),
-    # The defaults of the rules for MaxText RL are those of rl.yml.
-    "post_train/rl.yml": {"eval_interval": 10, "max_target_length": 1024},
-    "tpu/tpu_smoke_test.yml": _sizes(1, 10, None, 8),
-}
+BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
+UNREAD = load_unread("maxtext")
 LAUNCH = Launch(
     system="MaxText",
     program=re.compile(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rampup.contrib.check.known import Unread, match_unread
+from rampup.contrib.check.known import load_unread
 from rampup.contrib.check.maxtext import (
     AXIS_GROUPS,
     BASES,
@@ -73,26 +73,7 @@ LAUNCH = Launch(
     keys="maxtext",
     unread={
         **{name: row for name, row in UNREAD.items() if name not in KEYS},
-        **match_unread(
-            "maxtext",
-            {
-                r"dcn_\w+_parallelism": Unread(
-                    "divides slices, which these rules do not follow", (None, 1, -1)
-                ),
-                r"(?:eval_)?per_device_batch_size\w*|gradient_accumulation_steps"
-                r"|\w+_rampup_\w+|(?:eval_|learning_rate_schedule_)?steps"
-                r"|num_layers_per_pipeline_stage|num_pipeline_\w+"
-                r"|pipeline_parallel_layers|shard_optimizer_over_data": Unread(
-                    "is of pre-training, and not read here", (None, 1, -1), asks=False
-                ),
-                r"use_tunix_gradient_accumulation": Unread(
-                    "divides by the passes instead of the tokens", asks=False
-                ),
-                r"rl\.off_policy_steps": Unread(
-                    "lets samples be so many steps old", (None, 0), asks=False
-                ),
-            },
-        ),
+        **load_unread("maxtext_rl", "maxtext"),
     },
 )
 

@@ -19,15 +19,14 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rampup.config.key import Kind
 from rampup.config.yaml import Located, parse_scalar
-from rampup.contrib.check.known import Unread, load_known_keys, with_lines
+from rampup.contrib.check.known import load_known_keys, load_unread, with_lines
 from rampup.contrib.check.reading import (
     Launch,
     Reading,
     Settings,
     Source,
-    entry,
+    load_entries,
     option,
     read_source,
     resolve_reference,
@@ -85,14 +84,12 @@ EXTRAS = (
 VERSION = "megatron_version"
 AT_STEP, AT_SAMPLES = "at_step", "at_samples"  # where a run stands
 # What splits layers over stages in another way than evenly.
-UNEVEN_LAYERS: dict[str, tuple[str, Kind]] = {
-    "standalone_embedding_stage": ("whether the first stage has the embedding only", "bool"),
-    "pipeline_model_parallel_split_rank": ("the first stage of the decoder (T5)", "int"),
-    "decoder_num_layers": ("layers of the decoder (T5)", "int"),
-    "heterogeneous_layers_config_path": ("a file with a block for each layer", "text"),
-    "heterogeneous_layers_config_encoded_json": ("a block for each layer", "text"),
-}  # fmt: skip
-UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed", *UNEVEN_LAYERS)
+UNEVEN = (
+    *(*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed"),
+    *("standalone_embedding_stage", "pipeline_model_parallel_split_rank"),
+    *("decoder_num_layers", "heterogeneous_layers_config_path"),
+    "heterogeneous_layers_config_encoded_json",
+)
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
 # Options of DeepSpeed's launcher, and those of torchrun. With a file of hosts they are
@@ -104,119 +101,7 @@ _PLAIN = (
 )
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
-KEYS = {
-    MICRO: entry(None, "samples per replica and forward pass", unit="samples"),
-    GLOBAL: entry(
-        None,
-        "samples per optimizer step; unset: one micro batch per replica",
-        unit="samples",
-    ),
-    RAMP: entry(
-        None,
-        "start, increment and samples of a linear ramp",
-        kind="text",
-        nullable=True,
-    ),
-    SCHEDULE: entry(
-        None, "THRESHOLD:SIZE pairs of a ramp in steps", kind="text", nullable=True
-    ),
-    DECREASE: entry(
-        False, "round batches down to a multiple of micro batch * replicas", kind="bool"
-    ),
-    "data_parallel_size": entry(
-        None, "replicas; given as data_parallel_size=N", minimum=1
-    ),
-    "world_size": entry(None, "devices of the job", minimum=1, unit="devices"),
-    "nnodes": entry(None, "hosts (torchrun)", minimum=1),
-    "nproc_per_node": entry(
-        None, "devices per host (torchrun)", minimum=1, unit="devices"
-    ),
-    "num_nodes": entry(None, "hosts (NeMo)", minimum=1),
-    "devices": entry(
-        None, "devices per host (NeMo)", minimum=1, also=(-1,), unit="devices"
-    ),
-    AT_STEP: entry(0, "completed optimizer steps: earlier phases are over", minimum=0),
-    AT_SAMPLES: entry(0, "the same, counted in samples", minimum=0),
-    TENSOR: entry(1, "devices that share each layer's matrices", minimum=1),
-    STAGES: entry(1, "pipeline stages", minimum=1),
-    CONTEXT: entry(1, "devices that share each sequence", minimum=1),
-    SEQUENCE: entry(
-        1, "devices that share each sequence (Megatron-DeepSpeed)", minimum=1
-    ),
-    EXPERT: entry(1, "devices that share the experts", minimum=1, optional=True),
-    EXPERT_TENSOR: entry(
-        None, "devices that share an expert's matrices", minimum=1, optional=True
-    ),
-    "num_experts": entry(None, "experts of a layer", minimum=0, optional=True),
-    "no_pipeline_parallel": entry(
-        False, "train without DeepSpeed's pipeline", kind="bool"
-    ),
-    **{
-        key: entry(False if kind == "bool" else None, doc, kind=kind, optional=True)
-        for key, (doc, kind) in UNEVEN_LAYERS.items()
-    },
-    VIRTUAL: entry(None, "layer chunks per stage"),
-    PER_CHUNK: entry(None, "layers in a chunk", minimum=1, unit="layers"),
-    GROUP: entry(
-        None, "microbatches in a row through one chunk; unset: the stages", minimum=1
-    ),
-    OVERLAP: entry(
-        True, "send while computing; needed for two interleaved stages", kind="bool"
-    ),
-    LAYERS: entry(None, "layers", minimum=1, unit="layers", optional=True),
-    **{
-        key: entry(None, f"layers of the {end} stage", minimum=1)
-        for key, end in zip(ENDS, ("first", "last"), strict=True)
-    },
-    **{
-        key: entry(
-            False, "count it as a layer when layers are split over stages", kind="bool"
-        )
-        for key in EXTRAS
-    },
-    LAYOUT: entry(
-        None,
-        "the layers of each stage, such as Et*3|(tt|)*29m|L",
-        kind="text",
-        nullable=True,
-    ),
-    PARTITION: entry(
-        None, "how DeepSpeed splits layers over stages", kind="text", nullable=True
-    ),
-    "deepspeed": entry(False, "Megatron-DeepSpeed", kind="bool"),
-    VERSION: entry(
-        "legacy",
-        "legacy: rules until April 2026, with linear ramps; or head",
-        kind="text",
-        choices=("legacy", "head"),
-    ),
-    "seq_length": entry(
-        None, "tokens per sample", minimum=1, unit="tokens", optional=True
-    ),
-    "train_iters": entry(
-        None, "optimizer steps", minimum=0, unit="steps", optional=True
-    ),
-    "max_steps": entry(
-        None, "optimizer steps (NeMo)", minimum=-1, unit="steps", optional=True
-    ),
-    "train_samples": entry(
-        None, "samples of the run", minimum=0, unit="samples", optional=True
-    ),
-    EVAL_MICRO: entry(
-        None,
-        "micro batch of evaluation; unset: that of training",
-        minimum=1,
-        unit="samples",
-        optional=True,
-    ),
-    EVAL_GLOBAL: entry(
-        None,
-        "batch of evaluation; unset: that of training",
-        minimum=1,
-        unit="samples",
-        optional=True,
-    ),
-}
+KEYS = load_entries("megatron")
 ALIASES = {
     "num_virtual_stages_per_pipeline_rank": VIRTUAL,
     "microbatch_group_size_per_virtual_pipeline_stage": GROUP,
@@ -229,40 +114,6 @@ ALIASES = {
         for end, key in zip(("first", "last"), ENDS, strict=True)
     },
 }
-# What can change sizes and no rule reads, from the arguments of Megatron-LM (core 0.6 to
-# d98e8a6) and of Megatron-DeepSpeed.
-_OF_PART = (
-    "gives devices to one part of the model, so that parts have replicas of their own"
-)
-UNREAD = {
-    "yaml_cfg": Unread("names a file whose arguments replace all of the command; check that file"),
-    "use_mp_args_from_checkpoint_args": Unread("takes the tensor and pipeline parallel sizes from the checkpoint"),
-    "use_checkpoint_args": Unread("takes the sizes of the model from the checkpoint", asks=False),
-    **dict.fromkeys(
-        ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size"),
-        Unread(_OF_PART, (None, 0))),
-    **dict.fromkeys(
-        ("encoder_tp", "encoder_dp", *(f"llm_{axis}" for axis in ("tp", "dp", "pp", "cp", "ep", "expt_tp"))),
-        Unread(_OF_PART)),
-    **dict.fromkeys(
-        ("tensor_parallel_num_weight_shards", "gtp_weight_remat_size",
-         "expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
-        Unread("shards weights over further devices, which must divide the job", (None, 1))),
-    "hybrid_context_parallel": Unread("gives samples of each length a group of devices of its own"),
-    "hierarchical_context_parallel_sizes": Unread("must multiply to context_parallel_size", asks=False),
-    "inprocess_active_world_size": Unread("trains on so many of the devices"),
-    "model_parallel_size": Unread("is the tensor parallel size in Megatron-LM of 2020, and refused since"),
-    "batch_size": Unread("is the micro batch in Megatron-LM of 2020, and refused since"),
-    "perform_rl_step": Unread("starts reinforcement learning, with steps of grpo_prompts_per_step * grpo_group_size samples"),
-    "grpo_prompts_per_step": Unread("counts the prompts of a step of reinforcement learning"),
-    "grpo_group_size": Unread("counts the samples of each prompt"),
-    **dict.fromkeys(
-        ("deepspeed_config", "deepscale_config"),
-        Unread(
-            "is DeepSpeed's own file, whose train_batch_size and train_micro_batch_size_per_gpu must be those of the command",
-            asks=False)),
-    "train_data_exact_num_epochs": Unread("sets the length of the run from the data", asks=False),
-}  # fmt: skip
 _NEGATIVES = {"no_overlap_p2p_communication": OVERLAP, "no_overlap_p2p_comm": OVERLAP}
 
 
@@ -597,7 +448,7 @@ LAUNCH = Launch(
     example="torchrun pretrain_gpt.py --micro-batch-size 1",
     entries=KEYS,
     keys="megatron",
-    unread=UNREAD,
+    unread=load_unread("megatron"),
     canonical=canonical,
     read=read_options,
 )

@@ -14,12 +14,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import yaml
 
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
@@ -30,6 +27,7 @@ from rampup.contrib.check.known import (
     find_questions,
     find_unread,
     load_known_keys,
+    load_table,
     sections_of,
     with_lines,
 )
@@ -93,8 +91,7 @@ def load_entries(system: str) -> dict[str, Entry]:
     """Return the keys that the rules of a system read: the table `SYSTEM_sizes.yml`
     beside this module.
     """
-    text = files(__package__).joinpath(f"{system}_sizes.yml").read_text("utf-8")
-    return {name: entry(**row) for name, row in yaml.safe_load(text).items()}
+    return {name: entry(**row) for name, row in load_table(system, "sizes").items()}
 
 
 @dataclass(frozen=True, kw_only=True)

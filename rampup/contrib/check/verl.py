@@ -20,6 +20,7 @@ from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.known import (
     Unread,
     load_known_keys,
+    load_table,
     load_unread,
     with_lines,
 )
@@ -168,40 +169,6 @@ NEWEST = 9
 
 
 KEYS = load_entries("verl")
-# The sizes that veRL's base files set, where they differ from its defaults, as of
-# August 2026.
-_OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
-_MULTI_TURN = {TRAIN: 256, **dict.fromkeys(LENGTHS, 1024)}
-_TRAINERS: dict[str, dict[str, Any]] = {
-    "ppo{}_trainer": {},
-    "dapo{}_trainer": {**_OLDER, GEN: f"${{{TRAIN}}}"},
-    "one_step_off_ppo{}_trainer": {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8},
-    "fully_async_ppo{}_trainer": {
-        GEN: 1,
-        ASYNC_BATCHES: 1,
-        ASYNC_SYNC: 4,
-        ROLLOUT_NODES: 1,
-        ROLLOUT_DEVICES: 8,
-    },
-    "gsm8k_multiturn{}_grpo": _MULTI_TURN,
-    "gsm8k_multiturn{}_grpo_server": _MULTI_TURN,
-    "gsm8k_multiturn{}_grpo_w_interaction": _MULTI_TURN,
-    "search_multiturn{}_grpo": _MULTI_TURN,
-    "geo3k_multiturn{}_grpo": {**_MULTI_TURN, **dict.fromkeys(LENGTHS, 2048)},
-}
-BASES: dict[str, dict[str, Any]] = {
-    name.format(infix): {"model_engine": engine, **sizes}
-    for infix, engine in (("", "dp"), ("_megatron", "megatron"))
-    for name, sizes in _TRAINERS.items()
-}
-_RECIPES: dict[str, dict[str, Any]] = {
-    "entropy_trainer": {GEN: f"${{{TRAIN}}}"},
-    "prime_trainer": {RESPONSES: 4, ESTIMATOR: "rloo"},
-    "sppo_trainer": {ESTIMATOR: None},
-}
-BASES |= {
-    name: {"model_engine": "dp", **_OLDER, **sizes} for name, sizes in _RECIPES.items()
-}
 # The base files that programs start from if no `--config-name` names another.
 PROGRAMS = {
     "fully_async_main": "fully_async_ppo_trainer",
@@ -217,10 +184,6 @@ _PROGRAMS = re.compile(
     r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
     r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
 )
-UNREAD = load_unread("verl") | {
-    f"trainer.v1.{mode}.parameter_sync_step": Unread("trains in parts", (None, 1))
-    for mode in ("sync", "colocate_async")
-}
 LAUNCH = Launch(
     system="veRL",
     program=re.compile(
@@ -236,11 +199,15 @@ LAUNCH = Launch(
         *{name.partition(".")[0] for name in load_known_keys("verl").lives},
         "hydra",
     ),
-    bases=BASES,
+    bases=load_table("verl", "bases"),
     version="August 2026",
     programs=PROGRAMS,
     keys="verl",
-    unread=UNREAD,
+    unread=load_unread("verl")
+    | {
+        f"trainer.v1.{mode}.parameter_sync_step": Unread("trains in parts", (None, 1))
+        for mode in ("sync", "colocate_async")
+    },
     repeats=(
         "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt,"
         " and a mini batch counts the rows: give data.train_batch_size as many times as"
