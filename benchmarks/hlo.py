@@ -28,7 +28,8 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
     times if their bound is an argument.
 
     Example:
-        >>> all_reduces('''
+        >>> all_reduces(
+        ...     '''
         ... %body (x: f32[]) -> f32[] {
         ...   %a = f32[8,2]{1,0} all-reduce(%x), to_apply=%add
         ... }
@@ -36,7 +37,9 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
         ...   %b = f32[] while(%x), condition=%c, body=%body
         ...   %d = (f32[4]{0}, bf16[2]{0}) all-reduce(%b, %b), to_apply=%add
         ... }
-        ... ''', unknown_trips=3)
+        ... ''',
+        ...     unknown_trips=3,
+        ... )
         Reductions(number=4, num_bytes=212, in_loops=1)
     """
     found = [c for c in account_of(Program(hlo)).collectives if c.kind == "all-reduce"]

@@ -525,7 +525,9 @@ class CostModelCheck:
 
         Example:
             >>> seconds = {(1, 1): 4.0 * (16 + 3), (16, 1): 19.0 * (1 + 3)}
-            >>> check = CostModelCheck(num_stages=4, samples=16, seconds=seconds, default_overhead=Fraction(8))
+            >>> check = CostModelCheck(
+            ...     num_stages=4, samples=16, seconds=seconds, default_overhead=Fraction(8)
+            ... )
             >>> round(float(check.fitted_overhead), 9)
             3.0
         """

@@ -113,13 +113,33 @@ def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
         ConfigError: the step cannot be compared.
 
     Example:
-        >>> from rampup import BatchRamp, BatchSplitter, RampPlan, create_state, make_mesh, train_step
+        >>> from rampup import (
+        ...     BatchRamp,
+        ...     BatchSplitter,
+        ...     RampPlan,
+        ...     create_state,
+        ...     make_mesh,
+        ...     train_step,
+        ... )
         >>> import optax
         >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:8"), splitter=BatchSplitter(data_parallel_size=1,
-        ...     microbatch_size=2), num_devices=1, total_steps=2)
-        >>> step = train_step(lambda p, batch, keys: (((p - batch) ** 2).sum(), len(keys), {}), optax.sgd(0.1), plan, mesh)
-        >>> bool(check_step(step, create_state(np.float32(1), step.tx, mesh), np.arange(16.0)))
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.from_schedule("0:8"),
+        ...     splitter=BatchSplitter(data_parallel_size=1, microbatch_size=2),
+        ...     num_devices=1,
+        ...     total_steps=2,
+        ... )
+        >>> step = train_step(
+        ...     lambda p, batch, keys: (((p - batch) ** 2).sum(), len(keys), {}),
+        ...     optax.sgd(0.1),
+        ...     plan,
+        ...     mesh,
+        ... )
+        >>> bool(
+        ...     check_step(
+        ...         step, create_state(np.float32(1), step.tx, mesh), np.arange(16.0)
+        ...     )
+        ... )
         True
     """
     reasons = {

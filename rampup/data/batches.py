@@ -491,9 +491,17 @@ def step_batches(
     Example:
         >>> import rampup
         >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
-        >>> ramp, splitter = rampup.BatchRamp.from_schedule("0:2 4:4"), rampup.BatchSplitter(data_parallel_size=1)
-        >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
-        >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
+        >>> ramp, splitter = (
+        ...     rampup.BatchRamp.from_schedule("0:2 4:4"),
+        ...     rampup.BatchSplitter(data_parallel_size=1),
+        ... )
+        >>> plan = rampup.RampPlan(
+        ...     ramp=ramp, splitter=splitter, num_devices=1, total_steps=3
+        ... )
+        >>> [
+        ...     np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist()
+        ...     for b in step_batches(range(6), plan, mesh)
+        ... ]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
     options = options or BatchOptions()
@@ -671,9 +679,17 @@ def stream_batches(
     Example:
         >>> import rampup
         >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
-        >>> ramp, splitter = rampup.BatchRamp.from_schedule("0:2 4:4"), rampup.BatchSplitter(data_parallel_size=1)
-        >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
-        >>> [b.chunks[0][: b.num_microbatches].ravel().tolist() for b in stream_batches(iter(range(8)), plan, mesh)]
+        >>> ramp, splitter = (
+        ...     rampup.BatchRamp.from_schedule("0:2 4:4"),
+        ...     rampup.BatchSplitter(data_parallel_size=1),
+        ... )
+        >>> plan = rampup.RampPlan(
+        ...     ramp=ramp, splitter=splitter, num_devices=1, total_steps=3
+        ... )
+        >>> [
+        ...     b.chunks[0][: b.num_microbatches].ravel().tolist()
+        ...     for b in stream_batches(iter(range(8)), plan, mesh)
+        ... ]
         [[0, 1], [2, 3], [4, 5, 6, 7]]
         >>> len(list(stream_batches(range(7), plan, mesh, drop_remainder=True)))
         2
@@ -852,8 +868,13 @@ def microbatches(
     Example:
         >>> import rampup
         >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
-        >>> ramp, splitter = rampup.BatchRamp.from_schedule("0:2 4:4"), rampup.BatchSplitter(data_parallel_size=1)
-        >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
+        >>> ramp, splitter = (
+        ...     rampup.BatchRamp.from_schedule("0:2 4:4"),
+        ...     rampup.BatchSplitter(data_parallel_size=1),
+        ... )
+        >>> plan = rampup.RampPlan(
+        ...     ramp=ramp, splitter=splitter, num_devices=1, total_steps=3
+        ... )
         >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """

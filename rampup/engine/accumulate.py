@@ -582,8 +582,12 @@ def multi_steps(
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 8:8"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=10)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.from_schedule("0:4 8:8"),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=10,
+        ... )
         >>> tx = multi_steps(optax.sgd(0.1), plan)
         >>> [int(tx._every_k_schedule(jnp.int32(step))) for step in range(4)]
         [1, 1, 2, 2]

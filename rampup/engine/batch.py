@@ -75,8 +75,12 @@ class Batch(NamedTuple):
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, make_mesh, step_batches
-        >>> plan = RampPlan(ramp=BatchRamp.constant(4), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=1)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.constant(4),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=1,
+        ... )
         >>> mesh = make_mesh(devices=jax.devices()[:1])
         >>> batch = next(step_batches(np.zeros((4, 3)), plan, mesh))
         >>> batch.num_microbatches, batch.row.shape

@@ -40,9 +40,18 @@ class EvalStep:
         >>> import optax
         >>> from rampup import create_state, make_mesh
         >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> evaluate = EvalStep(lambda params, batch, keys: (((batch - params) ** 2).sum(), len(keys), {}), mesh)
+        >>> evaluate = EvalStep(
+        ...     lambda params, batch, keys: (
+        ...         ((batch - params) ** 2).sum(),
+        ...         len(keys),
+        ...         {},
+        ...     ),
+        ...     mesh,
+        ... )
         >>> state = create_state(np.float32(1), optax.sgd(0.1), mesh)
-        >>> sums = [evaluate(state, batch) for batch in evaluate.batches(np.arange(7.0), 3)]
+        >>> sums = [
+        ...     evaluate(state, batch) for batch in evaluate.batches(np.arange(7.0), 3)
+        ... ]
         >>> [(float(loss), int(weight)) for loss, weight in sums]
         [(2.0, 3), (29.0, 3), (25.0, 1)]
     """

@@ -40,7 +40,9 @@ class BatchAxes:
             the others, such as fsdp, the parameters may be sharded too.
 
     Example:
-        >>> BatchAxes(replica=("batch",), rows=("batch",)).num_replicas(jax.make_mesh((1, 1), ("batch", "model")))
+        >>> BatchAxes(replica=("batch",), rows=("batch",)).num_replicas(
+        ...     jax.make_mesh((1, 1), ("batch", "model"))
+        ... )
         1
     """
 

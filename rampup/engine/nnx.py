@@ -59,15 +59,25 @@ def split_model(
         >>> from rampup.plan import BatchRamp, BatchSplitter, RampPlan
         >>> from rampup import make_mesh, step_batches, train_step
         >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=100)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.from_schedule("0:2 4:4"),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=100,
+        ... )
         >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         >>> def loss_fn(model, batch, keys):
-        ...     return jnp.sum((model(batch["x"]) - 2 * batch["x"]) ** 2), batch["x"].size, {}
+        ...     return (
+        ...         jnp.sum((model(batch["x"]) - 2 * batch["x"]) ** 2),
+        ...         batch["x"].size,
+        ...         {},
+        ...     )
         >>> tx = optax.sgd(0.1)
         >>> state, pure_loss_fn = split_model(model, loss_fn, tx, mesh)
         >>> step = train_step(pure_loss_fn, tx, plan, mesh)
-        >>> for batch in step_batches([{"x": np.float32([n % 3 - 1])} for n in range(12)], plan, mesh):
+        >>> for batch in step_batches(
+        ...     [{"x": np.float32([n % 3 - 1])} for n in range(12)], plan, mesh
+        ... ):
         ...     state, metrics = step(state, batch)
         >>> merge_model(model, state)
         >>> round(float(model(jnp.ones((1, 1)))[0, 0]), 2)
@@ -137,11 +147,16 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
 
     Example:
         >>> from rampup import make_mesh
-        >>> model, mesh = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), make_mesh(devices=jax.devices()[:1])
+        >>> model, mesh = (
+        ...     nnx.Linear(1, 1, rngs=nnx.Rngs(0)),
+        ...     make_mesh(devices=jax.devices()[:1]),
+        ... )
         >>> def loss_fn(model, batch, keys):
         ...     return jnp.sum(model(batch)), len(batch), {}
         >>> state, _ = split_model(model, loss_fn, optax.sgd(0.1), mesh)
-        >>> merge_model(model, state.replace(params=jax.tree.map(jnp.ones_like, state.params)))
+        >>> merge_model(
+        ...     model, state.replace(params=jax.tree.map(jnp.ones_like, state.params))
+        ... )
         >>> float(model.kernel[0, 0])
         1.0
     """

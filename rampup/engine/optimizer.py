@@ -65,8 +65,12 @@ class LearningRate:
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> plan = RampPlan(ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1,
-        ...     total_steps=100)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.constant(8),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=100,
+        ... )
         >>> rate = LearningRate(plan=plan, peak=1.0, warmup_fraction=0.1)
         >>> [round(rate.at(step), 4) for step in (0, 5, 10, 55)]
         [0.0, 0.5, 1.0, 0.55]
@@ -187,9 +191,15 @@ class AdamSchedule:
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
         >>> from rampup.plan.hyperparameters import AdamScaling
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=20)
-        >>> adam = AdamSchedule.from_scaling(plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life"))
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.from_schedule("0:4 40:8"),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=20,
+        ... )
+        >>> adam = AdamSchedule.from_scaling(
+        ...     plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life")
+        ... )
         >>> adam.at(3).b2, adam.at(15).b2
         (0.9, 0.81)
         >>> tx = make_optimizer(1e-3, adam=adam)

@@ -128,8 +128,10 @@ class PipelinedLoss:
         >>> loss = PipelinedLoss(
         ...     first=lambda params, batch, keys: batch["x"] * params["scale"],
         ...     stage=lambda layers, x, batch, keys, first_layer: jax.lax.scan(
-        ...         lambda x, w: (jnp.tanh(x * w), None), x, layers)[0],
-        ...     last=lambda params, x, batch, keys: (jnp.sum(x**2), x.size, {}))
+        ...         lambda x, w: (jnp.tanh(x * w), None), x, layers
+        ...     )[0],
+        ...     last=lambda params, x, batch, keys: (jnp.sum(x**2), x.size, {}),
+        ... )
         >>> loss.num_repeats
         1
     """

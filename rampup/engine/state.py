@@ -79,7 +79,9 @@ class TrainState(struct.PyTreeNode):
 
     Example:
         >>> tx, params = optax.sgd(0.1), {"w": jnp.zeros(3)}
-        >>> TrainState(step=jnp.int32(0), params=params, opt_state=tx.init(params)).mutable
+        >>> TrainState(
+        ...     step=jnp.int32(0), params=params, opt_state=tx.init(params)
+        ... ).mutable
     """
 
     step: Any

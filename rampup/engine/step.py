@@ -164,10 +164,20 @@ def train_step(
         TypeError: an argument that is gone.
 
     Example:
-        >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
+        >>> from rampup import (
+        ...     BatchRamp,
+        ...     BatchSplitter,
+        ...     create_state,
+        ...     make_mesh,
+        ...     train_step,
+        ... )
         >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=20)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.from_schedule("0:2 4:4"),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=20,
+        ... )
         >>> def loss_fn(params, batch, keys):
         ...     return ((params["w"] - batch["x"]) ** 2).sum(), batch["x"].size, {}
         >>> step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
@@ -278,9 +288,18 @@ class TrainStep:
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh
         >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.constant(4), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=1)
-        >>> step = train_step(lambda p, batch, keys: (((p - batch) ** 2).sum(), len(keys), {}), optax.sgd(0.5), plan, mesh)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.constant(4),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=1,
+        ... )
+        >>> step = train_step(
+        ...     lambda p, batch, keys: (((p - batch) ** 2).sum(), len(keys), {}),
+        ...     optax.sgd(0.5),
+        ...     plan,
+        ...     mesh,
+        ... )
         >>> state = create_state(np.float32(0), step.tx, mesh)
         >>> state, metrics = step(state, step.batch(np.full(4, 3.0)))
         >>> float(metrics["loss"]), float(state.params)

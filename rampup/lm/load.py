@@ -53,7 +53,9 @@ class LoadedRun:
     >>> from pathlib import Path
     >>> import rampup
     >>> folder = Path("runs/a/checkpoints/9")  # rampup.load makes one
-    >>> rampup.lm.LoadedRun(folder=folder, step=9, params={}, state={}).model is None
+    >>> rampup.lm.LoadedRun(
+    ...     folder=folder, step=9, params={}, state={}
+    ... ).model is None
     True
     """
 

@@ -114,7 +114,8 @@ def train(
     >>> tiny += " max_target_length=16 eval_interval=-1 per_device_batch_size=4"
     >>> folder = tempfile.mkdtemp()
     >>> config = rampup.load_config(
-    ...     "base", [*tiny.split(), f"base_output_directory={folder}", "run_name=tiny"]
+    ...     "base",
+    ...     [*tiny.split(), f"base_output_directory={folder}", "run_name=tiny"],
     ... )
     >>> summary = rampup.train(config)
     >>> summary.steps, summary.num_compilations

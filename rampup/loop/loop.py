@@ -233,7 +233,10 @@ class Loop:
         ...         should_stop=lambda: next(calls) == 3,
         ...     )
         ...     return loop.run(rampup.create_state(np.float32(0), tx, mesh))[1]
-        >>> [(found.resumed_from, found.steps, found.interrupted) for found in (run(), run())]
+        >>> [
+        ...     (found.resumed_from, found.steps, found.interrupted)
+        ...     for found in (run(), run())
+        ... ]
         [(0, 3, True), (3, 6, False)]
     """
 

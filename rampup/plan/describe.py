@@ -129,7 +129,11 @@ def describe_plan(plan: RampPlan) -> str:
 def format_count(number: int, noun: str) -> str:
     """Format a number of things; the noun is in the singular.
 
-    >>> format_count(1, "step"), format_count(2000, "step"), format_count(2, "batch")
+    >>> (
+    ...     format_count(1, "step"),
+    ...     format_count(2000, "step"),
+    ...     format_count(2, "batch"),
+    ... )
     ('1 step', '2,000 steps', '2 batches')
     """
     if number == 1:

@@ -54,7 +54,9 @@ class AdamScaling:
 
     Example:
         >>> scaling = AdamScaling(b2="half_life", weight_decay="timescale")
-        >>> scaling.constants(AdamConstants(b2=0.9, weight_decay=0.1), ratio=0.5, rate_scale=1.0)
+        >>> scaling.constants(
+        ...     AdamConstants(b2=0.9, weight_decay=0.1), ratio=0.5, rate_scale=1.0
+        ... )
         AdamConstants(b1=0.9, b2=0.9486832980505138, eps=1e-08, weight_decay=0.05)
     """
 
@@ -187,8 +189,12 @@ def warmup_steps(plan: RampPlan, fraction: float) -> int:
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> plan = RampPlan(ramp=BatchRamp.constant(64), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=50)
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.constant(64),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=50,
+        ... )
         >>> warmup_steps(plan, 0.1)
         5
     """

@@ -169,7 +169,9 @@ class Seesaw:
 
     Example:
         >>> cuts = tuple(Cut(sample=4096 * k, level=0.5**k) for k in (1, 2, 3))
-        >>> Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=32).ramp.to_rows()
+        >>> Seesaw(
+        ...     base=BatchRamp.constant(8), cuts=cuts, max_batch_size=32
+        ... ).ramp.to_rows()
         [[0, 0, 8], [512, 4096, 16], [768, 8192, 32]]
     """
 

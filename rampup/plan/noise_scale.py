@@ -101,7 +101,12 @@ class NoiseScale:
     Example:
         >>> noise = NoiseScale(half_life_samples=1000)
         >>> for number in range(100):
-        ...     noise.update(samples=10, weight=10.0, trace=50.0 + number % 5, squared_norm=0.5 + 0.1 * (number % 2))
+        ...     noise.update(
+        ...         samples=10,
+        ...         weight=10.0,
+        ...         trace=50.0 + number % 5,
+        ...         squared_norm=0.5 + 0.1 * (number % 2),
+        ...     )
         >>> print(noise.tokens, noise.samples_per_weight)
         94.5 (93 to 96.1) 1.0
     """

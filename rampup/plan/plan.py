@@ -103,7 +103,12 @@ class RampPlan:
 
     Example:
         >>> ramp = BatchRamp.linear(start=16, increment=8, end=48, samples=500)
-        >>> plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=4), num_devices=4, total_steps=100)
+        >>> plan = RampPlan(
+        ...     ramp=ramp,
+        ...     splitter=BatchSplitter(data_parallel_size=4),
+        ...     num_devices=4,
+        ...     total_steps=100,
+        ... )
         >>> [(s.accumulation_steps, s.microbatch_size) for s in plan.splits]
         [(2, 2), (3, 2), (4, 2), (5, 2), (6, 2)]
         >>> plan.position(14).consumed_samples, plan.num_compiled_shapes

@@ -77,7 +77,11 @@ class BatchRamp:
 
     Example:
         >>> ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
-        >>> ramp.global_batch_size_at(13), ramp.samples_before(13), ramp.step_of_sample(104)
+        >>> (
+        ...     ramp.global_batch_size_at(13),
+        ...     ramp.samples_before(13),
+        ...     ramp.step_of_sample(104),
+        ... )
         (16, 104, 13)
     """
 
@@ -168,7 +172,12 @@ class BatchRamp:
             RampDefinitionError: sizes that do not grow to `end` by whole increments.
 
         Example:
-            >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
+            >>> [
+            ...     p.start_step
+            ...     for p in BatchRamp.linear(
+            ...         start=16, increment=8, end=48, samples=500
+            ...     ).phases
+            ... ]
             [0, 8, 14, 18, 22]
         """
         for name, value in (
@@ -230,7 +239,10 @@ class BatchRamp:
                 size below 1.
 
         Example:
-            >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
+            >>> [
+            ...     (p.start_step, p.global_batch_size)
+            ...     for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases
+            ... ]
             [(0, 64), (16, 32)]
         """
         pairs = list(thresholds)
@@ -296,7 +308,9 @@ class BatchRamp:
             The ramp, in samples.
 
         Example:
-            >>> BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096).phases[1].start_step
+            >>> BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096).phases[
+            ...     1
+            ... ].start_step
             79473
         """
         try:
@@ -366,7 +380,11 @@ class BatchRamp:
 
         Example:
             >>> ramp = BatchRamp.from_schedule("0:2 18:64").resumed_at(9)
-            >>> [phase.global_batch_size for phase in ramp.phases if not ramp.is_over(phase)]
+            >>> [
+            ...     phase.global_batch_size
+            ...     for phase in ramp.phases
+            ...     if not ramp.is_over(phase)
+            ... ]
             [64]
         """
         return replace(self, first_step=step)
@@ -398,7 +416,9 @@ class BatchRamp:
             other: the ramp to go on with.
 
         Example:
-            >>> BatchRamp.constant(8).spliced_at(14, BatchRamp.from_schedule("0:4 100:16 200:32")).to_rows()
+            >>> BatchRamp.constant(8).spliced_at(
+            ...     14, BatchRamp.from_schedule("0:4 100:16 200:32")
+            ... ).to_rows()
             [[0, 0, 8], [14, 112, 16], [21, 224, 32]]
         """
         done = [phase for phase in self.phases if phase.start_step < step]

@@ -69,8 +69,12 @@ def ramp_from_config(
 
     Example:
         >>> from types import SimpleNamespace
-        >>> keys = SimpleNamespace(per_device_batch_size=2, per_device_batch_size_start=0.5,
-        ...     per_device_batch_size_increment=0.5, global_rampup_samples=240)
+        >>> keys = SimpleNamespace(
+        ...     per_device_batch_size=2,
+        ...     per_device_batch_size_start=0.5,
+        ...     per_device_batch_size_increment=0.5,
+        ...     global_rampup_samples=240,
+        ... )
         >>> ramp_from_config(keys, num_devices=8).sizes
         (4, 8, 12, 16)
     """
@@ -217,10 +221,19 @@ class RampupBatchManager:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> config = SimpleNamespace(per_device_batch_size_start=4.0, per_device_batch_size_increment=2.0,
-        ...     per_device_batch_size=12.0, global_rampup_samples=500, num_target_devices=4)
+        >>> config = SimpleNamespace(
+        ...     per_device_batch_size_start=4.0,
+        ...     per_device_batch_size_increment=2.0,
+        ...     per_device_batch_size=12.0,
+        ...     global_rampup_samples=500,
+        ...     num_target_devices=4,
+        ... )
         >>> manager = RampupBatchManager(config, step_num=7)
-        >>> manager.global_batch_size_current, manager.update(), manager.global_batch_size_current
+        >>> (
+        ...     manager.global_batch_size_current,
+        ...     manager.update(),
+        ...     manager.global_batch_size_current,
+        ... )
         (16, True, 24)
     """
 

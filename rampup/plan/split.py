@@ -50,8 +50,13 @@ class BatchSplit:
         microbatch_size: samples per replica and forward pass, b.
 
     Example:
-        >>> split = BatchSplit(global_batch_size=16, data_parallel_size=4, accumulation_steps=2,
-        ...     num_pipeline_microbatches=1, microbatch_size=2)
+        >>> split = BatchSplit(
+        ...     global_batch_size=16,
+        ...     data_parallel_size=4,
+        ...     accumulation_steps=2,
+        ...     num_pipeline_microbatches=1,
+        ...     microbatch_size=2,
+        ... )
         >>> split.num_microbatches
         2
     """
@@ -124,7 +129,10 @@ class BatchSplitter:
 
     Example:
         >>> splitter = BatchSplitter(data_parallel_size=4)
-        >>> [(s.accumulation_steps, s.microbatch_size) for s in splitter.split([16, 24, 32, 40, 48])]
+        >>> [
+        ...     (s.accumulation_steps, s.microbatch_size)
+        ...     for s in splitter.split([16, 24, 32, 40, 48])
+        ... ]
         [(2, 2), (3, 2), (4, 2), (5, 2), (6, 2)]
     """
 

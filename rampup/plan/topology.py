@@ -121,7 +121,12 @@ class Topology:
 
     Example:
         >>> topology = Topology.parse("v5p-128")
-        >>> topology.name, topology.num_devices, topology.wrap, Topology.parse("2*v5litepod-16").name
+        >>> (
+        ...     topology.name,
+        ...     topology.num_devices,
+        ...     topology.wrap,
+        ...     Topology.parse("2*v5litepod-16").name,
+        ... )
         ('v5p:4x4x4', 64, (True, True, True), '2*v5e:4x4')
     """
 

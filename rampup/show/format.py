@@ -9,7 +9,13 @@ def format_value(value: object) -> str:
     """Format a value: thousands separators for integers, four significant digits for
     other numbers.
 
-    >>> format_value(1234567), format_value(0.123456), format_value(11060.4), format_value(True), format_value("x")
+    >>> (
+    ...     format_value(1234567),
+    ...     format_value(0.123456),
+    ...     format_value(11060.4),
+    ...     format_value(True),
+    ...     format_value("x"),
+    ... )
     ('1,234,567', '0.1235', '11,060', 'True', 'x')
     """
     if isinstance(value, float):
@@ -24,7 +30,13 @@ def format_value(value: object) -> str:
 def format_si(value: float) -> str:
     """Format a number in few letters, with K, M, B and T for powers of 1,000.
 
-    >>> format_si(1500), format_si(2e12), format_si(0.003), format_si(0), format_si(-2.5e7)
+    >>> (
+    ...     format_si(1500),
+    ...     format_si(2e12),
+    ...     format_si(0.003),
+    ...     format_si(0),
+    ...     format_si(-2.5e7),
+    ... )
     ('1.5K', '2T', '0.003', '0', '-25M')
     """
     for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):

@@ -445,7 +445,12 @@ def times(runs: int, open_loops: int, loop_trips: Sequence[int]) -> int:
     `loop_trips` are the iterations of these loops, from outside in; deeper ones count
     once.
 
-    >>> times(2, 1, (8,)), times(1, 2, (3, 11)), times(5, 0, (8,)), times(2, 2, (8,))
+    >>> (
+    ...     times(2, 1, (8,)),
+    ...     times(1, 2, (3, 11)),
+    ...     times(5, 0, (8,)),
+    ...     times(2, 2, (8,)),
+    ... )
     (16, 33, 5, 16)
     """
     return runs * math.prod(loop_trips[:open_loops])

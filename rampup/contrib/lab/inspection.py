@@ -253,7 +253,11 @@ def inspect(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> found = inspect(jax.jit(lambda w, x: w - 0.1 * jnp.sum(x), donate_argnums=0), jnp.zeros(8), jnp.ones(4))
+        >>> found = inspect(
+        ...     jax.jit(lambda w, x: w - 0.1 * jnp.sum(x), donate_argnums=0),
+        ...     jnp.zeros(8),
+        ...     jnp.ones(4),
+        ... )
         >>> found.num_donated, found.account.collectives, found.reduces_once
         (1, (), True)
     """

@@ -126,7 +126,10 @@ def generalized_advantages(
 
     Example:
         >>> rewards, values = np.array([[0.0, 1.0]]), np.array([[0.5, 0.5]])
-        >>> generalized_advantages(rewards, values, np.array([2]), gamma=1.0, lam=1.0)[1].tolist()
+        >>> advantages, returns = generalized_advantages(
+        ...     rewards, values, np.array([2]), gamma=1.0, lam=1.0
+        ... )
+        >>> returns.tolist()
         [[1.0, 1.0]]
     """
     rewards_SR, values_SR = (
@@ -255,7 +258,11 @@ def mini_batches(
     Example:
         >>> from rampup.contrib.rl.plan import Size, Training
         >>> policy = Training(mini_batch=Size(count=2, unit="prompts"))
-        >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=2, policy=policy)
+        >>> plan = RolloutPlan(
+        ...     rollout_batch=Size(count=4, unit="prompts"),
+        ...     samples_per_prompt=2,
+        ...     policy=policy,
+        ... )
         >>> [batch.rows.tolist() for batch in mini_batches(plan, step=0, seed=None)]
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
@@ -344,7 +351,13 @@ def loss_rows(
             `rampup.contrib.rl.plan.AGGREGATIONS`.
 
     Example:
-        >>> rows = loss_rows({"tokens": np.array([[7, 8, 9, 0]]), "prompt_length": [1], "response_length": [2]})
+        >>> rows = loss_rows(
+        ...     {
+        ...         "tokens": np.array([[7, 8, 9, 0]]),
+        ...         "prompt_length": [1],
+        ...         "response_length": [2],
+        ...     }
+        ... )
         >>> rows["targets"].tolist(), rows["coefficients"].tolist()
         ([[8, 9, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
     """

@@ -159,7 +159,9 @@ def generate(
     Example:
         >>> def logits(params, tokens):
         ...     return jax.nn.one_hot((tokens + 1) % 10, 10) * params
-        >>> found = generate(logits, 100.0, [[3], [6, 7]], max_response_length=3, end_token=9)
+        >>> found = generate(
+        ...     logits, 100.0, [[3], [6, 7]], max_response_length=3, end_token=9
+        ... )
         >>> found.tokens.tolist(), found.response_length.tolist()
         ([[3, 4, 5, 6, 0], [6, 7, 8, 9, 0]], [3, 2])
     """

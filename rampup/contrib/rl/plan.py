@@ -503,9 +503,21 @@ class RolloutPlan:
 
     Example:
         >>> micro = Size(count=4, unit="samples", scope="replica")
-        >>> policy = Training(mini_batch=Size(count=256, unit="prompts"), microbatch=micro, data_parallel_size=16)
-        >>> plan = RolloutPlan(rollout_batch=Size(count=1024, unit="prompts"), samples_per_prompt=5, policy=policy)
-        >>> plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.accumulation_steps
+        >>> policy = Training(
+        ...     mini_batch=Size(count=256, unit="prompts"),
+        ...     microbatch=micro,
+        ...     data_parallel_size=16,
+        ... )
+        >>> plan = RolloutPlan(
+        ...     rollout_batch=Size(count=1024, unit="prompts"),
+        ...     samples_per_prompt=5,
+        ...     policy=policy,
+        ... )
+        >>> (
+        ...     plan.samples_per_step,
+        ...     plan.policy_updates.optimizer_steps,
+        ...     plan.policy_updates.accumulation_steps,
+        ... )
         (5120, 4, 20)
     """
 

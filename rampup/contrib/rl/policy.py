@@ -117,6 +117,7 @@ def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, An
         >>> class Bigram(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.table = nnx.Embed(5, 5, rngs=rngs)
+        ...
         ...     def __call__(self, tokens):
         ...         return self.table(tokens)
         >>> policy, params = split_policy(Bigram(nnx.Rngs(0)))
@@ -256,8 +257,18 @@ def grpo_loss(
         >>> import numpy as np
         >>> from rampup.contrib.rl.experience import loss_rows
         >>> loss_fn = grpo_loss(lambda params, tokens: jnp.zeros((*tokens.shape, 4)))
-        >>> arrays = {"tokens": np.array([[1, 2, 3]]), "prompt_length": np.array([1]), "response_length": np.array([2])}
-        >>> rows = loss_rows({**arrays, "log_probabilities": np.log([[0.25, 0.25]]), "advantages": np.array([[2.0, 2.0]])})
+        >>> arrays = {
+        ...     "tokens": np.array([[1, 2, 3]]),
+        ...     "prompt_length": np.array([1]),
+        ...     "response_length": np.array([2]),
+        ... }
+        >>> rows = loss_rows(
+        ...     {
+        ...         **arrays,
+        ...         "log_probabilities": np.log([[0.25, 0.25]]),
+        ...         "advantages": np.array([[2.0, 2.0]]),
+        ...     }
+        ... )
         >>> [round(float(x), 3) for x in loss_fn({}, rows, None)[:2]]
         [-4.0, 2.0]
     """

@@ -984,14 +984,27 @@ def rollout_step(
     Example:
         >>> from rampup.contrib.rl.plan import Size, Training
         >>> from rampup.engine.mesh import make_mesh
-        >>> plan = RolloutPlan(rollout_batch=Size(count=8, unit="prompts"), samples_per_prompt=8, num_steps=20,
-        ...     policy=Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=4, unit="prompts")))
+        >>> plan = RolloutPlan(
+        ...     rollout_batch=Size(count=8, unit="prompts"),
+        ...     samples_per_prompt=8,
+        ...     num_steps=20,
+        ...     policy=Training(
+        ...         mini_batch=Size(count=8, unit="prompts"),
+        ...         microbatch=Size(count=4, unit="prompts"),
+        ...     ),
+        ... )
         >>> def logits(params, tokens):  # a policy that ignores its prompt
         ...     return jnp.broadcast_to(params, (*tokens.shape, 4))
         >>> def reward(prompts, responses):  # likes the token 3
         ...     return [response.count(3) for response in responses]
-        >>> step = rollout_step(logits, optax.sgd(1.0), plan, make_mesh(devices=jax.devices()[:1]), reward=reward,
-        ...     options=RolloutOptions(max_prompt_length=1, max_response_length=2))
+        >>> step = rollout_step(
+        ...     logits,
+        ...     optax.sgd(1.0),
+        ...     plan,
+        ...     make_mesh(devices=jax.devices()[:1]),
+        ...     reward=reward,
+        ...     options=RolloutOptions(max_prompt_length=1, max_response_length=2),
+        ... )
         >>> state = step.create_state(jnp.zeros(4))
         >>> for _ in range(20):
         ...     state, metrics = step(state, [[1]] * 8)

@@ -36,7 +36,11 @@ class Arithmetic:
 
     Example:
         >>> task = Arithmetic(max_operand=9, num_held_out=20)
-        >>> len(task.prompts(0, 100)), task.answer("7+8="), task.reward(["7+8=", "7+8="], ["15", "16"])
+        >>> (
+        ...     len(task.prompts(0, 100)),
+        ...     task.answer("7+8="),
+        ...     task.reward(["7+8=", "7+8="], ["15", "16"]),
+        ... )
         (100, '15', [1.0, 0.0])
     """
 
