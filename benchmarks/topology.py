@@ -1,19 +1,16 @@
 """The last step of a ramp on an absent TPU slice, compiled: rampup, a jit per batch
-size, optax and a scan. With --hours, the hours of whole runs on paper.
+size, optax and a scan.
 
     python benchmarks/topology.py --topology v5e:4x4
-    python benchmarks/topology.py --hours
 
-Nothing runs: memory, reductions and executables are the compiler's, and times are
-roofline estimates. It needs the extra `tpu-compile`.
+Nothing runs: memory, reductions and executables are the compiler's. It needs the extra
+`tpu-compile`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,29 +31,20 @@ from contenders import (
 from measure import BenchResult, Measurements, OnRow, ignore_row, print_result
 from rich.console import Console
 
-from rampup.config.load import load_config
-from rampup.contrib.lab.design_model import (
-    PUBLISHED_GROWTH,
-    DesignModel,
-    NoiseCurve,
-    StepTimes,
-)
-from rampup.contrib.lab.programs import Programs
-from rampup.contrib.lab.scaling_laws import ADVISED, OVERHEADS, suggest_batch
+from rampup.contrib.lab.account import account_of
+from rampup.contrib.lab.hlo import Program
 from rampup.contrib.lab.topology import (
-    Compiled,
-    Target,
-    compile_on,
+    compile_for,
     compiler_version,
     topology_devices,
     use_cpu_as_host,
 )
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.mesh import batch_sharding, make_mesh, replicated
+from rampup.engine.offload import program_memory
 from rampup.engine.state import TrainState
 from rampup.engine.step import train_step
 from rampup.lm.transformer import LanguageModel
-from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
@@ -77,13 +65,6 @@ MODEL = LanguageModel(
     dtype="bfloat16",
 )
 TOKENS = 128
-
-# Whole runs on paper: the presets by their parameters, with samples so short that many
-# chips can share a small batch.
-PRESETS = {"1B": "llama_1b_v5e", "8B": "llama_8b_v5p"}
-SHORT, TOKENS_PER_PARAMETER = 1024, 20
-COMPILED_FOR, NUM_CHIPS = "v5p:4x4x4", (64, 256, 1024)
-CHIP_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def run(
@@ -114,10 +95,6 @@ def run(
                 " largest of them."
             ),
             (
-                "roofline_ms: an estimate at published peaks, of the program's matrix"
-                " products, memory and collectives."
-            ),
-            (
                 f"{SCAN}: gradient accumulation as GSPMD training loops such as"
                 " MaxText's have it."
             ),
@@ -127,29 +104,28 @@ def run(
 
 def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
     """Return the row of one system."""
-    answer, calls, trips, executables = compile_system(name, problem, topology)
-    assert answer.memory is not None, answer.refusal
-    assert answer.account is not None
+    compiled, calls, trips, executables = compile_system(name, problem, topology)
+    mesh = (("data", topology.num_devices),)
+    account = account_of(Program(compiled.as_text()), mesh)
     reduced = [
         row
-        for row in answer.account.collective_rows(trips)
+        for row in account.collective_rows(trips)
         if row["kind"] in ("all-reduce", "reduce-scatter")
     ]
     return {
         "system": name,
         "executables": executables,
-        "hbm_mib": answer.memory.total / 2**20,
+        "hbm_mib": program_memory(compiled).total / 2**20,
         "reductions": calls * sum(row["count"] for row in reduced),
         "reduced_mib": calls * sum(row["bytes"] for row in reduced) / 2**20,
         "in_loops": calls * sum(row["count"] for row in reduced if row["in_loop"]),
-        "roofline_ms": calls * answer.account.roofline(topology, trips).seconds * 1e3,
     }
 
 
 def compile_system(
     name: str, problem: Problem, topology: Topology
-) -> tuple[Compiled, int, tuple[int, ...], int]:
-    """Compile a system; return the answer, calls in a step, iterations of its open
+) -> tuple[Any, int, tuple[int, ...], int]:
+    """Compile a system; return the program, calls in a step, iterations of its open
     loops, and executables of the ramp.
     """
     mesh, k, d = (
@@ -185,7 +161,7 @@ def compile_system(
             for key, (shape, dtype) in shapes.items()
         }
 
-    target = Target(topology=topology)
+    chip = topology.chip.name
     if name == FIXED:
         step = train_step(problem.model.loss, tx, plan, mesh)
         state = TrainState(
@@ -194,7 +170,7 @@ def compile_system(
         row = {"tokens": np.zeros(problem.tokens + 1, np.int32), "length": np.int32(0)}
         lowered = step.lower(place(state, replicated(mesh)), row, plan.splits[-1])
         return (
-            compile_on(target, lowered, mesh),
+            compile_for(lowered, kind=chip),
             1,
             step.loop_trips(plan.splits[-1]),
             plan.num_compiled_shapes,
@@ -218,119 +194,7 @@ def compile_system(
     lowered = jax.jit(made, donate_argnums=0, out_shardings=replicated(mesh)).lower(
         state, arguments, *more
     )
-    return compile_on(target, lowered, mesh), calls, (k,), executables
-
-
-def hours(cache: Path | None = None) -> BenchResult:
-    """Return the hours of constant batches and of the fastest ramp to the loss that a
-    very small batch has after 20N tokens.
-    """
-    topology, rows = Topology.parse(COMPILED_FOR), list[dict[str, Any]]()
-    for params, preset in PRESETS.items():
-        seconds = step_seconds(preset, topology, cache)
-        rows += [hours_row(params, chips, seconds) for chips in NUM_CHIPS]
-    return BenchResult(
-        name="hours",
-        title=f"whole runs on paper, their steps {NOT_RUN_ON}",
-        rows=rows,
-        notes=[
-            (
-                f"{compiler_version()}; {COMPILED_FOR}; {', '.join(PRESETS.values())}"
-                f" with samples of {SHORT:,} tokens."
-            ),
-            (
-                "Steps are roofline estimates at published peaks. Compiled: one sample"
-                " for each of 64 chips. More samples multiply the computation but not"
-                " the exposed exchange of weights. On more chips, both take as long."
-            ),
-            (
-                "Batches in tokens, and hours. small: a sample for each chip. fastest:"
-                f" of all constant batches. large: that of +{ADVISED} tokens in `rampup"
-                " suggest`, the geometric mean of its range."
-            ),
-            (
-                f"The noise scale is {1 / OVERHEADS[ADVISED]:g} times the large batch"
-                f" at the end, and grows with the power {PUBLISHED_GROWTH} of the"
-                " progress. saved: from the hours of the fastest, over the range."
-            ),
-        ],
-    )
-
-
-def step_seconds(
-    preset: str, topology: Topology, cache: Path | None = None
-) -> dict[int, float]:
-    """Return the estimated seconds of a step by the samples of a chip, from the program
-    of one sample.
-    """
-    settings = [
-        f"num_devices={topology.num_devices}",
-        f"max_target_length={SHORT}",
-        f"per_device_batch_size={CHIP_ROWS[-1]}",
-    ]
-    config = load_config(preset, [*settings, "enable_rampup_batch_size=false"])
-    programs = Programs(
-        config,
-        topology_devices(topology),
-        target=Target(topology=topology, cache=cache),
-    )
-    answer = programs.answer(programs.size(1))
-    assert answer.account is not None, answer.refusal
-    one = answer.account.roofline(topology, programs.loop_trips(1, 1))
-    busy = max(one.compute_seconds, one.memory_seconds)
-    return {
-        rows: max(rows * busy, one.overlapped_seconds) + one.exposed_seconds
-        for rows in CHIP_ROWS
-    }
-
-
-def hours_row(params: str, chips: int, seconds: Mapping[int, float]) -> dict[str, Any]:
-    """Return the row of a model on a number of chips, from the seconds of a step by the
-    samples of a chip.
-    """
-    tokens = TOKENS_PER_PARAMETER * int(params.removesuffix("B")) * 10**9
-    low, high = suggest_batch(tokens, params)["critical_batch_tokens"]
-    times = StepTimes.fit({chips * rows: time for rows, time in seconds.items()})
-    sizes, samples = [chips * rows for rows in seconds], tokens / SHORT
-    found, saved = dict[str, Any](), list[float]()
-    for advised in (
-        low / SHORT,
-        high / SHORT,
-        math.sqrt(low * high) / SHORT,
-    ):  # the cells are of the last one
-        noise = advised / OVERHEADS[ADVISED]
-        first = noise * samples**-PUBLISHED_GROWTH
-        model = DesignModel(
-            noise=NoiseCurve(
-                knots=((1.0, first), (samples, noise)), growth=PUBLISHED_GROWTH
-            ),
-            times=times,
-        )
-        ramp = model.best_schedule(sizes, progress=samples)
-        spent = {
-            size: model.run(((0, size),), progress=samples).seconds / SECONDS_PER_HOUR
-            for size in sizes
-        }
-        fastest, large = (
-            min(spent, key=spent.__getitem__),
-            min(sizes, key=lambda size: abs(math.log(size / advised))),
-        )
-        constants = {"small": sizes[0], "large": large, "fastest": fastest}
-        found = {
-            name: f"{size * SHORT:,}: {spent[size]:.3g}"
-            for name, size in constants.items()
-        }
-        ramp_hours = model.run(ramp, progress=samples).seconds / SECONDS_PER_HOUR
-        found["ramp"] = (
-            f"{ramp[0][1] * SHORT:,} to {ramp[-1][1] * SHORT:,}: {ramp_hours:.3g}"
-        )
-        saved.append(1 - ramp_hours / spent[fastest])
-    return {
-        "model": params,
-        "chips": chips,
-        **found,
-        "saved": f"{min(saved):.1%} to {max(saved):.1%}",
-    }
+    return compile_for(lowered, kind=chip), calls, (k,), executables
 
 
 def main() -> None:
@@ -341,22 +205,9 @@ def main() -> None:
     parser.add_argument(
         "--topology", default="v5e:4x4", help="TPU slices (default v5e:4x4)"
     )
-    parser.add_argument(
-        "--hours",
-        action="store_true",
-        help="the hours of whole runs, from steps compiled for " + COMPILED_FOR,
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="keep what the compiler said, for another run of --hours",
-    )
     args = parser.parse_args()
     use_cpu_as_host()
-    result = (
-        hours(cache=args.cache) if args.hours else run(Topology.parse(args.topology))
-    )
+    result = run(Topology.parse(args.topology))
     print_result(result, Console(highlight=False, markup=False))
 
 

@@ -68,7 +68,6 @@ import rampup
 from rampup.cli import main
 from rampup.contrib.rl.packing import make_ladder, pack
 from rampup.contrib.rl.plan import Size, Training
-from rampup.contrib.lab.memory_figure import draw_memory
 from rampup.show.figures import draw_batch
 
 found = jax.devices()
@@ -419,10 +418,9 @@ with contextlib.redirect_stdout(io.StringIO()) as printed:
 tuned = json.loads(printed.getvalue())
 print("largest microbatch that fits:", tuned["largest_microbatch"])
 print("settings of the fastest run:", tuned["settings"])
-
-# %%
-sizes = [(trial["microbatch_size"], trial["bytes"]) for trial in tuned["candidates"]]
-draw_memory(sizes, limit_bytes=tuned["usable_bytes"])
+print("bytes of a device that may be used:", tuned["usable_bytes"])
+for trial in tuned["candidates"]:
+    print("microbatch of", trial["microbatch_size"], "takes", trial["bytes"])
 
 # %% [markdown]
 # For reinforcement learning, starting sizes by the size of the model, and the rule of thumb from a device's memory:

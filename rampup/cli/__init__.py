@@ -67,12 +67,27 @@ GONE = {
     "rows": "rampup plan CONFIG.yml --rows STEP",
     "fix": "rampup plan CONFIG.yml --fix",
 }
+# Options that there were, and what is there instead.
+GONE_OPTIONS = {
+    "rampup design -o": (
+        'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
+        " -o FILE` draws a candidate"
+    ),
+    "rampup tune -o": "tune draws no picture; its table has the memory of every size",
+    "rampup tune --memory-options": (
+        "--memory-options is gone; set a key that saves memory, such as"
+        " remat_policy=full, and tune again"
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
     """Turns wrong usage into an error like any other."""
 
     def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
+            name = f"{self.prog} {unknown[1].replace('--output', '-o')}"
+            message = GONE_OPTIONS.get(name, message)
         if option := re.match(
             r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message
         ):

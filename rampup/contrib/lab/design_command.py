@@ -59,7 +59,6 @@ DESIGN = {
         " schedule may follow), and `rampup report RUN_DIR` shows how far off the"
         " prediction was",
     ),
-    "-o --output": arg("FILE", argparse.SUPPRESS),
 }
 
 
@@ -67,12 +66,6 @@ def design(args: argparse.Namespace) -> Result:
     """Design schedules, and predict their steps, hours and loss; of a run of rollouts,
     the sizes that its noise is worth.
     """
-    if args.output is not None:
-        raise common.usage_error(
-            "design draws no picture; `rampup plot CONFIG.yml"
-            f' batch_size_schedule="SCHEDULE" -o {args.output}` draws a candidate',
-            key="output",
-        )
     source = files.as_path(args.config)
     if (
         source.is_dir()

@@ -19,22 +19,18 @@ import numpy as np
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
 from rampup.contrib.lab.design_model import weighted_line
-from rampup.contrib.lab.topology import Compiled, Target, compile_on, refused_bytes
+from rampup.contrib.lab.topology import compile_for
 from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
-from rampup.engine.offload import (
-    ProgramMemory,
-    is_out_of_memory,
-    program_memory,
-    room_to_run,
-)
+from rampup.engine.offload import is_out_of_memory, program_memory, room_to_run
 from rampup.engine.state import TrainState
 from rampup.lm.train import TrainSetup, unconstrained
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplit
+from rampup.plan.topology import Topology
 
 Report = Callable[[str], None]
 Point = tuple[float, float]  # (x, y)
@@ -63,7 +59,8 @@ class Programs:
     """The training steps of one configuration on these devices, compiled on first use,
     without its own microbatch.
 
-    With a `target` the devices are those of absent slices, and nothing runs.
+    With a `topology` the devices are those of absent slices, and nothing runs: a
+    program fits if their compiler accepts it with at most `limit` bytes.
     """
 
     def __init__(
@@ -72,32 +69,28 @@ class Programs:
         devices: Sequence[jax.Device],
         report: Report = lambda line: None,
         *,
-        target: Target | None = None,
+        topology: Topology | None = None,
+        limit: int | None = None,
     ) -> None:
         self.config = config
         self.devices = tuple(devices)
         self._report = report
-        self.target = target
+        self.topology, self._limit = topology, limit
         self.plan = build_plan(config, len(devices))
         self.mesh = make_mesh(self.plan.axes, devices)
         self.splitter = unconstrained(self.plan.splitter)
         # Model, learning rate and optimizer are those of every size; only the batches
         # of the step differ.
         self._setup = TrainSetup.from_config(config, self.plan, self.mesh)
-        self._memory: dict[Size, ProgramMemory | None] = {}
+        self._bytes: dict[Size, float] = {}
         self._compiled: dict[Size, Any] = {}
-        self._answers: dict[Size, Compiled] = {}
 
     @property
-    def compiled_sizes(self) -> frozenset[int]:
+    def compiled_sizes(self) -> list[int]:
         """The microbatch sizes whose program for the largest batch was compiled, those
-        that do not fit among them.
+        that do not fit among them, ascending.
         """
-        return frozenset(
-            size.microbatch_size
-            for size in self._memory
-            if size == self.size(size.microbatch_size)
-        )
+        return sorted(b for b, n in self._bytes if n == self.size(b).num_microbatches)
 
     def size(self, microbatch_size: int) -> Size:
         """Return a size with the microbatches of the largest batch, rounded up to whole
@@ -115,76 +108,45 @@ class Programs:
         """Fewest microbatches of a pass: 1 without a pipeline."""
         return self.splitter.smallest // self.splitter.data_parallel_size
 
-    def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
-        """Return the memory that a step takes of one device, or None if the compiler
-        ran out of it.
-        """
-        if size in self._memory:
-            return self._memory[size]
-        name, found = f"microbatch of {size.microbatch_size:,}", None
-        if self.target is not None:
-            # At most this many compilations follow.
-            to_come = (
-                ""
-                if more is None
-                else f", {f'at most {more:,}' if more else 'none'} to come"
-            )
-            self._report(f"{name}: compiling{to_come}")
-            answer = self._answers[size] = compile_on(
-                self.target, self._lower(size), self.mesh
-            )
-            found = answer.memory
-            needed = refused_bytes(answer.refusal)
-            problem = "refused: it does not fit" + (
-                "" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB"
-            )
-            source = (
-                " (known)"
-                if answer.cached
-                else f" (compiled in {answer.seconds:.0f} s)"
-            )
-        else:
-            problem, source = "the compiler runs out of memory", ""
-            try:
-                self._compiled[size] = compile_program(self._lower(size))
-                found = program_memory(self._compiled[size])
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        self._memory[size] = found
-        self._report(
-            f"{name}:"
-            f" {problem if found is None else f'{self.bytes(size) / 2**20:,.1f} MiB'}{source}"
-        )
-        return found
-
     def bytes(self, size: Size) -> float:
-        """Return the bytes that training takes of one device: the step and the
-        prefetched batches.
+        """Return the bytes that training takes of one device, the step and the
+        prefetched batches; infinite if the compiler ran out of memory.
         """
-        memory = self.memory(size)
-        if memory is None:
+        if size not in self._bytes:
+            self._report(f"microbatch of {size.microbatch_size:,}: compiling")
+            found = self._bytes[size] = self._compile(size)
+            needs = "too much" if found == math.inf else f"{found / 2**20:,.1f} MiB"
+            self._report(f"microbatch of {size.microbatch_size:,}: {needs}")
+        return self._bytes[size]
+
+    def _compile(self, size: Size) -> float:
+        """Compile a step, and return the bytes that training takes."""
+        try:
+            compiled = self._compiled[size] = self.compile(size)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return math.inf
-        rows = (
-            sum(leaf.nbytes for leaf in jax.tree.leaves(self._row))
-            * size.microbatch_size
-            * size.num_microbatches
-        )
-        used = memory.total + AHEAD_ON_DEVICE * rows
+        rows = size.microbatch_size * size.num_microbatches
+        row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row))
+        used = program_memory(compiled).total + AHEAD_ON_DEVICE * rows * row_bytes
         # On absent slices the compiler decides what fits: it also recomputes values if
         # memory is short.
-        return used if self.target is None else min(used, self.target.limit)
+        return used if self._limit is None else min(used, self._limit)
 
-    def answer(self, size: Size) -> Compiled:
-        """Return the compiler's answer about a step on absent slices."""
-        self.memory(size)
-        return self._answers[size]
+    def compile(self, size: Size) -> Any:
+        """Return the compiled step of a size."""
+        lowered = self._lower(size)
+        if self.topology is None:
+            return compile_program(lowered)
+        chip = self.topology.chip.name
+        return compile_for(lowered, kind=chip, hbm_bytes=self._limit)
 
     def fits_here(self, size: Size) -> bool:
         """Return whether a step can run on this machine: the devices are here and it
         fits in their memory.
         """
-        return self.target is None and self.bytes(size) <= room_to_run(self.devices)
+        return self.topology is None and self.bytes(size) <= room_to_run(self.devices)
 
     def loop_trips(
         self, microbatch_size: int, num_microbatches: int
@@ -200,7 +162,7 @@ class Programs:
         """Return a function that runs one optimizer step on synthetic rows and waits
         for it.
         """
-        self.memory(size)
+        self.bytes(size)
         program, plan = self._compiled[size], self._plan_of(size)
         batch = next(
             step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1)
@@ -227,10 +189,6 @@ class Programs:
         split = self.splitter.split_with(size, microbatch_size)
         assert split is not None
         return split
-
-    def forget_state(self) -> None:
-        """Free the memory of the training state."""
-        self.__dict__.pop("_state", None)
 
     @cached_property
     def state_shapes(self) -> TrainState:

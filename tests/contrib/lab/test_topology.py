@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import rampup
+from rampup.contrib.lab.account import account_of
+from rampup.contrib.lab.hlo import Program
 from rampup.contrib.lab.programs import Programs
 from rampup.contrib.lab.search import tune
-from rampup.contrib.lab.topology import (
-    Target,
-    compile_for,
-    refused_bytes,
-    topology_devices,
-)
+from rampup.contrib.lab.topology import compile_for, topology_devices
 from rampup.engine.offload import bytes_per_device, is_out_of_memory, program_memory
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
@@ -39,8 +37,8 @@ RAMP += ("enable_rampup_batch_size=true",)
 
 
 def compile_base(name, *settings, microbatch_size=4):
-    """Return the programs of base.yml for a slice, with its own ramp, and the answer
-    about one microbatch size.
+    """Return the programs of base.yml for a slice, with its own ramp, and the account
+    and the memory of one microbatch size.
     """
     topology = Topology.parse(name)
     given = {setting.partition("=")[0] for setting in settings}
@@ -48,10 +46,11 @@ def compile_base(name, *settings, microbatch_size=4):
         BASE,
         [*settings, *(keys for keys in RAMP if keys.partition("=")[0] not in given)],
     )
-    programs = Programs(
-        config, topology_devices(topology), target=Target(topology=topology)
-    )
-    return programs, programs.answer(programs.size(microbatch_size))
+    programs = Programs(config, topology_devices(topology), topology=topology)
+    compiled = programs.compile(programs.size(microbatch_size))
+    mesh = tuple((str(name), size) for name, size in programs.mesh.shape.items())
+    account = account_of(Program(compiled.as_text()), mesh)
+    return programs, SimpleNamespace(account=account, memory=program_memory(compiled))
 
 
 def gradients(account):
@@ -76,7 +75,6 @@ def test_the_ramp_reduces_once_on_16_chips():
     params = bytes_per_device(programs.state_shapes.params)
     assert params <= reduction.num_bytes <= params + 64
     assert not any(c.in_loop for c in answer.account.collectives)
-    assert len(answer.account.flops) == 2
 
 
 SMALL = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128")
@@ -167,31 +165,14 @@ def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microba
 
 @pytest.mark.parametrize("name", ["v5e:1x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_small_slices_compile(name):
-    """The ramp compiles for the smallest slices of three chips; their memory and FLOPs
-    are counted.
+    """The ramp compiles for the smallest slices of three chips; the total of their
+    memory is not above the compiler's own peak and the code.
     """
     programs, answer = compile_base(name)
-    config, number = programs.config, programs.plan.num_devices
-    assert len(gradients(answer.account)) == (number > 1)
-    layers, width, mlp, T = (
-        config.base_num_decoder_layers,
-        config.base_emb_dim,
-        config.base_mlp_dim,
-        config.max_target_length,
-    )
-    weights = layers * (4 * width**2 + 3 * width * mlp) + width * config.vocab_size
-    flops = sum(answer.account.total_flops((1,)).values())
-    matrices, attention = 6 * weights * 4 * T, 12 * layers * 4 * T * T * width
-    # The total is not above the compiler's own peak and the code.
-    memory = program_memory(compile_for(programs._lower(programs.size(4))))
+    memory = answer.memory
+    assert len(gradients(answer.account)) == (programs.plan.num_devices > 1)
     assert memory.total <= memory.peak + memory.code
-    # A kernel's own products, such as those of flash attention, are not counted.
-    assert matrices <= flops + 1 <= matrices + attention + 2
-    assert (
-        0
-        < answer.memory.total
-        < answer.memory.arguments + answer.memory.temporary + 64 * MIB
-    )
+    assert 0 < memory.total < memory.arguments + memory.temporary + 64 * MIB
 
 
 @pytest.mark.slow
@@ -216,7 +197,7 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(
     """
     settings = ("base_num_decoder_layers=1", *settings)
     programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
-    size, topology = programs.size(microbatch_size), programs.target.topology
+    size, topology = programs.size(microbatch_size), programs.topology
     lowered, verdicts = programs._lower(size), []
     # The compiler needs some percent more or less if memory is short: it recomputes
     # values, and places others apart.
@@ -227,7 +208,8 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(
         tight = Programs(
             programs.config,
             programs.devices,
-            target=Target(topology=topology, hbm_bytes=limit),
+            topology=topology,
+            limit=limit,
         )
         try:
             compile_for(lowered, hbm_bytes=limit)
@@ -241,15 +223,11 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(
 
 
 def test_a_program_that_does_not_fit_is_refused():
-    """The compiler's refusal is the answer: no memory, no account, and the bytes that
-    it names.
-    """
-    programs, answer = compile_base(
-        "v5e:1x1", "base_num_decoder_layers=1", microbatch_size=2**17
-    )
-    assert answer.memory is answer.account is None
+    """The compiler's refusal is the answer: more bytes than can be counted."""
+    topology = Topology.parse("v5e:1x1")
+    config = rampup.load_config(BASE, ["base_num_decoder_layers=1", *RAMP])
+    programs = Programs(config, topology_devices(topology), topology=topology)
     assert programs.bytes(programs.size(2**17)) == math.inf
-    assert refused_bytes(answer.refusal) > programs.target.limit
 
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5e:4x4"])
@@ -309,13 +287,11 @@ def test_inspect_sees_reductions_of_every_microbatch_in_a_tpu_program(dtype):
     )
 
 
-def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
-    """The size that fits is the compiler's; a second run compiles nothing; every time
-    is labelled as an estimate.
-    """
-    config, lines = rampup.load_config(BASE, [*SMALL, f"jax_cache_dir={tmp_path}"]), []
-    found = tune(config, topology="v5e:1x1", memory_gib="0.004", report=lines.append)
-    assert (found["topology"], found["hbm_bytes"]) == ("v5e:1x1", int(0.004 * 2**30))
+def test_tune_finds_the_largest_microbatch():
+    """The size that fits is the compiler's, and no time is claimed."""
+    config = rampup.load_config(BASE, SMALL)
+    found = tune(config, topology="v5e:1x1", memory_gib="0.004")
+    assert (found["topology"], found["usable_bytes"]) == ("v5e:1x1", int(0.004 * 2**30))
     assert NOT_RUN_ON in found["compiled_for"]
     assert found["largest_microbatch"] < found["next_larger"]
     sizes = {row["microbatch_size"]: row["fits"] for row in found["candidates"]}
@@ -324,27 +300,8 @@ def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
         False,
     )
     assert found["run_seconds"] is None
-    assert all(
-        row["step_seconds"] is None and row["roofline_seconds"] > 0
-        for row in found["phases"]
-    )
-    assert found["roofline_seconds"] == found["phases"][-1]["roofline_seconds"]
-    assert found["memory"]["total"] <= found["hbm_bytes"]
-    assert all(("compiling, " in line) != ("compiled in" in line) for line in lines)
-    assert len(found["candidates"]) == len(
-        [line for line in lines if "compiled in" in line]
-    )
-    assert all(
-        row["roofline_seconds"] > 0 for row in found["candidates"] if row["fits"]
-    )
-    again = []
-    assert (
-        tune(config, topology="v5e:1x1", memory_gib="0.004", report=again.append)
-        == found
-    )
-    assert [line.endswith("(known)") for line in again] == [False, True] * (
-        len(lines) // 2
-    )
+    assert all(row["step_seconds"] is None for row in found["phases"])
+    assert all(row["bytes"] <= found["usable_bytes"] for row in found["phases"])
 
 
 def test_tune_prints_its_contract_without_noise(tmp_path):
@@ -375,17 +332,5 @@ def test_tune_prints_its_contract_without_noise(tmp_path):
         assert run.returncode == 0, err
         found = json.loads(out)
         assert found["topology"] == "v5e:2x2"
-        assert {
-            "hbm_bytes",
-            "largest_microbatch",
-            "collectives_per_step",
-            "roofline_seconds",
-        } <= set(found)
-        (row,) = [row for row in found["collectives_per_step"] if row["bytes"] > 1000]
-        assert (row["kind"], row["axes"], row["count"], row["in_loop"]) == (
-            "all-reduce",
-            ["data"],
-            1,
-            False,
-        )
+        assert found["largest_microbatch"] is not None
         assert all(line.startswith("microbatch of ") for line in err.splitlines())
