@@ -196,7 +196,8 @@ class Trainer:
 
     def plan(self, config: rampup.Config) -> rampup.RampPlan:
         """Return a plan with the buffers of the largest batch, and so one program."""
-        return replace(rampup.build_plan(config, 1), reserved_sizes=self.study.sizes)
+        growth = rampup.plan.Growth(sizes=self.study.sizes)
+        return replace(rampup.build_plan(config, 1), growth=growth)
 
     def sizes(self, schedule: str, samples: int) -> list[int]:
         """Return the batch of every step of a run."""

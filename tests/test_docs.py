@@ -239,8 +239,7 @@ def test_readme_snippet_compiles_once_and_learns(capsys):
     "command",
     [
         "plan configs/base.yml --devices 4",
-        "plan configs/base.yml --devices 4 --hyperparameters --budget 300M",
-        "plan configs/base.yml --devices 4 --diff configs/gpt3_175b.yml",
+        "plan configs/base.yml --devices 4 --hyperparameters",
         "plan configs/base.yml --devices 4 --other-devices",
         "plan configs/base.yml --devices 4 --export megatron",
         "plan configs/rl.yml --devices 4",

@@ -81,6 +81,14 @@ GONE_OPTIONS = {
 }
 
 
+# Options that there were, and what is there instead.
+GONE_OPTIONS = {
+    "budget": "set train_tokens instead: the plan has the steps that they take",
+    "tokens-per-second": "divide the tokens of a run by it",
+    "diff": "print both plans, and compare them with `diff`",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     """Turns wrong usage into an error like any other."""
 
@@ -89,11 +97,12 @@ class _Parser(argparse.ArgumentParser):
             name = f"{self.prog} {unknown[1].replace('--output', '-o')}"
             message = GONE_OPTIONS.get(name, message)
         if option := re.match(
-            r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message
+            r"unrecognized arguments: --([a-z][\w-]*)(?:[ =]([^-\s]\S*))?$", message
         ):
-            message += (
-                "; a key of the configuration is set without dashes,"
-                f" {option[1]}={option[2] or 'VALUE'}"
+            message += "; " + GONE_OPTIONS.get(
+                option[1],
+                "a key of the configuration is set without dashes,"
+                f" {option[1]}={option[2] or 'VALUE'}",
             )
         raise common.usage_error(f"{message}; see `{self.prog} --help`")
 

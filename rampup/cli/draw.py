@@ -134,13 +134,13 @@ def gather_report(args: argparse.Namespace) -> Report:
     if run is not None:
         # What the steps had: a run that was resumed with another length had another
         # schedule before.
-        planned = rates[plan.learning_rate_clock]
+        planned = rates[plan.rate.clock]
         had = {
             step: rate
             for step, rate in zip(run.steps, run.learning_rates, strict=True)
             if math.isfinite(rate)
         }
-        rates[plan.learning_rate_clock] = lambda step: (
+        rates[plan.rate.clock] = lambda step: (
             had[step] if step in had else planned(step)
         )
         if (inputs.runs[0] / PREDICTION_FILE).exists():
@@ -265,8 +265,10 @@ def learning_rates(
     """
     from rampup.lm.train import learning_rate
 
-    clocks = sorted(CLOCKS, key=lambda clock: clock != plan.learning_rate_clock)
+    clocks = sorted(CLOCKS, key=lambda clock: clock != plan.rate.clock)
     return {
-        clock: learning_rate(config, replace(plan, learning_rate_clock=clock)).at
+        clock: learning_rate(
+            config, replace(plan, rate=replace(plan.rate, clock=clock))
+        ).at
         for clock in clocks
     }

@@ -1,5 +1,5 @@
-"""`rampup plan`: the phases of a run, compared with another plan, with a token budget,
-its pipeline's timetable, the rows of a step, or the nearest legal configuration.
+"""`rampup plan`: the phases of a run, its pipeline's timetable, the rows of a step, or
+the nearest legal configuration.
 """
 
 from __future__ import annotations
@@ -7,8 +7,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,9 @@ from rampup.config.fix import find_fix
 from rampup.config.notes import hyperparameter_notes, run_notes
 from rampup.config.resume import possible_devices
 from rampup.config.schema import Config
+from rampup.config.stages import global_batch_to_load
 from rampup.engine.compile import topology_facts
-from rampup.errors import ConfigError, RampDefinitionError
-from rampup.plan.describe import token_budget
-from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
+from rampup.errors import ConfigError
 from rampup.plan.pipeline import SCHEDULES, Timetable
 from rampup.plan.plan import RampPlan
 from rampup.show import console as tables
@@ -40,14 +37,6 @@ PLAN = {
     "--hyperparameters": arg(None, "show the hyperparameters of every phase"),
     "--other-devices": arg(
         None, "show the numbers of devices on which all batches of this plan run"
-    ),
-    "--diff": arg(
-        "OTHER.yml", "compare with another plan; key=value applies to the first only"
-    ),
-    "--budget": arg("TOKENS", "show what a number of tokens means, for example 300B"),
-    "--tokens-per-second": arg("X", "with --budget: a throughput, for the time"),
-    "--measured": arg(
-        "RUN_DIR", "with --budget: the throughput of a run's metrics.jsonl"
     ),
     "--timetable": arg(
         "SCHEDULE",
@@ -85,7 +74,10 @@ def _phases(args: argparse.Namespace) -> Result:
     """Show every phase, and on request its hyperparameters and other devices."""
     topology = common.named_topology(args)
     config, plan = common.read_plan(args, args.config, args.overrides)
-    facts = plan.to_dict()
+    facts = {
+        **plan.to_dict(),
+        "global_batch_to_load": global_batch_to_load(config, plan),
+    }
     length = config.max_target_length
     notes = common.load(common.SCALING_LAWS).batch_notes(
         plan.consumed_samples * length, max(plan.of_all_sizes.ramp.sizes) * length
@@ -121,71 +113,6 @@ def _phases(args: argparse.Namespace) -> Result:
             console.print(f"Numbers of devices that can run these batches: {devices}")
 
     return Result(facts=facts, show=show)
-
-
-def _diff(args: argparse.Namespace) -> Result:
-    """Compare the plan with another one."""
-    if common.commands_of(args.diff) is not None:
-        raise ConfigError(
-            "--diff is for pre-training plans, not for a rollout",
-            key="diff",
-            path=args.diff,
-        )
-    config, plan = common.read_plan(args, args.config, args.overrides)
-    other, other_plan = common.read_plan(args, args.diff, ())
-    changed = config.differences(other)
-    names = (" ".join([args.config, *args.overrides]), args.diff)
-    facts = {"a": plan.to_dict(), "b": other_plan.to_dict(), "changed_keys": changed}
-    max_phases = None if args.all else tables.MAX_PHASES
-    return Result(
-        facts=facts,
-        show=lambda console: tables.print_comparison(
-            (plan, other_plan), names, changed, console, max_phases=max_phases
-        ),
-    )
-
-
-def _budget(args: argparse.Namespace) -> Result:
-    """Show what a number of tokens means for the ramp."""
-    config, plan = common.read_plan(args, args.config, args.overrides)
-    if plan.follows:
-        raise usage_error(
-            "--budget needs batches that are known before the run;"
-            " batch_size_schedule=auto decides them during it",
-            key="budget",
-        )
-    tokens = parse_count(args.budget, what="budget", key="budget")
-    throughput: Mapping[int, Fraction] = {}
-    if args.measured is not None:
-        from rampup.loop.run_folder import measured_throughput
-
-        throughput = measured_throughput(args.measured)
-    elif args.tokens_per_second is not None:
-        rate = _throughput(args.tokens_per_second)
-        throughput = dict.fromkeys(plan.ramp.sizes, rate)
-    budget = token_budget(
-        plan.ramp,
-        tokens=tokens,
-        tokens_per_sample=config.max_target_length,
-        tokens_per_second=throughput,
-    )
-    return Result(
-        facts={**plan.to_dict(), "budget": budget},
-        show=lambda console: tables.print_budget(
-            budget, plan, console, measured=throughput
-        ),
-    )
-
-
-def _throughput(text: str) -> Fraction:
-    """Return tokens per second, with a suffix as for a count, or with decimals."""
-    name = "tokens-per-second"
-    is_count = text.strip()[-1:].upper() in SUFFIXES
-    parse = parse_count if is_count else exact_fraction
-    rate = Fraction(parse(text, what=name, key=name))
-    if rate <= 0:
-        raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
-    return rate
 
 
 def _timetable(args: argparse.Namespace) -> Result:
@@ -283,16 +210,12 @@ def _exported(args: argparse.Namespace) -> Result:
 
 # What an option asks of a plan. They exclude each other.
 VIEWS = {
-    "diff": _diff,
-    "budget": _budget,
     "timetable": _timetable,
     "rows": _rows,
     "export": _exported,
 }
 # Those of a pre-training plan only.
 NOT_FOR_ROLLOUTS = (
-    "diff",
-    "budget",
     "timetable",
     "rows",
     "hyperparameters",
@@ -325,17 +248,6 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.output is not None and args.export is None:
         raise usage_error(
             "-o is the file of --export; add --export SYSTEM", key="output"
-        )
-    rates = given_options(args, ("tokens_per_second", "measured"))
-    if rates and args.budget is None:
-        raise usage_error(
-            f"--{rates[0]} gives the time of a token budget; add --budget", key=rates[0]
-        )
-    if len(rates) > 1:
-        raise usage_error(
-            "--tokens-per-second and --measured both give the throughput; leave"
-            " one out",
-            key=rates[1],
         )
 
 

@@ -11,8 +11,13 @@ import itertools
 from collections.abc import Iterator
 
 from rampup.config.schema import Config
-from rampup.config.stages import budget_samples, hyperparameters
+from rampup.config.stages import (
+    budget_samples,
+    global_batch_to_load,
+    hyperparameters,
+)
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
+from rampup.plan.numbers import plain_number
 from rampup.plan.plan import RampPlan
 
 # A batch that grows by more than this factor asks for a rate that follows it.
@@ -35,7 +40,35 @@ def run_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
         >>> run_notes(config, build_plan(config, 4))[0]
         'the run takes 112 samples, 12 more than train_samples=100, as its last batch is whole'
     """
-    return (*_length_notes(config, plan), *_rate_notes(config, plan))
+    return (
+        *_loading_notes(config, plan),
+        *_length_notes(config, plan),
+        *_rate_notes(config, plan),
+    )
+
+
+def _loading_notes(config: Config, plan: RampPlan) -> Iterator[str]:
+    """Yield which hosts load data, unless every host loads its own."""
+    factor = config.expansion_factor_real_data
+    if factor <= 0:
+        return
+    shown = plain_number(factor)
+    rows = (
+        "global_batch_to_load = global_batch_size * expansion_factor_real_data ="
+        f" {plan.ramp.sizes[-1]:,} * {shown} ="
+        f" {global_batch_to_load(config, plan):,} rows per step"
+    )
+    if factor < 1:
+        yield (
+            f"{rows}: MaxText's loaders of {plain_number(1 / factor)} times as many"
+            " hosts take turns; rampup trains only with -1 or from 1 on"
+        )
+    elif factor > 1:
+        yield (
+            f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others"
+        )
+    else:
+        yield rows
 
 
 def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:

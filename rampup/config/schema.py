@@ -515,18 +515,6 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         10
     """
 
-    def differences(self, other: Config) -> dict[str, dict[str, Any]]:
-        """Return the keys in which two configurations differ, each with the value of
-        this one, `a`, and of the other, `b`.
-
-        Args:
-            other: another configuration.
-        """
-        a, b = self.to_dict(), other.to_dict()
-        return {
-            name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]
-        }
-
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the run, without Seesaw; None if a budget of samples or

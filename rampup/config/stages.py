@@ -20,7 +20,7 @@ from rampup.errors import (
     raise_together,
 )
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
-from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
+from rampup.plan.learning_rate import RateRule, Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.numbers import AUTO, exact_fraction
@@ -28,7 +28,7 @@ from rampup.plan.pipeline import (
     DEFAULT_OVERHEAD_TOKENS,
     pipeline_repeats,
 )
-from rampup.plan.plan import RampPlan
+from rampup.plan.plan import Growth, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.ramp_keys import (
     AUTO_SCHEDULE,
@@ -208,6 +208,10 @@ def plan_of(draft: Draft) -> RampPlan:
     rate_scaling, adam = config.batch_rule
     budget = budget_samples(config)
     needed = math.ceil(budget or 1)
+    growth = None
+    if draft.follows:
+        sizes = tuple(draft.reserved_sizes or ())
+        growth = Growth(sizes=sizes, budget_samples=needed if budget else None)
     plan = RampPlan(
         ramp=ramp,
         splitter=splitter,
@@ -215,17 +219,16 @@ def plan_of(draft: Draft) -> RampPlan:
         axes=axes,
         total_steps=ramp.step_of_sample(needed - 1) + 1 if steps is None else steps,
         eval_global_batch_size=draft.eval_size,
-        learning_rate_batch_scaling=rate_scaling,
-        learning_rate_clock=config.learning_rate_clock,
-        learning_rate_schedule_steps=schedule,
-        expansion_factor_real_data=config.expansion_factor_real_data,
-        assumed_tick_overhead=draft.overhead,
-        reference_batch_size=config.batch_scaling_reference,
-        seesaw=seesaw,
-        reserved_sizes=tuple(draft.reserved_sizes or ()),
-        follows=draft.follows,
-        budget_samples=needed if budget is not None and draft.follows else None,
+        rate=RateRule(
+            clock=config.learning_rate_clock,
+            schedule_steps=schedule,
+            batch_scaling=rate_scaling,
+            reference_batch_size=config.batch_scaling_reference,
+            seesaw=seesaw,
+        ),
+        growth=growth,
     )
+    global_batch_to_load(config, plan)  # or an error
     if adam.is_active:
         # A rule can give a value that is no decay rate.
         hyperparameters(config, plan.of_all_sizes)
@@ -243,6 +246,28 @@ def plan_of(draft: Draft) -> RampPlan:
             )
         raise_together(problems)
     return plan
+
+
+def global_batch_to_load(config: Config, plan: RampPlan) -> int:
+    """Return the rows of a step after the ramp if all hosts loaded them (MaxText
+    `global_batch_size_to_load`), or an error if `expansion_factor_real_data` gives no
+    whole number.
+    """
+    key = "expansion_factor_real_data"
+    factor = config.expansion_factor_real_data
+    last = plan.ramp.sizes[-1]
+    rows = last * factor if factor > 0 else Fraction(last)
+    if rows.denominator > 1:
+        raise BatchDivisibilityError(
+            f"global_batch_size * {key} = {last} * {factor} ="
+            f" {float(rows):g} must be a whole number of samples",
+            fix="-1 loads the batch itself",
+            value=last * factor.numerator,
+            divisor=factor.denominator,
+            key=key,
+            nearest=(-1,),
+        )
+    return int(rows)
 
 
 def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:

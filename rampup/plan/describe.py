@@ -6,18 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
-
-from rampup.errors import RampDefinitionError
-from rampup.plan.numbers import MAX_COUNT, plain_number
-from rampup.plan.ramp import BatchRamp
 
 if TYPE_CHECKING:
     from rampup.plan.plan import RampPlan
     from rampup.plan.split import BatchSplit
 
-SECONDS_PER_HOUR = 3600
 # `str(plan)` leaves out the middle of longer tables.
 MAX_PRINTED_PHASES = 40
 # The factor on a tuned learning rate above which the plan warns.
@@ -83,8 +77,6 @@ def describe(plan: RampPlan) -> Description:
     if (split := plan.eval_split) is not None:
         size = f"{split.global_batch_size:,} samples per batch"
         remarks.append(f"evaluation: {size} = {describe_split(split)}")
-    if (rows_to_load := loading(plan)) is not None:
-        remarks.append(f"loading: {rows_to_load}")
     return Description(
         summary=summary(plan),
         titles={
@@ -208,33 +200,6 @@ def last_steps(plan: RampPlan) -> str:
     return "auto" if plan.follows and can_grow else "rest"
 
 
-def loading(plan: RampPlan) -> str | None:
-    """Return in words which hosts load data by `expansion_factor_real_data`; None if
-    every host loads its own.
-    """
-    factor = plan.expansion_factor_real_data
-    if factor <= 0:
-        return None
-    shown = plain_number(factor)
-    product = (
-        f"global_batch_size * expansion_factor_real_data = {plan.ramp.sizes[-1]:,} *"
-        f" {shown}"
-    )
-    rows = (
-        f"global_batch_to_load = {product} = {plan.global_batch_to_load:,} rows per"
-        " step"
-    )
-    if factor < 1:
-        hosts = plain_number(1 / factor)
-        turns = f"MaxText's loaders of {hosts} times as many hosts take turns"
-        return f"{rows}: {turns}; rampup trains only with -1 or from 1 on"
-    return (
-        f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others"
-        if factor > 1
-        else rows
-    )
-
-
 def advice(plan: RampPlan) -> tuple[str, ...]:
     """Return sentences about legal settings that cost time or loss, and about phases
     that the run does not reach.
@@ -275,30 +240,6 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
             " of a second compilation"
         )
         notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
-    candidates = plan.pipeline_candidates
-    used = next(
-        (
-            candidate
-            for candidate in candidates
-            if candidate.microbatch_size == final.microbatch_size
-        ),
-        None,
-    )
-    if (
-        used is not None
-        and (best := candidates[0]).predicted_time
-        <= Fraction(19, 20) * used.predicted_time
-    ):
-        gain = float(1 - best.predicted_time / used.predicted_time)
-        faster = (
-            f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%}"
-            " faster in the last phase"
-        )
-        cost = (
-            "if a pipeline tick has a fixed cost of"
-            f" {float(plan.assumed_tick_overhead):g} samples"
-        )
-        notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
     if (
         final.num_microbatches > 1
         and plan.splitter.data_parallel_size == plan.splitter.num_stages == 1
@@ -353,74 +294,3 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
             " whole decay"
         )
     return tuple(notes)
-
-
-def token_budget(
-    ramp: BatchRamp,
-    *,
-    tokens: int,
-    tokens_per_sample: int,
-    tokens_per_second: Mapping[int, Fraction] | None = None,
-) -> dict[str, Any]:
-    """Return what a number of tokens means for a ramp, as `rampup plan --budget --json`
-    prints it.
-
-    `fewer_steps_than_first` are saved compared with the first batch size,
-    `more_steps_than_final` added compared with the last. A size without throughput uses
-    the nearest one, by ratio.
-    """
-    for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
-        if not 1 <= value <= MAX_COUNT:
-            raise RampDefinitionError(
-                f"{key}={value} must be between 1 and 10**18 tokens",
-                key=key,
-                nearest=(1 if value < 1 else MAX_COUNT,),
-            )
-    first = ramp.sizes[0]
-    final = ramp.sizes[-1]
-    samples = -(-tokens // tokens_per_sample)
-    steps = ramp.step_of_sample(samples - 1) + 1
-    at_first = -(-samples // first)
-    at_final = -(-samples // final)
-    by_size: dict[int, int] = {}
-    for phase in ramp.phases:
-        end = (
-            steps
-            if phase.num_steps is None
-            else min(phase.start_step + phase.num_steps, steps)
-        )
-        if end > phase.start_step:
-            by_size[phase.global_batch_size] = (
-                by_size.get(phase.global_batch_size, 0) + end - phase.start_step
-            )
-    facts: dict[str, Any] = {
-        "tokens": tokens,
-        "tokens_per_sample": tokens_per_sample,
-        "num_samples": samples,
-        "steps": steps,
-        "consumed_tokens": (
-            ramp.samples_before(steps) * tokens_per_sample
-        ),  # with the excess of the last batch
-        "first_global_batch_size": first,
-        "steps_at_first": at_first,
-        "fewer_steps_than_first": at_first - steps,
-        "final_global_batch_size": final,
-        "steps_at_final": at_final,
-        "more_steps_than_final": steps - at_final,
-        "steps_by_global_batch_size": {
-            str(size): number for size, number in by_size.items()
-        },
-    }
-    if tokens_per_second:
-        seconds = Fraction(0)
-        for size, number in by_size.items():
-            nearest = min(
-                tokens_per_second,
-                key=lambda known: Fraction(max(known, size), min(known, size)),
-            )
-            seconds += (
-                Fraction(number * size * tokens_per_sample) / tokens_per_second[nearest]
-            )
-        facts["hours"] = float(seconds / SECONDS_PER_HOUR)
-        facts["tokens_per_second"] = float(facts["consumed_tokens"] / seconds)
-    return facts

@@ -91,19 +91,45 @@ class ClockSegment:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateRule:
+    """How the learning rate of a plan follows its steps and its batches.
+
+    Attributes:
+        clock: the unit of the schedule's progress. A `Config` has another default,
+            `samples`.
+        schedule_steps: length of the schedule in optimizer steps. None = those of the
+            run.
+        batch_scaling: how the rate depends on the batch size, relative to
+            `reference_batch_size`.
+        reference_batch_size: the batch size for which the hyperparameters were chosen;
+            None = that of the last phase.
+        seesaw: the transform that made the ramp; None if there is none.
+
+    Example:
+        >>> RateRule(batch_scaling="sqrt", reference_batch_size=256).clock
+        'steps'
+    """
+
+    clock: Clock = "steps"
+    schedule_steps: int | None = None
+    batch_scaling: BatchScaling = "none"
+    reference_batch_size: int | None = None
+    seesaw: Seesaw | None = None
+
+
 def clock_segments(
     ramp: BatchRamp,
+    rule: RateRule,
     *,
-    clock: Clock,
     schedule_steps: int,
-    scaling: BatchScaling,
     reference_size: int,
-    seesaw: Seesaw | None = None,
     schedule_samples: int | None = None,
 ) -> tuple[ClockSegment, ...]:
     """Return the schedule's clock, phase by phase. On that of samples, its length is
     `schedule_samples` or, if None, what the ramp consumes in `schedule_steps`.
     """
+    clock, seesaw = rule.clock, rule.seesaw
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
     total = (
@@ -129,7 +155,8 @@ def clock_segments(
             start_step=step,
             progress=(step if clock == "steps" else sample) / total,
             progress_per_step=(1 if clock == "steps" else size) / total,
-            scale=learning_rate_scale(base, reference_size, scaling) * growth,
+            scale=learning_rate_scale(base, reference_size, rule.batch_scaling)
+            * growth,
             global_batch_size=size,
             level=None if seesaw is None else seesaw.level_at(sample),
         )

@@ -21,9 +21,8 @@ from rampup.errors import (
 )
 from rampup.plan.describe import describe_plan
 from rampup.plan.learning_rate import (
-    BatchScaling,
-    Clock,
     ClockSegment,
+    RateRule,
     Seesaw,
     clock_segments,
 )
@@ -59,6 +58,26 @@ class PlanPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What a run decides about its batches while it runs.
+
+    Attributes:
+        sizes: the global batch sizes that it may use, ascending. They are checked and
+            split with those of the ramp, and the buffers of rows have room for them.
+        budget_samples: length of the run in samples: it ends with the first batch that
+            reaches them, so `total_steps` is that of the ramp so far (`grown`), and the
+            clock of samples ends there too. None = it has `total_steps`.
+
+    Example:
+        >>> Growth(sizes=(8, 16, 32), budget_samples=1000).sizes[-1]
+        32
+    """
+
+    sizes: tuple[int, ...]
+    budget_samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RampPlan:
     """Everything about a run's batches that is known before step 0, or an error with
     all batches that cannot be split.
@@ -70,30 +89,12 @@ class RampPlan:
         eval_global_batch_size: samples per evaluation batch. None = no evaluation
             batch, as if evaluation is off and its batch could not be split: an unused
             key is no error.
-        learning_rate_batch_scaling: how the learning rate depends on the batch size,
-            relative to `reference_size`.
-        learning_rate_clock: the unit of the learning-rate schedule's progress. A
-            `Config` has another default, `samples`.
-        learning_rate_schedule_steps: length of that schedule in optimizer steps. None =
-            `total_steps`.
-        expansion_factor_real_data: MaxText's key. If positive, the batch to load is
-            this multiple of the training batch.
-        assumed_tick_overhead: fixed cost of a pipeline tick if the splitter has no
-            measured value, for advice only.
         axes: devices along each mesh axis. By default the splitter's replicas are on
             the data axis, its stages on the pipeline axis, and the tensor axis has the
             remaining factor of `num_devices`.
-        reference_batch_size: the batch size for which the hyperparameters were chosen;
-            None = that of the last phase.
-        seesaw: the transform that made the ramp; None if there is none.
-        reserved_sizes: global batch sizes that the run may use besides those of the
-            ramp, as with `batch_size_schedule: auto`. They are checked and split with
-            the others, and the buffers of rows have room for them.
-        follows: whether the run decides about its batches while it runs, with the
-            reserved sizes, as with `batch_size_schedule: auto`.
-        budget_samples: length in samples of a run that `follows`: it ends with the
-            first batch that reaches them, so `total_steps` is that of the ramp so far
-            (`grown`). The clock of samples ends there too.
+        rate: how the learning rate follows steps and batches.
+        growth: what the run decides about its batches while it runs, as with
+            `batch_size_schedule: auto`; None = the ramp is all there is.
         splits, eval_split: the split of every phase's batch and of the evaluation batch
             (derived). A phase that is over (`BatchRamp.resumed_at`) needs none: if it
             cannot be split here, as many replicas as divide it stand for it.
@@ -120,17 +121,9 @@ class RampPlan:
     num_devices: int
     total_steps: int
     eval_global_batch_size: int | None = None
-    learning_rate_batch_scaling: BatchScaling = "none"
-    learning_rate_clock: Clock = "steps"
-    learning_rate_schedule_steps: int | None = None
-    expansion_factor_real_data: Fraction = Fraction(-1)
-    assumed_tick_overhead: Fraction = Fraction(1)
     axes: MeshAxes = None  # type: ignore[assignment]  # never None after __post_init__
-    reference_batch_size: int | None = None
-    seesaw: Seesaw | None = None
-    reserved_sizes: tuple[int, ...] = ()
-    follows: bool = False
-    budget_samples: int | None = None
+    rate: RateRule = field(default_factory=RateRule)
+    growth: Growth | None = None
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -182,11 +175,9 @@ class RampPlan:
         object.__setattr__(self, "max_microbatches", counts)
         segments = clock_segments(
             self.ramp,
-            clock=self.learning_rate_clock,
+            self.rate,
             schedule_steps=self.schedule_steps,
-            scaling=self.learning_rate_batch_scaling,
             reference_size=self.reference_size,
-            seesaw=self.seesaw,
             # The steps of Seesaw's grown batches may take more samples than are
             # planned; those of `auto` are not known.
             schedule_samples=(
@@ -196,6 +187,26 @@ class RampPlan:
             ),
         )
         object.__setattr__(self, "clock", segments)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the run decides about its batches while it runs."""
+        return self.growth is not None
+
+    @property
+    def reserved_sizes(self) -> tuple[int, ...]:
+        """The global batch sizes that the run may decide to use."""
+        return () if self.growth is None else self.growth.sizes
+
+    @property
+    def budget_samples(self) -> int | None:
+        """The length in samples of a run that `follows`, if it has one."""
+        return None if self.growth is None else self.growth.budget_samples
+
+    @property
+    def seesaw(self) -> Seesaw | None:
+        """The transform that made the ramp; None if there is none."""
+        return self.rate.seesaw
 
     @property
     def _reserved_to_come(self) -> tuple[int, ...]:
@@ -238,19 +249,6 @@ class RampPlan:
         if eval_size is not None and not eval_splitter.allows(eval_size):
             yield batch_error(
                 eval_splitter, eval_size, "evaluation", key="eval_per_device_batch_size"
-            )
-        factor = self.expansion_factor_real_data
-        last = self.ramp.sizes[-1]
-        if factor > 0 and (last * factor).denominator > 1:
-            key = "expansion_factor_real_data"
-            yield BatchDivisibilityError(
-                f"global_batch_size * {key} = {last} * {factor} ="
-                f" {float(last * factor):g} must be a whole number of samples",
-                fix="-1 loads the batch itself",
-                value=last * factor.numerator,
-                divisor=factor.denominator,
-                key=key,
-                nearest=(-1,),
             )
         if self.total_steps < 0:
             yield ConfigError(
@@ -361,7 +359,7 @@ class RampPlan:
             if self.follows
             else (self.seesaw.base if self.seesaw else self.ramp).sizes
         )
-        return self.reference_batch_size or sizes[-1]
+        return self.rate.reference_batch_size or sizes[-1]
 
     def grown(self, ramp: BatchRamp) -> RampPlan:
         """Return this plan with a ramp that continues its own, and the steps that its
@@ -432,40 +430,20 @@ class RampPlan:
         )
 
     @property
-    def global_batch_to_load(self) -> int:
-        """Samples per step after the ramp if all hosts loaded (MaxText
-        `global_batch_size_to_load`); see `loading`.
-        """
-        size = self.ramp.sizes[-1]
-        return (
-            int(size * self.expansion_factor_real_data)
-            if self.expansion_factor_real_data > 0
-            else size
-        )
-
-    @property
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in optimizer steps."""
-        return (
-            self.total_steps
-            if self.learning_rate_schedule_steps is None
-            else self.learning_rate_schedule_steps
-        )
+        steps = self.rate.schedule_steps
+        return self.total_steps if steps is None else steps
 
     @property
     def pipeline_candidates(self) -> tuple[PipelineCandidate, ...]:
         """The legal pipeline splits of the last phase, fastest predicted first. Empty
-        if there is no choice.
+        if none is chosen by its predicted time.
         """
-        splitter = self.splitter
-        if splitter.tick_overhead is None:
-            splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
-        sizes = (
-            self.ramp.sizes[-1:]
-            if splitter.rampup_microbatch == "per_phase"
-            else self.ramp.sizes
-        )
-        return splitter.candidates(sizes)
+        sizes = self.ramp.sizes
+        if self.splitter.rampup_microbatch == "per_phase":
+            sizes = sizes[-1:]
+        return self.splitter.candidates(sizes)
 
     @property
     def auto(self) -> dict[str, Any] | None:
@@ -545,7 +523,7 @@ class RampPlan:
     @property
     def scales_learning_rate(self) -> bool:
         """Whether the batch size has an effect on the learning rate."""
-        return self.learning_rate_batch_scaling != "none" or self.seesaw is not None
+        return self.rate.batch_scaling != "none" or self.seesaw is not None
 
     def phase_rows(self) -> list[dict[str, int | float | None]]:
         """Return one dictionary per phase, as in `rampup plan --json`."""
@@ -581,7 +559,6 @@ class RampPlan:
             "eval": (
                 None if self.eval_split is None else self._sizes_of(self.eval_split, 1)
             ),
-            "global_batch_to_load": self.global_batch_to_load,
             **({} if self.auto is None else {"auto": self.auto}),
             **(
                 {"pipeline_choices": [candidate.to_dict() for candidate in candidates]}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 MAX_PHASES = 20  # of more phases, only the first and the last are printed
 MAX_TICKS = 2_000
-MARK = "*"
 PLAIN: dict[str, Any] = {
     "highlight": False,
     "markup": False,
@@ -64,14 +62,6 @@ _HYPERPARAMETERS |= {
     "adam_eps": "eps",
     "adam_weight_decay": "weight\ndecay",
 }
-_COMPARED = (
-    "num_devices",
-    "total_steps",
-    "ramp_steps",
-    "ramp_samples",
-    "num_compiled_shapes",
-    "global_batch_to_load",
-)
 _KIND_STYLES = {
     "F": "black on green",
     "B": "white on blue",
@@ -239,139 +229,6 @@ def print_hyperparameters(
         "learning rate: of the first step; peak rate: without warm-up and decay; half"
         " life: of b2, in tokens"
     )
-
-
-def print_comparison(
-    plans: Sequence[RampPlan],
-    names: Sequence[str],
-    changed: Mapping[str, Any],
-    console: Console,
-    *,
-    max_phases: int | None,
-) -> None:
-    """Print two plans side by side: the keys that differ, each with its value in `a`
-    and in `b`, the totals, and the phases.
-    """
-    console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)
-    settings = [
-        (name, *(_format_setting(values[which]) for which in "ab"))
-        for name, values in changed.items()
-    ]
-    console.print(
-        make_table(console, ["key", "a", "b"], settings, left=1)
-        if changed
-        else "all keys are the same"
-    )
-    facts = [
-        {**plan.to_dict(), "consumed_samples": plan.consumed_samples} for plan in plans
-    ]
-    pairs = {
-        name: [fact[name] for fact in facts]
-        for name in (*_COMPARED, "consumed_samples")
-    }
-    totals = [
-        (name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "")
-        for name, pair in pairs.items()
-    ]
-    console.print("", make_table(console, ["plan", "a", "b", ""], totals, left=1), "")
-    split = split_columns(any(plan.splitter.num_stages > 1 for plan in plans))
-    batch = {"global_batch_size": "batch"}
-    when = WHEN | batch
-    samples = {"start_sample": WHEN["start_sample"]} | batch
-    steps = {name: title for name, title in when.items() if name != "start_sample"}
-    phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
-
-    def both_and_mark(columns: Mapping[str, str]) -> dict[tuple[int, str], str]:
-        marked = {
-            name: f"{title} " if "\n" in title else f"{title}\n"
-            for name, title in columns.items()
-        }
-        return {
-            (which, name): title + "ab"[which]
-            for which in (0, 1)
-            for name, title in marked.items()
-        } | {(0, ""): ""}
-
-    def cell(index: int, column: tuple[int, str]) -> str:
-        pair, (which, name) = phases[index], column
-        return phase_cell(pair[which], name) if name else MARK * (pair[0] != pair[1])
-
-    layouts = ([when | split], [when, batch | split], [steps, samples, batch | split])
-    _print_phases(
-        console,
-        [[*map(both_and_mark, layout)] for layout in layouts],
-        cell,
-        len(phases),
-        max_phases,
-    )
-
-
-def print_budget(
-    budget: Mapping[str, Any],
-    plan: RampPlan,
-    console: Console,
-    *,
-    measured: Collection[int] = (),
-) -> None:
-    """Print the result of `token_budget`; `measured` has the global batch sizes whose
-    throughput is known.
-    """
-    tokens = budget["tokens"]
-    steps = budget["steps"]
-    length = budget["tokens_per_sample"]
-    first = budget["first_global_batch_size"]
-    final = budget["final_global_batch_size"]
-    rows = {
-        "budget": (
-            f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,}"
-            " tokens"
-        ),
-        "optimizer steps": (
-            f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,}"
-            " tokens beyond the budget"
-        ),
-    }
-    kept = [
-        ("first", first, budget["steps_at_first"]),
-        ("last", final, budget["steps_at_final"]),
-    ]
-    if first == final == max(plan.ramp.sizes):
-        rows["a ramp"] = "none: the batch is the same throughout"
-        kept = []
-    for name, size, constant in kept:
-        difference = steps - constant
-        compared = "the ramp takes as many"
-        if difference:
-            word = "fewer" if difference < 0 else "more"
-            compared = (
-                f"the ramp takes {abs(difference):,} {word}"
-                f" ({abs(difference) / constant:.1%})"
-            )
-        rows[f"at {size:,} throughout"] = (
-            f"{format_count(constant, 'step')}, the {name} batch kept constant;"
-            f" {compared}"
-        )
-    if "hours" in budget:
-        hours = budget["hours"]
-        sizes = list(map(int, budget["steps_by_global_batch_size"]))
-        days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
-        rows["time"] = (
-            f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])}"
-            " tokens/s on average"
-        )
-        unknown = sum(size not in measured for size in sizes)
-        if unknown and len(measured) > 1:
-            rows["not measured"] = (
-                f"{unknown:,} of {len(sizes):,} batch sizes; each uses the throughput"
-                " of the nearest one"
-            )
-    if plan.total_steps != steps:
-        consumed = (
-            f"steps={plan.total_steps:,} consumes {plan.consumed_samples * length:,}"
-            " tokens"
-        )
-        rows["this configuration"] = f"{consumed}; for the budget set steps={steps}"
-    print_facts(rows, console)
 
 
 def print_timetable(table: Timetable, console: Console) -> None:
@@ -566,12 +423,6 @@ def phase_cell(row: Mapping[str, object] | None, name: str) -> str:
     if row.get(name) is None:
         return "rest" if name == "num_steps" else ""
     return format_value(row[name])
-
-
-def _format_setting(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return '""' if value == "" else format_value(value)
 
 
 def operation_label(operation: Operation, num_repeats: int) -> str:

@@ -554,7 +554,7 @@ def _panel_rate(axes: Any, plan: RampPlan, rates: Rates, unit: str) -> None:
     """
     samples = unit == "samples"
     for number, (clock, rate) in enumerate(rates.items()):
-        used = clock == plan.learning_rate_clock
+        used = clock == plan.rate.clock
         label = f"schedule runs on {clock}" + (" (this plan)" if used else "")
         steps, before, ys = zip(*rate_points(plan, rate), strict=True)
         axes.plot(

@@ -257,7 +257,7 @@ def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
             "phases"
         ][0]
     )
-    assert run_json(capsys, *PLAN, "--hyperparameters", "--budget", "1B")[0] == 2
+    assert run_json(capsys, *PLAN, "--hyperparameters", "--rows", "1")[0] == 2
 
 
 @pytest.mark.parametrize(

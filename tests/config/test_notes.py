@@ -6,6 +6,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.config.notes import hyperparameter_notes, run_notes
+from rampup.errors import BatchDivisibilityError
 from rampup.plan.describe import advice
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
 
@@ -16,6 +17,31 @@ def notes_of(devices=4, **keys):
     """Return what is said about a configuration, as one text."""
     config = Config(**keys)
     return "\n".join(run_notes(config, build_plan(config, devices)))
+
+
+LOADED = {
+    "-1": None,
+    "1": "= 8 rows per step",
+    "2": "8 * 2 = 16 rows per step, if all hosts loaded; 1 of 2 does",
+    "1/4": (
+        "8 * 0.25 = 2 rows per step: MaxText's loaders of 4 times as many hosts take"
+        " turns"
+    ),
+}
+
+
+@pytest.mark.parametrize(("factor", "said"), LOADED.items())
+def test_notes_say_what_is_loaded(factor, said):
+    """The rows of a step for every kind of expansion factor; one that gives no whole
+    number is refused.
+    """
+    keys = {"expansion_factor_real_data": factor}
+    notes = notes_of(devices=1, per_device_batch_size=8, **keys)
+    assert ("global_batch_to_load" in notes) == (said is not None)
+    if said is not None:
+        assert said in notes
+        with pytest.raises(BatchDivisibilityError, match="-1 loads the batch itself"):
+            notes_of(devices=1, per_device_batch_size=8, expansion_factor_real_data=1.1)
 
 
 def test_a_last_batch_beyond_the_samples_asked_for_is_said():

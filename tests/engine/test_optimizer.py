@@ -11,7 +11,7 @@ import pytest
 from rampup.engine.optimizer import LearningRate, make_optimizer
 from rampup.errors import ConfigError, MissingDependencyError, RampDefinitionError
 from rampup.lm.transformer import LanguageModel, matrices
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RateRule
 
 RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
 
@@ -34,13 +34,13 @@ def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
     """The rate on the device equals the rate on the host, at every step, also after the
     end of the schedule.
     """
-    keys = {
-        "learning_rate_clock": clock,
-        "learning_rate_batch_scaling": scaling,
-        "learning_rate_schedule_steps": 50,
-    }
+    rule = RateRule(clock=clock, batch_scaling=scaling, schedule_steps=50)
     rate = LearningRate(
-        plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3
+        plan=plan(rate=rule),
+        peak=0.3,
+        kind=kind,
+        warmup_fraction=0.2,
+        decay_fraction=0.3,
     )
     on_device = jax.vmap(jax.jit(rate))(jnp.arange(60))
     np.testing.assert_allclose(
@@ -54,13 +54,13 @@ def test_learning_rate_warm_up_follows_the_samples_clock():
     them, not at a tenth of the steps.
     """
     by_samples = LearningRate(
-        plan=plan(learning_rate_clock="samples"),
+        plan=plan(rate=RateRule(clock="samples")),
         peak=1.0,
         kind="constant",
         warmup_fraction=0.1,
     )
     by_steps = LearningRate(
-        plan=plan(learning_rate_clock="steps"),
+        plan=plan(rate=RateRule(clock="steps")),
         peak=1.0,
         kind="constant",
         warmup_fraction=0.1,
@@ -111,7 +111,7 @@ def test_learning_rate_wsd_is_stable_then_decays():
         0.05,
     ]
     rate = LearningRate(
-        plan=plan(learning_rate_batch_scaling="sqrt"), peak=1.0, kind="constant"
+        plan=plan(rate=RateRule(batch_scaling="sqrt")), peak=1.0, kind="constant"
     )
     assert (rate.at(1), rate.at(59)) == (0.5, 1.0)
 

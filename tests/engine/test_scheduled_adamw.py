@@ -20,7 +20,7 @@ from rampup.engine.optimizer import (
 )
 from rampup.engine.state import create_state
 from rampup.engine.update import select_step
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.plan import BatchRamp, BatchSplitter, Growth, RampPlan, RateRule
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import Seesaw, discretize
 
@@ -244,12 +244,13 @@ def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
         total_samples=2000,
     )
     splitter = BatchSplitter(data_parallel_size=1)
-    options = {
-        "learning_rate_clock": "samples",
-        "total_steps": seesaw.ramp.step_of_sample(1999) + 1,
-        "num_devices": 1,
-    }
-    plan = RampPlan(ramp=seesaw.ramp, splitter=splitter, seesaw=seesaw, **options)
+    plan = RampPlan(
+        ramp=seesaw.ramp,
+        splitter=splitter,
+        total_steps=seesaw.ramp.step_of_sample(1999) + 1,
+        num_devices=1,
+        rate=RateRule(clock="samples", seesaw=seesaw),
+    )
     rate = LearningRate(plan=plan, peak=0.3, warmup_fraction=0.1)
     on_device = jax.jit(jax.vmap(rate))(jnp.arange(plan.total_steps))
     np.testing.assert_allclose(
@@ -273,20 +274,13 @@ def test_a_program_that_is_given_its_segment_computes_what_one_with_a_table_does
     keys = {
         "splitter": BatchSplitter(data_parallel_size=1),
         "num_devices": 1,
-        "learning_rate_batch_scaling": "sqrt",
+        "rate": RateRule(batch_scaling="sqrt", clock="samples"),
     }
-    planned = RampPlan(
-        ramp=ramp, total_steps=900, learning_rate_clock="samples", **keys
-    )
-    keys |= {
-        "learning_rate_clock": "samples",
-        "budget_samples": planned.consumed_samples,
-        "follows": True,
-    }
+    planned = RampPlan(ramp=ramp, total_steps=900, **keys)
     began = RampPlan(
         ramp=BatchRamp.constant(ramp.sizes[0]),
         total_steps=9999,
-        reserved_sizes=ramp.sizes,
+        growth=Growth(sizes=ramp.sizes, budget_samples=planned.consumed_samples),
         **keys,
     )
     grown = began.grown(ramp)

@@ -31,6 +31,7 @@ from rampup.loop.lock import LOCK_FILE
 from rampup.loop.loop import EvalOptions, Loop, stop_requests
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import read_lines
+from rampup.plan import RateRule
 
 STEPS = 12
 
@@ -162,7 +163,7 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     )
     first, _ = run(parts, tmp_path, stop_after=2, metrics=before)
     last, events = first.steps - 1, []
-    plan = replace(parts[1], learning_rate_schedule_steps=9)
+    plan = replace(parts[1], rate=RateRule(schedule_steps=9))
     run(
         (parts[0], plan, parts[2]),
         tmp_path,

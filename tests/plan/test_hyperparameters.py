@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rampup.errors import ConfigError
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RateRule
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import Cut, Seesaw
 
@@ -34,7 +34,9 @@ def test_half_life_in_tokens_is_constant(b, reference):
     """
     scaling = AdamScaling(b1="half_life", b2="half_life")
     found = adam_constants(
-        plan(reference_batch_size=reference), AdamConstants(b1=b, b2=b), scaling
+        plan(rate=RateRule(reference_batch_size=reference)),
+        AdamConstants(b1=b, b2=b),
+        scaling,
     )
     size = reference or SIZES[-1]
     for constants, batch in zip(found, SIZES, strict=True):
@@ -76,8 +78,9 @@ def test_timescale_of_the_weight_decay_is_constant(scaling):
         for sample, level in ((5000, 0.5), (7000, 0.25), (9000, 0.125))
     )
     seesaw = Seesaw(base=ramp, cuts=cuts, max_batch_size=100, multiple=4)
-    for keys in ({"ramp": ramp}, {"ramp": seesaw.ramp, "seesaw": seesaw}):
-        made = plan(**keys, learning_rate_batch_scaling=scaling)
+    for made_by in (None, seesaw):
+        rule = RateRule(batch_scaling=scaling, seesaw=made_by)
+        made = plan(ramp=made_by.ramp if made_by else ramp, rate=rule)
         found = adam_constants(
             made, AdamConstants(weight_decay=0.1), AdamScaling(weight_decay="timescale")
         )
@@ -140,7 +143,9 @@ def test_values_that_are_no_decay_rates_are_refused(scaling, reference, b2, text
     """The error has the formula, the phase and the remedy, which works."""
     with pytest.raises(ConfigError, match=text) as caught:
         adam_constants(
-            plan(reference_batch_size=reference), AdamConstants(b2=b2), scaling
+            plan(rate=RateRule(reference_batch_size=reference)),
+            AdamConstants(b2=b2),
+            scaling,
         )
     assert caught.value.key == "batch_scaling"
 

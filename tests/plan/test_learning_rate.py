@@ -7,6 +7,7 @@ import pytest
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.learning_rate import (
     Cut,
+    RateRule,
     Seesaw,
     clock_segments,
     discretize,
@@ -26,7 +27,10 @@ def test_clock_progress_is_the_fraction_of_steps_or_samples(clock, scaling, expo
     relative to the reference batch.
     """
     segments = clock_segments(
-        RAMP, clock=clock, schedule_steps=40, scaling=scaling, reference_size=32
+        RAMP,
+        RateRule(clock=clock, batch_scaling=scaling),
+        schedule_steps=40,
+        reference_size=32,
     )
     total = 40 if clock == "steps" else RAMP.samples_before(40)
     for step in range(60):
@@ -49,11 +53,9 @@ def segments_of(seesaw):
     """
     return clock_segments(
         seesaw.ramp,
-        clock="samples",
+        RateRule(clock="samples", seesaw=seesaw),
         schedule_steps=100,
-        scaling="none",
         reference_size=1,
-        seesaw=seesaw,
     )
 
 
@@ -152,7 +154,7 @@ def test_bad_clocks_cuts_and_limits_are_refused():
         learning_rate_scale(8, 32, "square")
     with pytest.raises(ConfigError, match="must be one of steps, samples"):
         clock_segments(
-            RAMP, clock="tokens", schedule_steps=10, scaling="none", reference_size=32
+            RAMP, RateRule(clock="tokens"), schedule_steps=10, reference_size=32
         )
     base = BatchRamp.constant(8)
     with pytest.raises(RampDefinitionError, match="increasing samples"):

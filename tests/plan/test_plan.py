@@ -2,16 +2,12 @@
 
 import collections
 import sys
-from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rampup import Config, build_plan
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
+from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe
-from rampup.plan.describe import token_budget
 
 KEYS = {
     "num_devices": 4,
@@ -34,7 +30,7 @@ def test_to_dict_has_the_documented_format():
         "ramp_steps": 22,
         "ramp_samples": 560,
     }
-    head |= {"total_steps": 100, "num_compiled_shapes": 1, "global_batch_to_load": 48}
+    head |= {"total_steps": 100, "num_compiled_shapes": 1}
     assert {name: plan[name] for name in plan if name not in ("phases", "eval")} == head
     sizes = {
         "data_parallel_size": 4,
@@ -230,125 +226,6 @@ def test_axes_agree_with_the_splitter_and_the_devices():
     assert caught.value.nearest == (4, 8)
     with pytest.raises(ConfigError, match="total_steps=-3 must be at least 0"):
         RampPlan(**(KEYS | {"total_steps": -3}))
-
-
-LOADED = {
-    "-1": None,
-    "1": "= 8 rows per step",
-    "2": "8 * 2 = 16 rows per step, if all hosts loaded; 1 of 2 does",
-}
-LOADED |= {
-    "1/4": (
-        "8 * 0.25 = 2 rows per step: MaxText's loaders of 4 times as many hosts take"
-        " turns"
-    )
-}
-
-
-@pytest.mark.parametrize(("factor", "said"), LOADED.items())
-def test_plan_says_what_is_loaded(factor, said):
-    """The rows of a step for every kind of expansion factor, in the printed plan
-    too.
-    """
-    plan = RampPlan(
-        **{**KEYS, "ramp": BatchRamp.constant(8)},
-        expansion_factor_real_data=Fraction(factor),
-    )
-    loading = describe.loading(plan)
-    assert (loading is None) == (said is None)
-    if said is not None:
-        assert said in loading
-        assert f"loading: {loading}" in str(plan)
-        assert (
-            f"* {float(Fraction(factor)):g} = {plan.global_batch_to_load} rows"
-            in loading
-        )
-
-
-def budget(schedule="0:8 80:16", tokens=2400, tokens_per_sample=10, **options):
-    """Return what a small budget means."""
-    return token_budget(
-        BatchRamp.from_schedule(schedule),
-        tokens=tokens,
-        tokens_per_sample=tokens_per_sample,
-        **options,
-    )
-
-
-def counted(ramp, samples):
-    """Return steps and samples of a ramp, stepped through until a number of samples is
-    consumed.
-    """
-    steps = consumed = 0
-    while consumed < samples:
-        consumed += ramp.global_batch_size_at(steps)
-        steps += 1
-    return steps, consumed
-
-
-@pytest.mark.core
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), max_size=4),
-    st.integers(1, 40),
-    st.integers(1, 4000),
-    st.integers(1, 9),
-)
-def test_steps_agree_with_a_step_by_step_loop(gaps, first, tokens, length):
-    """Steps, consumed tokens and steps by size agree with a loop that counts, and so do
-    the steps at a constant batch size.
-    """
-    thresholds, pairs = 0, [(0, first)]
-    for gap, size in gaps:
-        thresholds += gap
-        pairs.append((thresholds, size))
-    ramp = BatchRamp.piecewise(pairs)
-    spent = token_budget(ramp, tokens=tokens, tokens_per_sample=length)
-    samples = -(-tokens // length)
-    steps, consumed = counted(ramp, samples)
-    assert (spent["steps"], spent["consumed_tokens"]) == (steps, consumed * length)
-    at_first, at_final = (
-        counted(BatchRamp.constant(ramp.sizes[index]), samples)[0] for index in (0, -1)
-    )
-    assert (spent["steps_at_first"], spent["steps_at_final"]) == (at_first, at_final)
-    assert (spent["fewer_steps_than_first"], spent["more_steps_than_final"]) == (
-        at_first - steps,
-        steps - at_final,
-    )
-    by_size = {
-        int(size): number
-        for size, number in spent["steps_by_global_batch_size"].items()
-    }
-    assert sum(by_size.values()) == steps
-    assert sum(size * number for size, number in by_size.items()) == consumed
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"tokens": 0}, {"tokens": -5}, {"tokens": 10**18 + 1}, {"tokens_per_sample": 0}],
-)
-def test_budget_rejects_bad_numbers(changed):
-    """Zero, negative and too large numbers are rejected."""
-    with pytest.raises(RampDefinitionError, match="must be between 1 and") as caught:
-        budget(**changed)
-    assert caught.value.key == (
-        "budget" if "tokens" in changed else "max_target_length"
-    )
-
-
-def test_budget_time_uses_the_throughput_of_each_size():
-    """A size without a measurement uses the nearest one, and the throughput is that of
-    the whole.
-    """
-    spent, seconds = (
-        budget(
-            "0:8 80:16 200:64", tokens_per_second={8: Fraction(1), 50: Fraction(10)}
-        ),
-        800 + 1280 + 64,
-    )
-    assert spent["hours"] * 3600 == pytest.approx(seconds)
-    assert spent["tokens_per_second"] == pytest.approx(
-        spent["consumed_tokens"] / seconds
-    )
 
 
 def test_the_plan_warns_of_choices_that_cost_loss():

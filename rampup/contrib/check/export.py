@@ -652,16 +652,16 @@ class _Run(_Target):
         if not self.grows:
             return
         name, plan = NAMES[self.system], self.plan
-        if plan.learning_rate_clock not in clocks:
+        if plan.rate.clock not in clocks:
             yield (
                 f"The learning rate of {name} counts {clocks[0]}; that of the plan"
-                f" counts {plan.learning_rate_clock}."
+                f" counts {plan.rate.clock}."
             )
         rules = {
             "none": "is the same for every batch",
             "sqrt": "grows with the square root of the batch",
         }
-        here = rules.get(plan.learning_rate_batch_scaling, "grows with the batch")
+        here = rules.get(plan.rate.batch_scaling, "grows with the batch")
         here = "follows the cuts of Seesaw" if plan.seesaw else here
         if here != rules[scaling]:
             yield (
@@ -690,10 +690,9 @@ def _to_maxtext(run: _Run) -> Exported:
     }
     if plan.schedule_steps != plan.total_steps:
         values["learning_rate_schedule_steps"] = plan.schedule_steps
-    if plan.expansion_factor_real_data > 0:
-        values["expansion_factor_real_data"] = to_yaml_number(
-            plan.expansion_factor_real_data
-        )
+    factor = config.expansion_factor_real_data
+    if factor > 0:
+        values["expansion_factor_real_data"] = to_yaml_number(factor)
     for axis, slices in zip(AXES, plan.axes.slices, strict=True):
         values |= {
             f"ici_{axis}_parallelism": getattr(plan.axes, axis) // slices,
@@ -821,7 +820,7 @@ def _to_megatron(run: _Run) -> Exported:
         values["step_batch_size_schedule"] = " ".join(entries)
     else:
         values["global_batch_size"] = plan.ramp.sizes[0]
-    if plan.learning_rate_clock == "samples":
+    if plan.rate.clock == "samples":
         values["train_samples"] = plan.consumed_samples
     else:
         values["train_iters"] = plan.total_steps

@@ -80,7 +80,7 @@ from rampup.loop.run_folder import (
     is_bucket,
     read_lines,
 )
-from rampup.plan.learning_rate import learning_rate_scale
+from rampup.plan.learning_rate import RateRule, learning_rate_scale
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
 from rampup.plan.numbers import finite_or_none, nearest_in, plain_number
 from rampup.plan.plan import RampPlan
@@ -564,8 +564,10 @@ def _plan_of_branches(
         total_steps=sum(window.samples // size for size in window.sizes),
         # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv
         # 2205.10287.
-        learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
-        reference_batch_size=run_plan.reference_size,
+        rate=RateRule(
+            batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
+            reference_batch_size=run_plan.reference_size,
+        ),
     )
 
 
@@ -584,9 +586,7 @@ def _constant_rate(
             key="step",
         )
     batch = run_plan.position(step).split.global_batch_size
-    scale = learning_rate_scale(
-        batch, plan.reference_size, plan.learning_rate_batch_scaling
-    )
+    scale = learning_rate_scale(batch, plan.reference_size, plan.rate.batch_scaling)
     return LearningRate(plan=plan, peak=peak / scale, kind="constant")
 
 
