@@ -118,7 +118,7 @@ _ROOMS = {
         "BatchDivisibilityError ConfigError DataEndedError DataError DataWarning LossWarning MissingDependencyError PipelineShapeError RampDefinitionError ResumeMismatchError ResumeWarning"
     ),
     "rampup.plan": (
-        "AdamConstants AdamScaling NoiseEstimate NoiseScale PlanPosition Seesaw Timetable"
+        "AdamConstants AdamScaling Growth NoiseEstimate NoiseScale PlanPosition RateRule Seesaw Timetable"
     ),
     "rampup.data": ("BatchLoader BatchOptions"),
     "rampup.engine": ("AdamSchedule LearningRate TrainStep"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rampup.plan.plan import RampPlan
     from rampup.plan.split import BatchSplit
 
+SECONDS_PER_HOUR = 3600
 # `str(plan)` leaves out the middle of longer tables.
 MAX_PRINTED_PHASES = 40
 # The factor on a tuned learning rate above which the plan warns.
