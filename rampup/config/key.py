@@ -210,6 +210,12 @@ REMOVED: dict[str, str] = {
     "enable_data_shuffling": (
         "set data_shuffle_seed=null to keep the order of the files"
     ),
+    "partial_step": "a step of a rollout has batch_size prompts, and the run ends with a"
+    " whole one",
+    "token_batch_size": "set batch_size, and token_budget for the tokens of a pass",
+    "rl.num_generations_schedule": (
+        "rl.batch_size_schedule grows the prompts, rl.num_generations is constant"
+    ),
 }
 
 

@@ -108,22 +108,16 @@ def export_rollout(
         axes=mesh_axes(config, num_devices),
         num_devices=num_devices,
     )
-    for name in ("batch_size_schedule", "num_generations_schedule"):
-        rollout.require(
-            getattr(config, name) is None,
-            f"rl.{name}",
-            "its batch cannot grow; set it to null",
-        )
-    for name, fixed in (
-        ("zero_spread_groups", "keep"),
-        ("token_batch_size", AUTO),
-        ("partial_step", "train"),
-    ):
-        rollout.require(
-            getattr(config, name) == fixed,
-            name,
-            f"only steps of the planned size are exported; set it to {fixed}",
-        )
+    rollout.require(
+        config.batch_size_schedule is None,
+        "rl.batch_size_schedule",
+        "its batch cannot grow; set it to null",
+    )
+    rollout.require(
+        config.zero_spread_groups == "keep",
+        "zero_spread_groups",
+        "only steps of the planned prompts are exported; set it to keep",
+    )
     exported = EXPORTS[system](rollout)
     # The numbers that the exported file must have, by the names that all systems share.
     numbers = {

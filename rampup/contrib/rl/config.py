@@ -36,8 +36,6 @@ from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 from rampup.plan.ramp_keys import AUTO_SCHEDULE
 
-# Above this share of padding, a note advises smaller passes.
-MUCH_PADDING = 0.03
 _FLOATS = ("float32", "bfloat16", "float16")
 _INTS = ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
@@ -71,9 +69,6 @@ class RolloutConfig(Settings):
     batch_size_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
         Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. "0:8 auto": 8 at
         first, then doubled up to batch_size as the noise allows (measure_gradient_noise). null: constant.""")
-    num_generations_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
-        Growth of rl.num_generations, as STEP:RESPONSES pairs from step 0 on: "0:4 50:8". At most rl.num_generations. null:
-        constant.""")
     loss_agg_mode: str = _batch("token-mean", choices=AGGREGATIONS, group="rl", own=True, doc="""
         How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the
         mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their
@@ -96,17 +91,11 @@ class RolloutConfig(Settings):
     rollout_micro_batch_size: int = _batch(-1, also=(-1,), **_count, doc="""
         Prompts per call of the generator, for the whole job. -1: train_micro_batch_size, or mini_batch_size if that is -1
         too.""")
-    zero_spread_groups: str = _batch("keep", choices=("keep", "drop", "refill"), own=True, identity=True, doc="""
-        What to do with prompts whose responses all have the same reward, which teach GRPO nothing. keep: train on them. drop:
-        leave them out, so that a step has fewer prompts. refill: sample other prompts in their place.""")
-    max_num_gen_batches: int = _batch(10, minimum=1, maximum=1000, own=True, identity=True, doc="""
-        Batches of prompts that a step samples at most with zero_spread_groups refill. What it has then is a partial step.""")
-    token_batch_size: int = _batch(-1, also=(-1,), **_count, own=True, identity=True, doc="""
-        Tokens per step, prompts and responses, for the whole job: a step has as many prompts as fit, at most batch_size. -1:
-        batch_size alone decides.""")
-    partial_step: str = _batch("train", choices=("train", "drop", "carry"), own=True, identity=True, doc="""
-        What to do with the prompts that do not fill the last mini batch of a step. train: an optimizer step of fewer prompts.
-        drop: leave them out. carry: train on them in the next step.""")
+    zero_spread_groups: str = _batch("keep", choices=("keep", "refill"), own=True, identity=True, doc="""
+        What to do with prompts whose responses all have the same reward, which teach GRPO nothing. keep: train on them.
+        refill: sample other prompts in their place.""")
+    max_num_gen_batches: int = _batch(10, minimum=1, maximum=1000, own=True, doc="""
+        Batches of prompts that a step samples at most with zero_spread_groups refill. If they are not enough, the run ends.""")
     measure_gradient_noise: bool = _batch(False, own=True, doc="""
         Measure the gradient noise between prompts and between the responses to a prompt, from which `rampup design` tells how
         many of both are worth it. A pass needs several samples per replica.""")
@@ -257,54 +246,36 @@ class RolloutConfig(Settings):
     num_kv_heads = ModelKeys.num_kv_heads
 
     def _contradictions(self) -> list[RampupError]:
-        sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
-        given = [
-            f"{name}={getattr(self, name)}"
-            for name in sizes
-            if getattr(self, name) != AUTO
-        ]
         problems: list[RampupError] = []
+
+        def refuse(problem: str, key: str, nearest: Any, fix: str = "") -> None:
+            problems.append(ConfigError(problem, fix=fix, key=key, nearest=(nearest,)))
+
+        sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
+        given = [name for name in sizes if getattr(self, name) != AUTO]
         if len(given) > 1:
-            text = (
-                f"{' and '.join(given)} all set the size of a pass; set all but one of"
-                " them to -1"
-            )
-            problems.append(
-                ConfigError(text, key=given[1].partition("=")[0], nearest=(AUTO,))
-            )
-        largest = self.num_generations * (
-            self.max_prompt_length + self.max_response_length
-        )
-        if AUTO != self.token_batch_size < largest:
-            text = (
-                f"token_batch_size={self.token_batch_size} must have room for one"
-                " prompt: rl.num_generations * "
-            )
-            text += f"(max_prompt_length + max_response_length) = {largest:,} tokens"
-            problems.append(
-                ConfigError(text, key="token_batch_size", nearest=(largest,))
+            settings = [f"{name}={getattr(self, name)}" for name in given]
+            refuse(
+                f"{' and '.join(settings)} all set the size of a pass",
+                given[1],
+                AUTO,
+                "set all but one of them to -1",
             )
         if self.is_auto:
             # A step is one optimizer step of each model and epoch, whatever its
             # prompts, and its size is that of the noise.
             needed = {
                 "measure_gradient_noise": True,
-                "rl.num_generations_schedule": None,
+                "mini_batch_size": AUTO,
+                "critic_mini_batch_size": AUTO,
             }
-            needed |= dict.fromkeys(
-                ("mini_batch_size", "critic_mini_batch_size", "token_batch_size"), AUTO
-            )
             for name, value in needed.items():
-                if (given := getattr(self, name.removeprefix("rl."))) != value:
-                    shown, found = (
-                        "null" if x is None else str(x).lower() for x in (value, given)
-                    )
-                    text = (
+                if getattr(self, name) != value:
+                    refuse(
                         f"rl.batch_size_schedule={self.batch_size_schedule!r} follows"
-                        f" the noise, and needs {name}={shown}; "
-                    )
-                    problems.append(
-                        ConfigError(f"{text}it is {found}", key=name, nearest=(value,))
+                        f" the noise, and needs {name}={str(value).lower()}",
+                        name,
+                        value,
                     )
         if self.num_steps < 1:
             # The keys that leave fewer prompts than one batch: of the run, of the data
@@ -313,37 +284,31 @@ class RolloutConfig(Settings):
             enough = dict[str, Any]()
             if self.num_prompts is not None and self.num_prompts < minimum:
                 enough["num_prompts"] = minimum
-            if self.num_batches * self.batch_size * self.train_fraction < minimum:
-                batches = math.ceil(minimum / (self.batch_size * self.train_fraction))
-                fraction = to_yaml_number(
-                    Fraction(minimum, self.num_batches * self.batch_size)
+            share = Fraction(minimum, self.num_batches * self.batch_size)
+            batches = math.ceil(share / self.train_fraction * self.num_batches)
+            if batches > MAX_SAMPLES:
+                enough["train_fraction"] = to_yaml_number(share)
+            elif share > self.train_fraction:
+                enough["num_batches"] = batches
+            for name, value in enough.items():
+                refuse(
+                    f"{name}={getattr(self, name)} leaves {self.prompts_used} prompts *"
+                    f" num_epoch={self.num_epoch}, which do not fill a"
+                    f" batch_size={self.batch_size}",
+                    name,
+                    value,
+                    f"nearest: {value}",
                 )
-                enough |= (
-                    {"num_batches": batches}
-                    if batches <= MAX_SAMPLES
-                    else {"train_fraction": fraction}
-                )
-            for key, value in enough.items():
-                text = (
-                    f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts *"
-                    f" num_epoch={self.num_epoch}, which do not "
-                )
-                text += f"fill a batch_size={self.batch_size}; nearest: {value}"
-                problems.append(ConfigError(text, key=key, nearest=(value,)))
         problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
-            size = self.eval_batch
-            most = (self.num_test_batches - 1) * size
-            text = (
+            most = (self.num_test_batches - 1) * self.eval_batch
+            refuse(
                 f"test_batch_start_index={self.test_batch_start_index} leaves no full"
-                f" batch of the {self.num_test_batches} * "
-            )
-            text += (
-                f"{size} prompts of an evaluation; nearest: {most}, or"
-                " num_test_batches=0 for no evaluation"
-            )
-            problems.append(
-                ConfigError(text, key="test_batch_start_index", nearest=(most,))
+                f" batch of the {self.num_test_batches} * {self.eval_batch} prompts of"
+                " an evaluation",
+                "test_batch_start_index",
+                most,
+                f"nearest: {most}, or num_test_batches=0 for no evaluation",
             )
         return problems
 
@@ -392,63 +357,40 @@ def build_rollout_plan(
             key="num_devices",
             nearest=(1,),
         )
-
-    def prompts(*names: str) -> Size | None:
-        """Return the first of some sizes in prompts that is set."""
-        found = (
-            Size(count=count, unit="prompts", key=name)
-            for name in names
-            if (count := getattr(config, name)) != AUTO
-        )
-        return next(found, None)
-
-    mini_batch = prompts("mini_batch_size", "batch_size")
-    microbatch = prompts("train_micro_batch_size")
-    for name, unit in (("microbatch_size", "samples"), ("token_budget", "tokens")):
-        if (count := getattr(config, name)) != AUTO:
-            microbatch = Size(count=count, unit=unit, scope="replica", key=name)
     try:
         axes = mesh_axes(config, num_devices)
-        shape = {
-            "data_parallel_size": axes.data_parallel_size,
-            "num_stages": axes.pipeline,
-        }
         policy = Training(
-            mini_batch=mini_batch,
-            microbatch=microbatch,
+            mini_batch=_prompts(config, "mini_batch_size", "batch_size"),
+            microbatch=_microbatch(config),
             num_epochs=config.num_iterations,
-            **shape,
+            data_parallel_size=axes.data_parallel_size,
+            num_stages=axes.pipeline,
         )
+        epochs = config.critic_num_iterations
         critic = replace(
             policy,
-            mini_batch=prompts("critic_mini_batch_size") or mini_batch,
-            microbatch=prompts("critic_train_micro_batch_size") or microbatch,
-            num_epochs=(
-                config.num_iterations
-                if config.critic_num_iterations == AUTO
-                else config.critic_num_iterations
-            ),
+            mini_batch=_prompts(config, "critic_mini_batch_size") or policy.mini_batch,
+            microbatch=_prompts(config, "critic_train_micro_batch_size")
+            or policy.microbatch,
+            num_epochs=policy.num_epochs if epochs == AUTO else epochs,
         )
         return RolloutPlan(
-            rollout_batch=prompts("batch_size"),
+            rollout_batch=_prompts(config, "batch_size"),
             samples_per_prompt=config.num_generations,
             policy=policy,
             critic=critic if config.enable_critic else None,
-            generation=prompts("rollout_micro_batch_size", "train_micro_batch_size")
-            or mini_batch,
+            generation=_prompts(
+                config, "rollout_micro_batch_size", "train_micro_batch_size"
+            )
+            or policy.mini_batch,
             num_steps=config.num_steps,
             pad=config.pad_microbatches,
             eval_prompts=config.eval_prompts,
             eval_samples_per_prompt=config.eval_num_generations,
             experience=Experience(
-                **{
-                    name: getattr(config, name)
-                    for name in (
-                        "max_prompt_length",
-                        "max_response_length",
-                        "token_dtype",
-                    )
-                },
+                max_prompt_length=config.max_prompt_length,
+                max_response_length=config.max_response_length,
+                token_dtype=config.token_dtype,
                 reference=config.enable_reference_policy,
                 value_dtype=config.experience_dtype,
             ),
@@ -460,165 +402,115 @@ def build_rollout_plan(
         raise_together(error.problems or (error,))
 
 
+def _prompts(config: RolloutConfig, *names: str) -> Size | None:
+    """Return the first of some sizes in prompts that is set."""
+    for name in names:
+        if (count := getattr(config, name)) != AUTO:
+            return Size(count=count, unit="prompts", key=name)
+    return None
+
+
+def _microbatch(config: RolloutConfig) -> Size | None:
+    """Return the size of a pass that is set, if any."""
+    for name, unit in (("microbatch_size", "samples"), ("token_budget", "tokens")):
+        if (count := getattr(config, name)) != AUTO:
+            return Size(count=count, unit=unit, scope="replica", key=name)
+    return _prompts(config, "train_micro_batch_size")
+
+
 def build_rollout_schedule(
     config: RolloutConfig, num_devices: int | None = None
 ) -> RolloutSchedule:
     """Return the rollouts of a configuration's run, whose batch grows if it has a
     schedule; see `build_rollout_plan`.
     """
-    problems: list[RampupError] = []
-    growth: dict[
-        str, dict[int, int]
-    ] = {}  # of each size, by the first step that has it
-    for name in ("batch_size", "num_generations"):
-        text = getattr(config, f"{name}_schedule")
-        largest = getattr(config, name)
-        growth[name] = {0: largest}
-        if text is None:
-            continue
-        is_auto = name == "batch_size" and config.is_auto
-        rule = ""
-        try:
-            pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
-            steps, sizes = zip(*pairs, strict=True)
-            if is_auto and len(pairs) > 1:
-                rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
-            elif steps[0] != 0 or sorted(set(steps)) != [*steps]:
-                rule = " must start at step 0, and its steps must increase"
-            elif min(sizes) < 1 or max(sizes) > largest:
-                size = f"rl.{name}" if name == "num_generations" else name
-                rule = (
-                    f" must have sizes from 1 to {size}={largest}, the largest; set"
-                    f" that key to {max(sizes)} or more"
-                )
-            growth[name] = dict(pairs)
-        except RampupError as error:
-            rule = (
-                ": write the first size before auto, such as '0:8 auto'"
-                if is_auto
-                else f": {error}"
-            )
-        if rule:
-            problems.append(
-                ConfigError(
-                    f"rl.{name}_schedule={text!r}{rule}", key=f"rl.{name}_schedule"
-                )
-            )
-    raise_together(problems)
-    wanted = []
-    for first in sorted({step for pairs in growth.values() for step in pairs}):
-        sizes = {
-            name: pairs[max(step for step in pairs if step <= first)]
-            for name, pairs in growth.items()
-        }
-        wanted.append((first, f"from step {first:,}: " if first else "", sizes))
-    if config.is_auto:
-        size = growth["batch_size"][0]
-        while (size := min(2 * size, config.batch_size)) > wanted[-1][2]["batch_size"]:
-            wanted.append(
-                (config.num_steps, f"with {size:,} prompts: ", {"batch_size": size})
-            )
     stages = []
-    for first, where, sizes in wanted:
+    problems: list[RampupError] = []
+    for first, prompts in _growth(config):
         try:
-            stages.append(
-                (first, build_rollout_plan(replace(config, **sizes), num_devices))
-            )
+            plan = build_rollout_plan(replace(config, batch_size=prompts), num_devices)
+            stages.append((first, plan))
         except RampupError as error:
             for problem in error.problems or (error,):
-                problem.args = (f"{where}{problem}",)
+                if first:
+                    problem.args = (f"with {prompts:,} prompts: {problem}",)
                 problems.append(problem)
     raise_together(problems)
     schedule = RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
-    smallest = stages[0][1].samples_per_step
-    rows = schedule.pass_samples("policy")
-    if config.is_auto and smallest * stages[0][1].policy.data_parallel_size < 2 * rows:
-        text = (
+    first_plan = stages[0][1]
+    replicas = first_plan.policy.data_parallel_size
+    samples = first_plan.samples_per_step
+    if config.is_auto and samples * replicas < 2 * schedule.pass_samples("policy"):
+        raise ConfigError(
             f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise"
-            " between the passes of a step, but its "
+            f" between the passes of a step, but its first {samples} samples are one"
+            " pass of one replica",
+            fix="set a smaller train_micro_batch_size",
+            key="train_micro_batch_size",
         )
-        text += (
-            f"first {smallest} samples are one pass of one replica; set a smaller"
-            " train_micro_batch_size"
-        )
-        raise ConfigError(text, key="train_micro_batch_size")
     return schedule
+
+
+def _growth(config: RolloutConfig) -> list[tuple[int, int]]:
+    """Return the first step of each stage and its prompts. The sizes of an automatic
+    schedule are reserved by stages after the end of the run.
+    """
+    text, largest = config.batch_size_schedule, config.batch_size
+    if text is None:
+        return [(0, largest)]
+    key = "rl.batch_size_schedule"
+    if config.is_auto:
+        text = text.rpartition(" ")[0]
+    try:
+        pairs = parse_schedule(text)
+    except RampupError as error:
+        raise ConfigError(
+            f"{key}={config.batch_size_schedule!r}: {error}",
+            fix="write it such as '0:8 20:16' or '0:8 auto'",
+            key=key,
+        ) from None
+    steps, sizes = zip(*pairs, strict=True)
+    rule = ""
+    if config.is_auto and len(pairs) > 1:
+        rule = f"have one pair before auto, such as '0:{sizes[0]} auto'"
+    elif steps[0] != 0 or sorted(set(steps)) != [*steps]:
+        rule = "start at step 0, and its steps must increase"
+    elif min(sizes) < 1 or max(sizes) > largest:
+        rule = f"have sizes from 1 to batch_size={largest}, the largest"
+    if rule:
+        raise ConfigError(f"{key}={config.batch_size_schedule!r} must {rule}", key=key)
+    while config.is_auto and pairs[-1][1] < largest:
+        pairs.append((config.num_steps, min(2 * pairs[-1][1], largest)))
+    return pairs
 
 
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     """Return sentences about legal settings that drop data or differ from MaxText
     RL.
     """
-    notes = []
-    if config.num_generations == 1 and not config.enable_critic:
-        notes.append(
-            "rl.num_generations=1 gives groups of one sample, whose advantage over the"
-            " group is always 0, so `rampup train` refuses it; set 2 or more, or"
-            " enable_critic=true"
-        )
-    grows = (
-        config.batch_size_schedule is not None
-        or config.num_generations_schedule is not None
-    )
-    dropped = (
-        config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
-    )
-    if dropped and not grows:
-        notes.append(
-            f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,}"
-            " and are dropped"
-        )
-    varying = {
-        "zero_spread_groups": "keep",
-        "token_batch_size": AUTO,
-        "partial_step": "train",
+    grows = config.batch_size_schedule is not None
+    prompts = config.prompts_used * config.num_epoch
+    dropped = prompts - plan.num_steps * config.batch_size
+    evaluated = config.num_test_batches * config.eval_batch
+    lost = (evaluated - config.test_batch_start_index) % config.eval_batch
+    batches = config.num_batches * config.train_fraction * config.num_epoch
+    maxtext_steps = int(batches * config.num_iterations)
+    notes = {
+        "rl.num_generations=1 gives groups of one sample, whose advantage over the"
+        " group is always 0, so `rampup train` refuses it; set 2 or more, or"
+        " enable_critic=true": config.num_generations == 1 and not config.enable_critic,
+        f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and"
+        " are dropped": dropped and not grows,
+        "the noise between prompts decides when a step doubles its prompts, to"
+        f" {config.batch_size:,} at most": config.is_auto,
+        f"{lost:,} prompts of an evaluation do not fill a batch of"
+        f" {config.eval_batch:,} and are left out": evaluated and lost,
+        f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would"
+        f" schedule its learning rate for {maxtext_steps:,}": (
+            maxtext_steps != plan.total_optimizer_steps and not grows
+        ),
     }
-    if given := [
-        f"{name}={getattr(config, name)}"
-        for name, usual in varying.items()
-        if getattr(config, name) != usual
-    ]:
-        notes.append(
-            f"with {' and '.join(given)}, the sizes of a step are the largest it may"
-            " have"
-        )
-        updates = plan.policy_updates
-        padded = (
-            ((updates.microbatch_samples or 0) - plan.samples_per_prompt)
-            / 2
-            / updates.mini_batch_samples
-        )
-        if padded > MUCH_PADDING:
-            notes.append(
-                f"their last passes are partly padding, {padded:.0%} of a step on"
-                " average; smaller passes have less"
-            )
-    if config.is_auto:
-        notes.append(
-            "the noise between prompts decides when a step doubles its prompts, to"
-            f" {config.batch_size:,} at most"
-        )
-    lost = (
-        config.num_test_batches * config.eval_batch - config.test_batch_start_index
-    ) % config.eval_batch
-    if config.num_test_batches and lost:
-        notes.append(
-            f"{lost:,} prompts of an evaluation do not fill a batch of"
-            f" {config.eval_batch:,} and are left out"
-        )
-    maxtext_steps = int(
-        config.num_batches
-        * config.num_iterations
-        * config.train_fraction
-        * config.num_epoch
-    )
-    if maxtext_steps != plan.total_optimizer_steps and not grows:
-        steps = f"{plan.total_optimizer_steps:,} optimizer steps"
-        notes.append(
-            f"the run has {steps}; MaxText RL would schedule its learning rate for"
-            f" {maxtext_steps:,}"
-        )
-    return tuple(notes)
+    return tuple(note for note, applies in notes.items() if applies)
 
 
 # By default nothing is split, so that a file of a few keys has no mini batches unless

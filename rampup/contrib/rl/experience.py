@@ -155,23 +155,31 @@ def generalized_advantages(
 
 
 class Tally(NamedTuple):
-    """The true numbers of the current rollout and of the run up to it, which depend on
-    rewards and lengths.
+    """The true numbers of the run up to the current rollout, and of that one, which
+    depend on rewards.
     """
 
-    # prompts that the rollout trains on, whose samples are the first rows of the
-    # experience
-    groups: float = 0
-    carried: float = 0  # prompts that wait for the next rollout, in the rows after them
-    dropped: float = (
-        0  # prompts whose samples this rollout had, and neither trains on nor carries
-    )
     prompts: float = 0  # prompts that the run has generated
     samples: float = 0  # their samples
-    # Of this rollout's generation; NaN without one.
+    # Of this rollout; NaN before the first one.
+    dropped: float = 0  # prompts whose samples it does not train on
     zero_spread: float = np.nan  # share of the prompts whose rewards are all equal
     reward: float = np.nan  # mean reward
     spread: float = np.nan  # mean standard deviation of the rewards of a prompt
+
+    def after(self, rewards_S: np.ndarray, plan: RolloutPlan) -> Tally:
+        """Return the numbers after a rollout with some rewards."""
+        G = plan.samples_per_prompt
+        rewards_PG = rewards_S.astype(np.float64).reshape(-1, G)
+        generated = len(rewards_PG)
+        return Tally(
+            prompts=self.prompts + generated,
+            samples=self.samples + generated * G,
+            dropped=generated - plan.prompts_per_step,
+            zero_spread=float(has_zero_spread(rewards_S, G).mean()),
+            reward=float(rewards_PG.mean()),
+            spread=float(rewards_PG.std(axis=1).mean()),
+        )
 
     def to_words(self) -> np.ndarray:
         """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the
@@ -182,39 +190,8 @@ class Tally(NamedTuple):
     @classmethod
     def from_words(cls, words: Any) -> Tally:
         """Return the numbers of `to_words`."""
-        *counts, zero_spread, reward, spread = (
-            np.ascontiguousarray(words).view(np.float64).tolist()
-        )
-        return cls(*map(int, counts), zero_spread, reward, spread)
-
-
-def divide_groups(
-    tokens: Sequence[int],
-    *,
-    most: int,
-    token_batch_size: int | None,
-    mini_batch: int,
-    partial_step: str,
-) -> tuple[int, int]:
-    """Return how many groups of some tokens, from the first on, a step trains on, and
-    how many of those after them it carries.
-
-    A full step has `most` groups, or with `token_batch_size` as many as fit; it then is
-    one mini batch.
-    """
-    fits = (
-        len(tokens)
-        if token_batch_size is None
-        else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
-    )
-    trained = fit = min(fits, most)
-    if partial_step != "train" and token_batch_size is None:
-        trained -= fit % mini_batch
-    elif partial_step != "train" and fit < most and sum(tokens) < token_batch_size:
-        # A budget is full also if the groups fill it exactly, and none is left that
-        # does not fit.
-        trained = 0
-    return trained, len(tokens) - trained if partial_step == "carry" else 0
+        numbers = np.ascontiguousarray(words).view(np.float64).tolist()
+        return cls(*map(int, numbers[:3]), *numbers[3:])
 
 
 class MiniBatch(NamedTuple):
@@ -233,13 +210,11 @@ def mini_batches(
     start: int = 0,
     model: str = "policy",
     keep_prompts_together: bool = True,
-    num_prompts: int | None = None,
 ) -> Iterator[MiniBatch]:
     """Return the mini batches of one model on one rollout, epoch by epoch.
 
     Every sample is in exactly one mini batch of every epoch. Train the models in the
-    order of `plan.order`. A rollout of fewer prompts than planned fills the first mini
-    batches of an epoch; the next has the rest, and those after it are empty.
+    order of `plan.order`.
 
     Args:
         step: the rollout that generated the samples, counted from 0.
@@ -248,7 +223,6 @@ def mini_batches(
         start: the optimizer step within this rollout to start at.
         keep_prompts_together: shuffle prompts with all their responses, which are
             adjacent, instead of single samples.
-        num_prompts: the prompts of the rollout, if they are fewer than planned.
 
     Raises:
         ResumeMismatchError: the plan has no such step or start.
@@ -299,11 +273,7 @@ def mini_batches(
         )
         raise ConfigError(text, key="seed", nearest=(0,))
 
-    samples = (
-        plan.samples_per_step
-        if num_prompts is None
-        else num_prompts * plan.samples_per_prompt
-    )
+    samples = plan.samples_per_step
 
     def mini_batch(update: int) -> MiniBatch:
         epoch, number = divmod(update, updates.num_mini_batches)

@@ -6,7 +6,7 @@ rollout, `_collect` makes its experience, arrays on the host with one row per sa
 `_mini_batch` takes the rows of this update from it, `_passes` makes passes of one shape
 of them, padded or packed, and `_train` sums the loss over the passes and runs the
 optimizer once. The number of passes is data, so that one program serves every mini
-batch. An update for which no samples are left changes no parameter.
+batch.
 
 The state, with the experience and its `Tally`, and the position say everything that
 these functions need, so that a checkpoint between two updates is complete;
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,6 @@ from rampup.contrib.rl.experience import (
     Reward,
     Tally,
     check_rewards,
-    divide_groups,
     generalized_advantages,
     group_advantages,
     has_zero_spread,
@@ -107,7 +106,6 @@ class RolloutOptions:
             tokens.
         epsilon, beta: see `rampup.contrib.rl.grpo_loss`. Without `beta`, no reference is
             needed.
-        token_batch_size: tokens of a step; None = the plan alone decides.
         measure_gradient_noise: in the first pass over the samples; see
             `rampup.contrib.rl.noise`. The order of the rows in a mini batch then changes from
             step to step.
@@ -128,8 +126,6 @@ class RolloutOptions:
     beta: float = 0.0
     zero_spread_groups: str = "keep"
     max_num_gen_batches: int = 10
-    token_batch_size: int | None = None
-    partial_step: str = "train"
     measure_gradient_noise: bool = False
     loss_agg_mode: str = "token-mean"
     gamma: float = 1.0
@@ -227,18 +223,12 @@ class RolloutStep:
                 shapes=self._ladders["critic"],
             )
             losses["critic"] = loss, critic[1]
-        # An update may have no prompt, and then has the weight 0.
-        sizes_vary = (
-            options.zero_spread_groups,
-            options.token_batch_size,
-            options.partial_step,
-        ) != ("keep", None, "train")
         self._plans = {name: schedule.ramp_plan(name) for name in losses}
         self._steps = dict[str, TrainStep]()
         # No check of the losses: that they are sums over rows is tested.
         shared: dict[str, Any] = {
             "seed": options.seed,
-            "skip_nonfinite": skip_nonfinite or sizes_vary,
+            "skip_nonfinite": skip_nonfinite,
             "check_loss": False,
         }
         for name, loss_and_tx in losses.items():
@@ -339,7 +329,7 @@ class RolloutStep:
             position = self.schedule.at(start)
             name = updates.model
             passes = self._passes(
-                *self._mini_batch(state.experience, Tally(groups=1), position), position
+                *self._mini_batch(state.experience, position), position
             )
             passes.pop("group", None)
             row = {
@@ -415,12 +405,10 @@ class RolloutStep:
             experience, tally = self._collect(state, position, prompts)
             state = state.replace(experience=experience, tally=tally.to_words())
         elif self._clock is not None and self._clock.rollout != position.rollout:
-            self._clock = (
-                None  # resumed between two updates: the times before it are gone
-            )
+            # Resumed between two updates: the times before it are gone.
+            self._clock = None
         began = self._seconds
-        tally = Tally.from_words(state.tally)
-        rows, lengths = self._mini_batch(state.experience, tally, position)
+        rows, lengths = self._mini_batch(state.experience, position)
         passes = self._passes(rows, lengths, position)
         state, metrics = self._train(state, passes, position)
         if position.is_last:
@@ -429,14 +417,9 @@ class RolloutStep:
         if self._clock is not None:
             self._clock.parts["update"] += self._seconds - began
             if position.is_last:
-                self.seconds_by_part = {
-                    name: self.seconds_by_part[name] + took
-                    for name, took in self._clock.parts.items()
-                }
-        return state, {
-            **metrics,
-            "facts": self._facts(state.experience, tally, position, lengths, passes),
-        }
+                for name, took in self._clock.parts.items():
+                    self.seconds_by_part[name] += took
+        return state, metrics | {"facts": self._facts(state, position, lengths, passes)}
 
     def evaluate(
         self,
@@ -465,127 +448,82 @@ class RolloutStep:
         """Generate the samples of a rollout, and return their stored arrays and
         numbers.
         """
-        options = self.options
         plan = position.plan
-        G = plan.samples_per_prompt
-        most = plan.prompts_per_step
-        budget = options.token_batch_size
         before = Tally.from_words(state.tally)
         jax.block_until_ready(state.params)
         began = self._seconds
-        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
-        # The groups that the rollout before has left come first.
-        left = slice(before.groups * G, (before.groups + before.carried) * G)
-        carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
-        tokens = (
-            carried["attention_mask"]
-            .sum(axis=1)
-            .reshape(before.carried, G)
-            .sum(axis=1)
-            .tolist()
+        samples, rewards_S = self._sample(state, position, prompts, before.prompts)
+        sampled = self._seconds
+        taken = np.flatnonzero(self._teaches(rewards_S, plan.samples_per_prompt))
+        new = self._score(
+            state, plan, jax.tree.map(lambda x: x[taken], samples), rewards_S[taken]
         )
-        is_refilling = options.zero_spread_groups == "refill"
-        generated = 0
-        found = []
-        while budget is None or sum(tokens) < budget:
-            missing = most - before.carried - generated
-            if is_refilling:
-                missing = min(
-                    most - len(tokens), options.max_num_gen_batches * most - generated
-                )
-            if budget is not None:
-                # One call of the generator at a time, because the lengths decide how
-                # many it takes.
-                missing = min(missing, max(self.rows_per_call // G, 1))
-            if missing <= 0:
-                break
-            first = before.prompts + generated
-            asked = prompts(first, first + missing)
-            if len(asked) != missing:
-                text = (
-                    f"rollout {position.rollout} has {missing} prompts, but"
-                    f" {len(asked)} were given"
-                )
-                raise DataError(text, key="batch_size", nearest=(missing,))
-            part = self._generate(state.params, asked, G, key, first_row=generated * G)
-            rewards = self._rewards(part, where=f"rollout {position.rollout}")
-            teaches = ~has_zero_spread(rewards, G) | (
-                options.zero_spread_groups == "keep"
-            )
-            found.append((part, rewards, teaches))
-            lengths = (
-                (part.prompt_length + part.response_length)
-                .reshape(missing, G)
-                .sum(axis=1)
-            )
-            tokens += lengths[teaches].tolist()
-            generated += missing
-        if is_refilling and not tokens:
-            text = (
-                f"rollout {position.rollout} found no prompt whose responses have"
-                f" different rewards among the {generated:,} "
-            )
-            text += (
-                f"of max_num_gen_batches={options.max_num_gen_batches} batches; give"
-                " prompts that the policy answers rightly "
-            )
-            raise DataError(
-                f"{text}now and then, or set zero_spread_groups=drop",
-                key="zero_spread_groups",
-                nearest=("drop",),
-            )
-        mini_batch = plan.policy_updates.mini_batch_samples // G
-        sizes = {
-            "most": most,
-            "mini_batch": mini_batch,
-            "partial_step": options.partial_step,
-        }
-        groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
         experience = self._empty_experience()
-        new = {}
-        scoring = 0.0
-        rewards_S = (
-            np.concatenate([rewards for _, rewards, _ in found])
-            if found
-            else np.zeros(0, np.float32)
-        )
-        # Samples that are dropped are the last ones. They are not scored: normalized
-        # advantages must not depend on them.
-        kept = groups + waiting - before.carried
-        if kept > 0:
-            taught = np.flatnonzero(
-                np.repeat(np.concatenate([teaches for _, _, teaches in found]), G)
-            )[: kept * G]
-            samples = jax.tree.map(
-                lambda *parts: np.concatenate(parts)[taught],
-                *(part for part, _, _ in found),
-            )
-            scoring = -self._seconds
-            new = self._score(state, plan, samples, rewards_S[taught])
-            scoring += self._seconds
-        for name, x in experience.items():
-            rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
-            x[: len(rows)] = rows
+        for name, x in new.items():
+            experience[name][: len(x)] = x
         parts = {
-            "generation": self._seconds - began - scoring,
-            "scoring": scoring,
+            "generation": sampled - began,
+            "scoring": self._seconds - sampled,
             "update": 0.0,
         }
-        made = sum(int(part.response_length.sum()) for part, _, _ in found)
+        made = int(samples.response_length.sum())
         self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
-        dropped = before.carried + generated - groups - waiting
-        rewards_PG = rewards_S.astype(np.float64).reshape(-1, G)
-        means = (
-            (
-                has_zero_spread(rewards_S, G).mean(),
-                rewards_PG.mean(),
-                rewards_PG.std(axis=1).mean(),
+        return experience, before.after(rewards_S, plan)
+
+    def _sample(
+        self,
+        state: RolloutState,
+        position: UpdatePosition,
+        prompts: Prompts,
+        first: int,
+    ) -> tuple[Samples, np.ndarray]:
+        """Generate responses to the prompts from number `first` on, until as many
+        prompts as planned are kept, and return them all with their rewards.
+        """
+        G, most = position.plan.samples_per_prompt, position.plan.prompts_per_step
+        limit = most * self.options.max_num_gen_batches
+        key = jax.random.fold_in(jax.random.key(self.options.seed), position.rollout)
+        parts, rewards = list[Samples](), list[np.ndarray]()
+        generated = kept = 0
+        while kept < most:
+            missing = min(most - kept, limit - generated)
+            if missing == 0:
+                raise DataError(
+                    f"rollout {position.rollout} found {kept:,} of {most:,} prompts"
+                    " whose responses have different rewards among the"
+                    f" {generated:,} of max_num_gen_batches="
+                    f"{self.options.max_num_gen_batches} batches",
+                    fix="set a larger max_num_gen_batches or zero_spread_groups=keep,"
+                    " or give prompts that the policy answers rightly now and then",
+                    key="max_num_gen_batches",
+                )
+            start = first + generated
+            asked = prompts(start, start + missing)
+            if len(asked) != missing:
+                raise DataError(
+                    f"rollout {position.rollout} has {missing} prompts, but"
+                    f" {len(asked)} were given",
+                    key="batch_size",
+                    nearest=(missing,),
+                )
+            parts.append(
+                self._generate(state.params, asked, G, key, first_row=generated * G)
             )
-            if generated
-            else ()
-        )
-        seen = before.prompts + generated, before.samples + generated * G
-        return experience, Tally(groups, waiting, dropped, *seen, *map(float, means))
+            rewards.append(
+                self._rewards(parts[-1], where=f"rollout {position.rollout}")
+            )
+            generated += missing
+            kept += int(self._teaches(rewards[-1], G).sum()) // G
+        samples = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        return samples, np.concatenate(rewards)
+
+    def _teaches(self, rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
+        """Return whether the step trains on each sample: with refill not on those of a
+        prompt whose rewards are all equal.
+        """
+        refills = self.options.zero_spread_groups == "refill"
+        left_out_P = has_zero_spread(rewards_S, samples_per_prompt) & refills
+        return ~np.repeat(left_out_P, samples_per_prompt)
 
     def _score(
         self,
@@ -802,43 +740,34 @@ class RolloutStep:
     # --- an update ---
 
     def _mini_batch(
-        self, experience: Arrays, tally: Tally, position: UpdatePosition
+        self, experience: Arrays, position: UpdatePosition
     ) -> tuple[Arrays, np.ndarray]:
-        """Return the samples of an update as rows of a loss, and the tokens of each;
-        one row of weight 0 if there are none.
-        """
+        """Return the samples of an update as rows of a loss, and the tokens of each."""
         options = self.options
-        place: dict[str, Any] = {
-            "step": position.rollout,
-            "start": position.update,
-            "model": position.model,
-        }
-        order = {
-            "seed": options.shuffle_seed,
-            "keep_prompts_together": options.keep_prompts_together,
-        }
-        rows = next(
-            mini_batches(position.plan, num_prompts=tally.groups, **place, **order)
-        ).rows
+        G = position.plan.samples_per_prompt
+        batches = mini_batches(
+            position.plan,
+            step=position.rollout,
+            start=position.update,
+            model=position.model,
+            seed=options.shuffle_seed,
+            keep_prompts_together=options.keep_prompts_together,
+        )
+        rows = next(batches).rows
         if options.measure_gradient_noise and _layout(position):
-            rows = rows.reshape(-1, position.plan.samples_per_prompt).T.ravel()
-        taken = rows if len(rows) else np.zeros(1, np.int64)
-        chosen = {name: np.asarray(x)[taken] for name, x in experience.items()}
+            rows = rows.reshape(-1, G).T.ravel()
+        chosen = {name: np.asarray(x)[rows] for name, x in experience.items()}
         lengths = chosen["attention_mask"].sum(axis=1)
         response_length = chosen["response_mask"].sum(axis=1)
         chosen |= {
             "prompt_length": lengths - response_length,
             "response_length": response_length,
+            "group": rows // G,
         }
-        chosen["group"] = taken // position.plan.samples_per_prompt
         found = loss_rows(chosen, loss_agg_mode=options.loss_agg_mode)
-        if not len(rows):
-            found |= {
-                name: np.zeros_like(found[name]) for name in ("coefficients", "weights")
-            }
         if options.measure_gradient_noise:
             found["group"] = chosen["group"]
-        return found, lengths[: len(rows)]
+        return found, lengths
 
     def _passes(
         self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition
@@ -847,7 +776,7 @@ class RolloutStep:
         if not (ladder := self._ladders[position.model]):
             return padded_rows(rows, self.schedule.pass_samples(position.model))
         replicas = position.split.data_parallel_size
-        tokens = lengths.tolist() or [1]
+        tokens = np.maximum(lengths, 1).tolist()
         return packed_rows(
             rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens
         )
@@ -893,17 +822,16 @@ class RolloutStep:
 
     def _facts(
         self,
-        experience: Arrays,
-        tally: Tally,
+        state: RolloutState,
         position: UpdatePosition,
-        lengths: Any,
+        lengths: np.ndarray,
         passes: Arrays,
     ) -> dict[str, Any]:
         """Return the numbers of the host in the metrics of an update: of its passes,
         and of the samples of its rollout.
         """
         plan = position.plan
-        have = tally.groups * plan.samples_per_prompt
+        experience, tally = state.experience, Tally.from_words(state.tally)
         n, width, T = passes["tokens"].shape
         ladder = self._ladders[position.model]
         computed = (
@@ -911,7 +839,7 @@ class RolloutStep:
             if ladder
             else n * width * T
         )
-        counts_SR = np.asarray(experience["response_mask"])[:have]
+        responses_SR = np.asarray(experience["response_mask"])[: plan.samples_per_step]
         found = {
             "model": position.model,
             "global_batch_size": len(lengths),
@@ -924,12 +852,10 @@ class RolloutStep:
             "padding_share": round(1 - int(lengths.sum()) / computed, 6),
             "passes": n,
             "rollout": position.rollout,
-            "reward": None if np.isnan(tally.reward) else round(tally.reward, 9),
-            "reward_spread": None if np.isnan(tally.spread) else round(tally.spread, 9),
-            "zero_spread_share": (
-                None if np.isnan(tally.zero_spread) else tally.zero_spread
-            ),
-            "response_length": float(counts_SR.sum(axis=1).mean()) if have else None,
+            "reward": round(tally.reward, 9),
+            "reward_spread": round(tally.spread, 9),
+            "zero_spread_share": tally.zero_spread,
+            "response_length": float(responses_SR.sum(axis=1).mean()),
             "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
         }
         if plan.experience_bytes_per_sample is not None:
@@ -937,20 +863,8 @@ class RolloutStep:
                 plan.experience_bytes_per_sample * self.schedule.max_samples
             )
         if self._clock is not None:
-            done = {
-                name: took
-                for name, took in self._clock.parts.items()
-                if name != "update" or position.is_last
-            }
-            found |= {f"{name}_seconds": round(took, 6) for name, took in done.items()}
-            found["generation_tokens_per_second"] = round(
-                self._clock.tokens / max(done["generation"], 1e-9), 3
-            )
-            if position.is_last:
-                tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
-                found["training_tokens_per_second"] = round(
-                    tokens / max(done["update"], 1e-9), 3
-                )
+            tokens = int(np.asarray(experience["attention_mask"]).sum())
+            found |= self._clock.facts(position, tokens)
         return found
 
 
@@ -1068,6 +982,22 @@ class _Clock:
     tokens: int  # that it has generated, also of responses that it does not train on
     parts: dict[str, float]  # generation, scoring, update
 
+    def facts(self, position: UpdatePosition, tokens: int) -> dict[str, float]:
+        """Return the numbers in the metrics of an update, with those of the training on
+        `tokens` in the last one of the rollout.
+        """
+        rates = {
+            "generation_tokens_per_second": self.tokens / self.parts["generation"],
+        }
+        parts = dict(self.parts)
+        if position.is_last:
+            rates["training_tokens_per_second"] = tokens / parts["update"]
+        else:
+            del parts["update"]
+        return {f"{name}_seconds": round(took, 6) for name, took in parts.items()} | {
+            name: round(rate, 3) for name, rate in rates.items()
+        }
+
 
 def _lengths(options: RolloutOptions) -> dict[str, Any]:
     return {
@@ -1078,157 +1008,96 @@ def _lengths(options: RolloutOptions) -> dict[str, Any]:
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
     """Refuse a plan that cannot be trained with these options."""
-    stages = [plan for _, plan in schedule.stages]
-    plan = stages[0]
-    sampling = options.sampling
-    largest = max(stage.samples_per_prompt for stage in stages)
-
-    def refuse(key: str, text: str, *nearest: Any) -> NoReturn:
-        raise ConfigError(text, key=key, nearest=nearest)
-
-    if (plan.critic is None) != (critic is None):
-        missing = (
-            "the plan has a critic, but none is given"
-            if critic is None
-            else "a critic is given, but the plan has none"
-        )
-        refuse("enable_critic", f"{missing}; give both or neither", critic is not None)
-    for stage in stages:
-        if critic is None:
-            group_advantages(
-                np.zeros(stage.samples_per_prompt), stage.samples_per_prompt
-            )
-        if (
-            sampling.temperature == 0 or sampling.top_k == 1
-        ) and stage.samples_per_prompt > 1:
-            key, fix = (
-                ("decode_sampling_top_k", 0)
-                if sampling.temperature
-                else ("decode_sampling_temperature", 1.0)
-            )
-            refuse(
-                key,
-                f"{key}={1 if sampling.temperature else sampling.temperature} samples"
-                f" greedily: the {stage.samples_per_prompt} responses to a prompt would"
-                " be equal, and their advantages 0; set"
-                " decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
-                fix,
-            )
-    for name, choices in (
-        ("zero_spread_groups", ("keep", "drop", "refill")),
-        ("partial_step", ("train", "drop", "carry")),
-    ):
-        if (chosen := getattr(options, name)) not in choices:
-            raise choice_error(name, chosen, choices)
-    raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
-    if options.zero_spread_groups != "keep" and any(
-        stage.samples_per_prompt == 1 for stage in stages
-    ):
-        text = (
-            f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose"
-            " responses all have the same reward, "
-        )
-        text += (
-            "which is every prompt with one response (rl.num_generations=1); set"
-            " zero_spread_groups=keep"
-        )
-        refuse("zero_spread_groups", text, "keep")
-    longest = options.max_prompt_length + options.max_response_length
-    if (
-        options.token_batch_size is not None
-        and options.token_batch_size < largest * longest
-    ):
-        text = (
-            f"token_batch_size={options.token_batch_size} must have room for one"
-            f" prompt: {largest} responses * "
-        )
-        text += (
-            f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens"
-        )
-        refuse("token_batch_size", text, largest * longest)
-    if options.token_batch_size is not None and any(
-        stage.policy_updates.num_mini_batches > 1 for stage in stages
-    ):
-        text = (
-            f"token_batch_size={options.token_batch_size} makes one mini batch of a"
-            " step; set mini_batch_size=-1"
-        )
-        refuse("mini_batch_size", text, -1)
-    if (
-        options.partial_step == "carry"
-        and len({stage.samples_per_prompt for stage in stages}) > 1
-    ):
-        text = (
-            "partial_step=carry keeps prompts for the next step, which"
-            " rl.num_generations_schedule gives another number of "
-        )
-        refuse(
-            "partial_step",
-            f"{text}responses; set partial_step=train or drop",
-            "train",
-            "drop",
-        )
-    whole = all(
-        stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0
-        for stage in stages
-    )
-    if options.partial_step != "train" and not whole:
-        text = (
-            f"partial_step={options.partial_step} needs mini batches of whole prompts;"
-            " count mini_batch_size in prompts"
-        )
-        refuse("partial_step", text, "train")
-    separates = not whole or (
-        options.shuffle_seed is not None and not options.keep_prompts_together
-    )
-    if options.loss_agg_mode == "group-mean-token-mean" and separates:
-        text = (
-            "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in"
-            " one mini batch; set "
-        )
-        text += "keep_prompts_together=true and count mini_batch_size in prompts"
-        refuse("rl.loss_agg_mode", text, *AGGREGATIONS[:3])
+    plan = schedule.stages[0][1]
     policy = plan.policy_updates
-    rows = schedule.pass_samples("policy") // policy.data_parallel_size
-    if options.measure_gradient_noise and (
-        separates or policy.token_budget is not None or rows < 2 or largest < 2
+    G = plan.samples_per_prompt
+
+    def refuse(is_wrong: bool, key: str, problem: str, fix: str, *nearest: Any) -> None:
+        if is_wrong:
+            raise ConfigError(problem, fix=fix, key=key, nearest=nearest)
+
+    refuse(
+        (plan.critic is None) != (critic is None),
+        "enable_critic",
+        "one of plan and rollout_step has a critic, and the other has none",
+        "give both or neither",
+        critic is not None,
+    )
+    if critic is None:
+        group_advantages(np.zeros(G), G)
+    for key, is_greedy, usual in (
+        ("decode_sampling_temperature", options.sampling.temperature == 0, 1.0),
+        ("decode_sampling_top_k", options.sampling.top_k == 1, 0),
     ):
-        text = (
-            "measure_gradient_noise=true compares passes of several responses to one"
-            " prompt with passes of several prompts; "
-        )
-        text += (
-            "set microbatch_size or train_micro_batch_size to 2 or more samples per"
-            f" replica (it is {rows}), "
-        )
-        text += (
-            "token_budget=-1, keep_prompts_together=true and rl.num_generations=2 or"
-            " more"
-        )
-        refuse("measure_gradient_noise", text, False)
-    if policy.num_stages > 1:
-        text = (
-            f"the plan has {policy.num_stages} pipeline stages, which RL training does"
-            " not support; set "
-        )
-        refuse("ici_pipeline_parallelism", f"{text}ici_pipeline_parallelism=1", 1)
-    planned = None if plan.experience is None else plan.experience.max_length
-    if planned is not None and planned < longest:
-        text = (
-            "the plan's experience has max_prompt_length + max_response_length ="
-            f" {planned} tokens, fewer than the"
-        )
         refuse(
-            "experience",
-            f"{text} {longest} of the options; give both the same lengths",
-            longest,
+            is_greedy and G > 1,
+            key,
+            f"{key}={int(not usual)} samples greedily: the {G} responses to a prompt"
+            " would be equal, and their advantages 0",
+            f"set {key}={usual}",
+            usual,
         )
-    if any(
-        updates.token_budget is not None and updates.token_budget < longest
-        for updates in plan.order
-    ):
-        text = (
-            f"token_budget={policy.token_budget} must be at least max_prompt_length +"
-            f" max_response_length = {longest}"
-        )
-        refuse("token_budget", text, longest)
+    choices = ("keep", "refill")
+    if options.zero_spread_groups not in choices:
+        raise choice_error("zero_spread_groups", options.zero_spread_groups, choices)
+    raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
+    refuse(
+        options.zero_spread_groups == "refill" and G == 1,
+        "zero_spread_groups",
+        "zero_spread_groups=refill replaces prompts whose responses all have the same"
+        " reward, which is every prompt with one response (rl.num_generations=1)",
+        "set zero_spread_groups=keep",
+        "keep",
+    )
+    shuffles = options.shuffle_seed is not None and not options.keep_prompts_together
+    separates = shuffles or any(
+        stage.policy_updates.mini_batch_samples % stage.samples_per_prompt
+        for _, stage in schedule.stages
+    )
+    refuse(
+        options.loss_agg_mode == "group-mean-token-mean" and separates,
+        "rl.loss_agg_mode",
+        "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one"
+        " mini batch",
+        "set keep_prompts_together=true and count mini_batch_size in prompts",
+        *AGGREGATIONS[:3],
+    )
+    rows = schedule.pass_samples("policy") // policy.data_parallel_size
+    refuse(
+        options.measure_gradient_noise
+        and (separates or policy.token_budget is not None or rows < 2 or G < 2),
+        "measure_gradient_noise",
+        "measure_gradient_noise=true compares passes of several responses to one prompt"
+        " with passes of several prompts",
+        "set microbatch_size or train_micro_batch_size to 2 or more samples per replica"
+        f" (it is {rows}), token_budget=-1, keep_prompts_together=true and"
+        " rl.num_generations=2 or more",
+        False,
+    )
+    refuse(
+        policy.num_stages > 1,
+        "ici_pipeline_parallelism",
+        f"the plan has {policy.num_stages} pipeline stages, which RL training does not"
+        " support",
+        "set ici_pipeline_parallelism=1",
+        1,
+    )
+    longest = options.max_prompt_length + options.max_response_length
+    planned = longest if plan.experience is None else plan.experience.max_length
+    refuse(
+        planned < longest,
+        "experience",
+        "the plan's experience has max_prompt_length + max_response_length ="
+        f" {planned} tokens, fewer than the {longest} of the options",
+        "give both the same lengths",
+        longest,
+    )
+    budgets = [updates.token_budget or longest for updates in plan.order]
+    refuse(
+        min(budgets) < longest,
+        "token_budget",
+        f"token_budget={min(budgets)} must be at least max_prompt_length +"
+        f" max_response_length = {longest}",
+        f"set token_budget={longest} or more",
+        longest,
+    )

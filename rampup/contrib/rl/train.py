@@ -85,7 +85,6 @@ from rampup.plan.split import BatchSplitter
 _SAME_NAMES = (
     "zero_spread_groups",
     "max_num_gen_batches",
-    "partial_step",
     "measure_gradient_noise",
     "loss_agg_mode",
     "gamma",
@@ -190,9 +189,6 @@ class RolloutRun:
             ),
             epsilon=config.grpo_epsilon,
             beta=config.grpo_beta,
-            token_batch_size=(
-                None if config.token_batch_size == AUTO else config.token_batch_size
-            ),
             lam=config.gae_lambda,
             seed=config.init_weights_seed,
             shuffle_seed=(
@@ -395,16 +391,8 @@ class RolloutRun:
                 ],
             ),
             checkpoints=CheckpointOptions(
-                # The sizes of its rollouts are in the fingerprint of the schedule. With
-                # a budget of tokens, the lengths of one call of the generator decide
-                # whether there is another.
-                identity=config.identity()
-                | {"reference": config.grpo_beta > 0}
-                | (
-                    {}
-                    if options.token_batch_size is None
-                    else {"rollout_micro_batch_size": self.step.rows_per_call}
-                ),
+                # The sizes of its rollouts are in the fingerprint of the schedule.
+                identity=config.identity() | {"reference": config.grpo_beta > 0},
             ),
             components=components,
             evaluation=(

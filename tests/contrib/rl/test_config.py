@@ -342,16 +342,12 @@ def test_schedule_counts_every_optimizer_step_once():
         "mini_batch_size": 4,
         "train_micro_batch_size": 2,
     }
-    growth = {
-        "batch_size_schedule": "0:4 2:8 5:16",
-        "num_generations_schedule": "0:2 3:4",
-    }
+    growth = {"batch_size_schedule": "0:4 2:8 5:16"}
     critic = {"num_iterations": 2, "enable_critic": True, "critic_num_iterations": 1}
     schedule = build_rollout_schedule(RolloutConfig(**sizes, **growth, **critic), 1)
     seen, samples, position = {"policy": 0, "critic": 0}, 0, 0
-    for rollout, (batch, responses) in enumerate(
-        [(4, 2), (4, 2), (8, 2), (8, 4), (8, 4), (16, 4), (16, 4)]
-    ):
+    responses = 4
+    for rollout, batch in enumerate([4, 4, 8, 8, 8, 16, 16]):
         for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):
             for update in range(updates):
                 at = schedule.at(position)
@@ -373,13 +369,13 @@ def test_schedule_counts_every_optimizer_step_once():
         7,
     )
     assert {model: schedule.optimizer_steps(model) for model in seen} == seen
-    # One shape for all stages: a pass of 2 * 2 samples.
+    # One shape for all stages: a pass of 2 * 4 samples.
     assert (
         schedule.pass_samples("policy"),
         schedule.sequences_per_call,
         schedule.max_samples,
-    ) == (4, 4, 64)
-    assert schedule.ramp_plan("policy").splits[0].accumulation_steps == 4
+    ) == (8, 8, 64)
+    assert schedule.ramp_plan("policy").splits[0].accumulation_steps == 2
     with pytest.raises(ResumeMismatchError):
         schedule.at(position)
 
@@ -392,7 +388,6 @@ def test_schedule_counts_every_optimizer_step_once():
         ({"batch_size_schedule": "0:8 4:64"}, "rl.batch_size_schedule"),
         ({"batch_size_schedule": "0:0"}, "rl.batch_size_schedule"),
         ({"batch_size_schedule": "many"}, "rl.batch_size_schedule"),
-        ({"num_generations_schedule": "0:4 3:9"}, "rl.num_generations_schedule"),
         ({"batch_size_schedule": "0:8 4:12", "mini_batch_size": 8}, "mini_batch_size"),
         (
             {"batch_size_schedule": "0:8 4:16 auto", "measure_gradient_noise": True},
@@ -409,8 +404,8 @@ def test_schedule_counts_every_optimizer_step_once():
     ],
 )
 def test_schedule_rejects_bad_growth(settings, key):
-    """Every error names the key; sizes of a later stage that do not divide name the
-    step.
+    """Every error names the key; sizes of a later stage that do not divide name its
+    prompts.
     """
     with pytest.raises(ValueError, match=r"\d") as caught:
         build_rollout_schedule(RolloutConfig(**settings), 1)

@@ -14,7 +14,6 @@ from hypothesis.extra.numpy import arrays
 import rampup
 from rampup.contrib.rl.experience import (
     check_rewards,
-    divide_groups,
     generalized_advantages,
     group_advantages,
     has_zero_spread,
@@ -99,24 +98,6 @@ def test_generalized_advantages_are_those_of_the_definition():
         np.where(counts, (raw - raw[counts].mean()) / raw[counts].std(), 0),
         atol=1e-5,
     )
-
-
-@pytest.mark.parametrize(
-    ("partial", "partly"), [("train", (1, 0)), ("drop", (0, 0)), ("carry", (0, 1))]
-)
-def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
-    """No group is left that does not fit, and the step is complete nevertheless; with a
-    token less, it is not.
-    """
-    sizes = {
-        "most": 4,
-        "token_batch_size": 20,
-        "mini_batch": 4,
-        "partial_step": partial,
-    }
-    assert divide_groups([10, 10], **sizes) == (2, 0)
-    assert divide_groups([10, 10, 10], **sizes) == (2, int(partial == "carry"))
-    assert divide_groups([19], **sizes) == partly
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

@@ -154,10 +154,7 @@ def step_of(mesh, plan, *, arrays, **options):
         options=options,
         critic=critic,
     )
-    step._collect = lambda state, position, prompts: (
-        arrays,
-        Tally(groups=plan.prompts_per_step),
-    )
+    step._collect = lambda state, position, prompts: (arrays, Tally())
     return step
 
 
@@ -594,24 +591,20 @@ class ByHand:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "groups", "sizes", "critic", "per_pass"),
+    ("mesh", "sizes", "critic", "per_pass"),
     [
-        ("data", "drop", (1, 24, 7, 12), False, 2),
-        ("one", "drop", range(1, 25), False, 2),
-        ("one", "drop", range(1, 25), True, 8),
-        ("data", "drop", range(1, 25), True, 2),
-        ("three", "drop", range(1, 25), False, 3),
-        ("four", "drop", range(1, 25), False, 4),
-        ("one", "refill", (6, 12), False, 2),
-        ("data", "refill", (3, 8, 24, 12), True, 2),
-        ("four", "refill", (3, 8, 24, 12), False, 4),
+        ("one", (6, 12), False, 2),
+        ("one", range(3, 25), True, 8),
+        ("data", (3, 8, 24, 12), True, 2),
+        ("three", range(3, 25), False, 3),
+        ("four", (3, 8, 24, 12), False, 4),
     ],
     ids=str,
 )
 def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
-    mesh, groups, sizes, critic, per_pass, float64
+    mesh, sizes, critic, per_pass, float64
 ):
-    """Of 24 prompts, `sizes` are kept, or as many refilled: from 1 to 24 passes, by all
+    """Of 24 prompts, `sizes` are kept, and others take the places of the rest, by all
     aggregations; one program for all.
     """
     microbatch = Size(count=per_pass, unit="samples")
@@ -625,7 +618,7 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
         steps=len(sizes),
     )
     first = 0
-    run = ByHand(mesh, plan, teaches=lambda n: teaching(n), zero_spread_groups=groups)
+    run = ByHand(mesh, plan, teaches=lambda n: teaching(n), zero_spread_groups="refill")
     for number, size in enumerate(sizes):
         mode = AGGREGATIONS[number % 4]
         run.step.options = replace(run.step.options, loss_agg_mode=mode)
@@ -635,13 +628,9 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
 
         (line,) = run.rollout()
         run.queue = trained = run.queue[:24]
-        assert (
-            line["num_prompts"] == len(trained) == (24 if groups == "refill" else size)
-        )
-        assert (line["num_samples"], line["global_batch_size"]) == (
-            2 * len(trained),
-        ) * 2
-        first += 24 if groups == "drop" else line["dropped_groups"] + 24
+        assert line["num_prompts"] == len(trained) == 24
+        assert line["num_samples"] == line["global_batch_size"] == 48
+        first += line["dropped_groups"] + 24
         assert line["consumed_prompts"] == first
         assert line["consumed_samples"] == 2 * first
         run.assert_gradient(trained, mode)
@@ -652,58 +641,6 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
         "logprobs": models,
         "update": models,
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("partial", ["train", "drop", "carry"])
-@pytest.mark.parametrize("budget", [None, 60])
-def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget, float64):
-    """By prompts and by tokens: the groups of every update are those by hand, in order,
-    and none is lost or read twice.
-    """
-    mini = 24 if budget else 4
-    plan = plan_of(
-        "data",
-        prompts=24,
-        mini=mini,
-        microbatch=Size(count=2, unit="samples"),
-        pad=True,
-        steps=6,
-    )
-    sizes = {
-        "zero_spread_groups": "drop",
-        "partial_step": partial,
-        "token_batch_size": budget,
-    }
-    run = ByHand("data", plan, teaches=lambda n: n % 7 < 3, shuffle_seed=None, **sizes)
-    for _ in range(6):
-        waiting = len(run.queue)
-        lines, generated = (
-            run.rollout(),
-            sum(len(part.tokens) // 2 for part in run.seen),
-        )
-        full = len(run.queue) - len(run.queue) % mini
-        if budget:
-            tokens = np.cumsum([group["attention_mask"].sum() for group in run.queue])
-            full = int((tokens <= budget).sum()) if tokens[-1] >= budget else 0
-        trained = (
-            len(run.queue) if partial == "train" and not (budget and full) else full
-        )
-        assert sum(line["num_prompts"] for line in lines) == trained
-        assert {line["policy_lag"] for line in lines} == set(range(24 // mini))
-        for number, line in enumerate(lines):
-            groups = run.queue[number * mini : min((number + 1) * mini, trained)]
-            assert line["num_prompts"] == len(groups)
-            if groups:
-                queue, run.queue = run.queue, groups
-                run.assert_gradient(groups, "token-mean", number)
-                run.queue = queue
-            else:
-                jax.tree.map(np.testing.assert_array_equal, *run.before[number])
-        rest = len(run.queue) - trained if partial == "carry" else 0
-        assert lines[0]["dropped_groups"] == waiting + generated - trained - rest
-        run.queue = run.queue[trained : trained + rest]
-    assert run.step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
 
 
 def plain_run(plan, reward, **options):
@@ -721,68 +658,37 @@ def plain_run(plan, reward, **options):
     return step, step.create_state(jnp.zeros(4))
 
 
-def test_fifty_sizes_are_one_program_per_role():
-    """Rollouts of 0 to 50 prompts with spread; the lines have the sizes, and one
-    without samples changes no parameter.
-    """
-    plan, size = (
-        plan_of(prompts=50, samples=2, mini=50, microbatch=SAMPLES[2], steps=51),
-        0,
-    )
-    step, state = plain_run(
-        plan,
-        lambda p, r: [float(n // 2 < size and n % 2) for n in range(len(p))],
-        zero_spread_groups="drop",
-    )
-    for size in range(51):
-        before = np.asarray(state.params)
-        state, line = step(state, [[1]] * 50)
-        assert (line["num_prompts"], line["num_samples"], line["dropped_groups"]) == (
-            size,
-            2 * size,
-            50 - size,
-        )
-        assert (line["consumed_prompts"], line["consumed_samples"]) == (
-            50 * (size + 1),
-            100 * (size + 1),
-        )
-        assert line["zero_spread_share"] == (50 - size) / 50
-        assert size or (before == np.asarray(state.params)).all()
-    assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
-
-
 @pytest.mark.slow
 def test_advantages_are_normalized_over_the_samples_that_are_kept():
-    """With a budget of tokens that the last prompts exceed: mean 0 and standard
-    deviation 1 over those trained on alone.
+    """Where other prompts take the places of some: mean 0 and standard deviation 1 over
+    those trained on alone.
     """
-    plan, sizes = (
-        plan_of(prompts=4, mini=4, critic=True),
-        {"max_prompt_length": 1, "token_batch_size": 2 * 2 * (R + 1)},
-    )
     step, state = ppo_run(
-        plan, lambda tokens: float(sum(tokens)), optax.sgd(RATE), **sizes
+        plan_of(prompts=4, mini=4, critic=True),
+        lambda tokens: float(sum(tokens)) if sum(tokens) % 3 else 7.0,
+        optax.sgd(RATE),
+        max_prompt_length=1,
+        zero_spread_groups="refill",
     )
     state, metrics = step.update(
         state,
         step.schedule.at(0),
-        lambda start, stop: [[n] for n in range(start, stop)],
+        lambda start, stop: [[n % 12] for n in range(start, stop)],
     )
-    assert (metrics["facts"]["num_prompts"], metrics["facts"]["dropped_groups"]) == (
-        2,
-        2,
-    )
+    facts = metrics["facts"]
+    assert facts["num_prompts"] == 4 < facts["consumed_prompts"]
+    assert facts["dropped_groups"] == facts["consumed_prompts"] - 4
     advantages = state.experience["advantages"][state.experience["response_mask"]]
     assert (advantages.size, advantages.mean(), advantages.std()) == (
-        16,
+        32,
         pytest.approx(0, abs=1e-6),
         pytest.approx(1, 1e-5),
     )
 
 
 def test_a_refill_without_end_is_an_error_and_loses_nothing():
-    """After max_num_gen_batches batches without a spread: an error that says so, and
-    the state goes on with other rewards.
+    """After max_num_gen_batches batches with too few prompts of a spread: an error that
+    says so, and the state goes on with other rewards.
     """
     asked, rewards = [], {"spread": 0.0}
     step, state = plain_run(
@@ -797,11 +703,12 @@ def test_a_refill_without_end_is_an_error_and_loses_nothing():
         return [[1]] * (stop - start)
 
     with pytest.raises(
-        DataError, match="among the 12 of max_num_gen_batches=3 batches"
+        DataError,
+        match=r"found 0 of 4 .* among the 12 of max_num_gen_batches=3 batches",
     ) as caught:
         step(state, prompts)
     assert (caught.value.key, asked) == (
-        "zero_spread_groups",
+        "max_num_gen_batches",
         [(0, 4), (4, 8), (8, 12)],
     )
     rewards["spread"] = 1.0
@@ -898,10 +805,7 @@ def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "options", "key"),
     [
-        ({"mini": 4}, {"token_batch_size": 5}, "token_batch_size"),
-        ({"mini": 2}, {"token_batch_size": 6}, "mini_batch_size"),
-        ({"mini": 2}, {"zero_spread_groups": "fill"}, "zero_spread_groups"),
-        ({"mini": 2}, {"partial_step": "keep"}, "partial_step"),
+        ({"mini": 2}, {"zero_spread_groups": "drop"}, "zero_spread_groups"),
         ({"mini": 2}, {"max_num_gen_batches": 0}, "max_num_gen_batches"),
         (
             {"mini": 2},
@@ -922,8 +826,8 @@ def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
     ],
 )
 def test_sizes_that_no_step_can_have_are_refused(sizes, options, key):
-    """A budget below the longest prompt with its responses, a budget beside mini
-    batches, and groups that are separated.
+    """Ways that do not exist, groups that are separated, and passes that measure no
+    noise.
     """
     with pytest.raises(ConfigError) as caught:
         plain_run(plan_of(**sizes), lambda p, r: [0.0] * len(p), **options)

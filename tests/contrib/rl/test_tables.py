@@ -65,21 +65,16 @@ def test_print_rollout_lists_the_stages_of_a_growing_batch():
     """Every stage that the run reaches has its steps and sizes, and the optimizer steps
     are those of all stages.
     """
-    keys = {
-        "batch_size_schedule": "0:8 20:16 500:32",
-        "num_generations_schedule": "0:4 50:8",
-        "mini_batch_size": 8,
-    }
+    keys = {"batch_size_schedule": "0:8 20:16 500:32", "mini_batch_size": 8}
     schedule = build_rollout_schedule(RolloutConfig(**keys), 1)
     text = printed(print_rollout, schedule)
     rows = [
         line.split() for line in text.splitlines() if re.fullmatch(r"[\d ,]+", line)
     ]
     assert rows == [
-        ["0", "20", "8", "4", "32", "32", "1"],
-        ["20", "30", "16", "4", "64", "32", "2"],
-        ["50", "50", "16", "8", "128", "64", "2"],
+        ["0", "20", "8", "8", "64", "64", "1"],
+        ["20", "80", "16", "8", "128", "64", "2"],
     ]
     assert "100 steps of a batch that grows; 180 optimizer steps of the policy" in text
     assert schedule.optimizer_steps("policy") == schedule.total_steps == 20 + 2 * 80
-    assert [row["start_optimizer_step"] for row in schedule.stage_rows()] == [0, 20, 80]
+    assert [row["start_optimizer_step"] for row in schedule.stage_rows()] == [0, 20]

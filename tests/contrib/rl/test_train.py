@@ -185,12 +185,7 @@ def train_together(process, number, port, settings):
             "ici_data_parallelism": 1,
             "ici_fsdp_parallelism": 2,
         },
-        {
-            "partial_step": "carry",
-            "token_batch_size": 90,
-            "mini_batch_size": -1,
-            "loss_agg_mode": "seq-mean-token-mean",
-        },
+        {"token_budget": 16, "train_micro_batch_size": -1, "num_iterations": 1},
         {"loss_agg_mode": "group-mean-token-mean"},
     ],
     ids=str,
@@ -207,7 +202,6 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
     settings |= {
         "rollout_micro_batch_size": 2,
         "base_output_directory": str(tmp_path),
-        "zero_spread_groups": "drop",
     } | sizes
     for name, number, batches in (("one", 1, 4), ("two", 2, 2), ("two", 2, 4)):
         jobs = [
@@ -217,10 +211,6 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
         processes.run_all(train_together, jobs, tmp_path / f"logs_{name}{batches}")
     one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4
-    assert (
-        len({line["num_prompts"] for line in one}) > 1
-        or settings["zero_spread_groups"] == "refill"
-    )
     # The networks of the collectives add in different orders.
     close = {"rel": 1e-4, "abs": 1e-5}
     for a, b in zip(one, two, strict=True):
@@ -306,11 +296,7 @@ def test_metrics_show_what_the_plan_knows(whole):
 
 def test_one_program_per_role(tmp_path):
     """Growing batches run through the same programs; nothing is evaluated or saved."""
-    growth = {
-        "batch_size_schedule": "0:2 1:4",
-        "num_generations_schedule": "0:2 2:4",
-        "num_generations": 4,
-    }
+    growth = {"batch_size_schedule": "0:2 1:4", "mini_batch_size": -1}
     summary = rl.train(
         config_of(tmp_path, eval_interval=-1, enable_checkpointing=False, **growth)
     )
@@ -356,20 +342,16 @@ def test_a_bad_reward_loses_nothing(whole, tmp_path, monkeypatch):
         ({"decode_sampling_top_k": 1}, "decode_sampling_top_k"),
         ({"num_generations": 1}, "rl.num_generations"),
         (
-            {"num_generations": 1, "enable_critic": True, "zero_spread_groups": "drop"},
+            {
+                "num_generations": 1,
+                "enable_critic": True,
+                "zero_spread_groups": "refill",
+            },
             "zero_spread_groups",
         ),
         ({"max_prompt_length": 3}, "max_prompt_length"),
         ({"enable_reference_policy": False}, "rl.grpo_beta"),
         ({"grpo_epsilon": 1.0}, "rl.grpo_epsilon"),
-        (
-            {
-                "partial_step": "carry",
-                "num_generations_schedule": "0:1 1:2",
-                "enable_critic": True,
-            },
-            "partial_step",
-        ),
         ({"num_prompts": 1000}, "num_prompts"),
         ({"max_operand": 2}, "num_test_batches"),
         ({"ici_data_parallelism": -1, "ici_tensor_parallelism": 3}, "num_devices"),
@@ -392,32 +374,20 @@ def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
-    """How many prompts one call takes decides which ones are read, so another number is
-    refused at a resume.
-    """
-    settings = {"token_batch_size": 4096, "mini_batch_size": -1, "eval_interval": -1}
-    rl.train(config_of(tmp_path, num_batches=1, rollout_micro_batch_size=2, **settings))
-    with pytest.raises(ResumeMismatchError, match="rollout_micro_batch_size"):
-        rl.train(
-            config_of(tmp_path, num_batches=2, rollout_micro_batch_size=4, **settings)
-        )
-
-
 def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch):
-    """The sentence has both numbers and the key of a pass; nothing is trained, whatever
-    the tokens of a step are.
+    """The sentence has both numbers and the key of a pass; nothing is trained, also
+    where passes are packed.
     """
     monkeypatch.setattr("rampup.contrib.rl.rollout.device_limit", lambda device: 10_000)
     monkeypatch.setattr(rl.RolloutRun, "_warm_start", None)
-    sizes = {"token_batch_size": 10_000, "mini_batch_size": -1, "enable_critic": True}
-    with pytest.raises(
-        ConfigError,
-        match=r"update of the critic takes [\d,]+ bytes of a device, which has 10,000",
-    ) as caught:
-        rl.train(config_of(tmp_path, **sizes))
-    assert caught.value.key == "train_micro_batch_size"
+    packed = {"token_budget": 16, "train_micro_batch_size": -1, **WHOLE}
+    for key, sizes in (("train_micro_batch_size", {}), ("token_budget", packed)):
+        with pytest.raises(
+            ConfigError,
+            match=r"of the critic takes [\d,]+ bytes of a device, which has 10,000",
+        ) as caught:
+            rl.train(config_of(tmp_path, enable_critic=True, **sizes))
+        assert caught.value.key == key
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
