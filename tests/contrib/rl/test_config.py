@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from rampup import load_config
+from rampup.config.key import REMOVED
 from rampup.contrib.rl.config import (
     ROLLOUT_FILE,
     ROLLOUT_KEYS,
@@ -183,6 +184,19 @@ def test_load_rejects_bad_files(text, key, tmp_path):
         load_rollout_config(tmp_path / "bad.yml")
     assert caught.value.key == key
     assert "bad.yml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["partial_step", "token_batch_size", "rl.num_generations_schedule"]
+)
+def test_a_name_that_was_a_key_says_what_replaces_it(name, tmp_path):
+    """In a file of a rollout and on the command line."""
+    (tmp_path / "a.yml").write_text("batch_size: 4\n")
+    (tmp_path / "b.yml").write_text(f"batch_size: 4\n{name}: 1\n")
+    for file, overrides in (("a.yml", [f"{name}=1"]), ("b.yml", [])):
+        with pytest.raises(ConfigError) as caught:
+            load_rollout_config(tmp_path / file, overrides)
+        assert REMOVED[name] in str(caught.value)
 
 
 @pytest.mark.parametrize(
