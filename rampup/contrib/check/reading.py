@@ -902,7 +902,6 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
     if command.machine.devices:
         yield f"the manifest asks for {command.machine.devices:,} devices."
     yield from _command_notes(command)
-    yield from dict.fromkeys(f"{row.remark}." for row in rows.all if row.remark)
     yield from dict.fromkeys(
         f"{row.unread}; what it sets or starts is not read." for row in rows.unread
     )

@@ -107,9 +107,7 @@ class Parser:
             is_process = text[end - 1] in "=<>" and (
                 text[start] in "<>" or ASSIGNMENT.match(text, start, end)
             )
-            if text[end : end + 1] == "(" and (
-                is_process or (text[end - 1] in "@?*+!" and end - 1 > start)
-            ):
+            if text[end : end + 1] == "(" and is_process:
                 end = find_close(text, end) + 1
             if end >= len(text) or text[end] in " \t\r\n;&|()<>":
                 return text[start:end]
@@ -184,6 +182,8 @@ class Parser:
         line = self.here()
         words = list[str]()
         parts = list[Any]()
+        if kind == "select":
+            raise ScriptError(f"line {line}: `select` waits for an answer")
         if self.text.startswith("((", self.at):
             kind, words = "arithmetic", [self.in_brackets()]
         elif kind not in (
@@ -193,7 +193,6 @@ class Parser:
             "while",
             "until",
             "for",
-            "select",
             "case",
             "function",
         ):
@@ -215,7 +214,7 @@ class Parser:
                 self.expect("fi")
         elif kind in ("while", "until"):
             parts = [self.rows(), self.body()]
-        elif kind in ("for", "select"):
+        elif kind == "for":
             self.peek()
             if self.text.startswith("((", self.at):
                 kind, words = "count", self.in_brackets().split(";")
@@ -232,14 +231,16 @@ class Parser:
             self.expect("in")
             self.skip("\n")
             while self.peek() not in ("", "esac"):
-                patterns = []
+                patterns = list[str]()
                 while (token := self.next()) != ")":
-                    if not token:
-                        raise ScriptError(f"line {line}: the case does not end")
+                    if not token or (token == "(" and patterns):
+                        raise ScriptError(f"line {line}: a case that is not read")
                     if token not in ("|", "("):
                         patterns.append(token)
                 parts.append((patterns, self.rows()))
-                self.skip(";;", ";&", ";;&", "\n")
+                if self.peek() in (";&", ";;&"):
+                    raise ScriptError(f"line {line}: a case that is not read")
+                self.skip(";;", "\n")
             self.expect("esac")
         elif kind == "function":
             words = [self.next()]
@@ -260,9 +261,9 @@ class Parser:
     def body(self) -> list[Any]:
         """Return the rows of a loop."""
         self.skip(";", "\n")
-        end = "}" if self.expect("do", "{") == "{" else "done"
+        self.expect("do")
         body = self.rows()
-        self.expect(end)
+        self.expect("done")
         return body
 
     def simple(self, line: int) -> Node:

@@ -1,0 +1,496 @@
+"""The flow of a script: lists, branches, loops and functions, also where it is not
+known which way a run goes.
+
+If a condition is unknown, every branch is read. Where they join (`Flow.join`), a
+variable keeps its first value if all branches agree, or if its words set the same keys
+to the same values in all of them (`relevant`). Otherwise it goes up to a marker with
+the name of a variable of the condition, because to give that one settles all that
+differ; if the condition has none, the marker has the name of the variable that differs,
+and the condition as its reason. A branch that ends in `exit` is a check that has
+passed, and does not take part. The state before the branches does, if it is possible
+that none of them is taken.
+
+A loop is followed to its end while its condition is known, for at most `MAX_REPEATS`
+passes. From a pass on whose condition is unknown, the state is joined with that after
+the pass until it stays. A branch that may have left a loop or a function by `break`,
+`continue` or `return` takes part where the pass, the loop or the function ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from rampup.contrib.check.shell.grammar import ASSIGNMENT, Node, ScriptError
+from rampup.contrib.check.shell.programs import Test
+from rampup.contrib.check.shell.values import (
+    MARKER,
+    OPTIONS,
+    UNKNOWN,
+    first_marker,
+    has_unknown,
+    mark,
+)
+from rampup.contrib.check.shell.variables import (
+    MAX_NESTING,
+    Variables,
+    expand_braces,
+)
+
+MAX_STEPS = 40_000
+MAX_REPEATS = 256
+_MAX_REASONS = 3  # that a question names
+_SHOWN = 60
+
+Relevant = Callable[[Sequence[str]], object]
+
+
+class Stop(Exception):  # noqa: N818 - control flow, not an error
+    """`exit`, `return`, `break` or `continue`."""
+
+    def __init__(self, name: str, status: int | None = 0) -> None:
+        super().__init__(name)
+        self.name = name
+        self.status = status  # that of `return`; None if unknown
+
+    @property
+    def is_check(self) -> bool:
+        """Whether a branch that ends so is a check, which has passed."""
+        return self.name == "exit" or (self.name == "return" and bool(self.status))
+
+
+class Why(NamedTuple):
+    """Why a condition is unknown: the marker of a variable on which it depends, if
+    there is one, and its text.
+    """
+
+    marker: str = ""
+    reason: str = ""
+
+
+class Left(NamedTuple):
+    """A branch that may have left a loop or a function."""
+
+    name: str
+    env: dict[str, Any]
+    why: Why
+
+
+@dataclass(kw_only=True)
+class Flow(Variables):
+    """Evaluates nodes; a subclass evaluates their commands."""
+
+    relevant: Relevant
+    skipped: list[tuple[str, Sequence[Any]]] = field(
+        default_factory=list
+    )  # branches that are not taken, and why
+    spent: Counter[Any] = field(
+        default_factory=Counter
+    )  # of all shells: "steps", and the launches of a script by a line
+    why: Why = field(default_factory=Why)  # of the last unknown condition
+    left: list[Left] = field(default_factory=list)
+    # What the local variables of this function were before it; None outside of one.
+    locals: dict[str, Any] | None = None
+    # Loops around this command in its function: without one, `break` does nothing.
+    loops: int = 0
+    # Whether the last status is that of a program, which is taken to succeed.
+    assumed: bool = False
+
+    def program(
+        self, words: list[str], node: Node, values: dict[str, str]
+    ) -> bool | None:
+        """Evaluate another command; return its status. `values` are the variables
+        before it.
+        """
+        raise NotImplementedError
+
+    # Lists and pipes.
+
+    def run(self, rows: Sequence[Any]) -> bool | None:
+        """Evaluate a list; return its status: None if unknown."""
+        status: bool | None = True
+        for connector, negated, pipe in rows:
+            if connector and status is (connector == "||"):
+                continue
+            before = status
+            if connector and status is None and not _is_test(pipe):
+                branch = self.attempt([("", negated, pipe)])
+                self.join([branch], self.why, exhaustive=False)
+                continue
+            try:
+                status = self.pipe(pipe)
+            except Stop as stop:
+                if not (connector and stop.name == "exit"):
+                    raise
+                continue
+            if status is None and (len(pipe) > 1 or not self.why.reason):
+                said = f"it is not known whether {_show(pipe)} holds"
+                self.why = Why(self.why.marker, said)
+            if negated and status is not None:
+                status = not status
+            if before is None and connector and status is (connector == "&&"):
+                status = None  # unknown and true, or unknown or false
+        return status
+
+    def condition(self, rows: Sequence[Any]) -> bool | None:
+        """Evaluate a condition; the success of a program is not known in advance."""
+        self.why, self.assumed = Why(), False
+        status = self.run(rows)
+        if self.assumed and status is not None:
+            said = f"it is not known whether {_show(rows[-1][2])} succeeds"
+            self.why = Why("", said)
+            return None
+        return status
+
+    def pipe(self, nodes: Sequence[Node]) -> bool | None:
+        """Evaluate commands with pipes between them, each in a shell of its own."""
+        status: bool | None = True
+        for node in nodes:
+            self.spent["steps"] += 1
+            if self.spent["steps"] > MAX_STEPS:
+                raise ScriptError(
+                    f"line {node.line}: it has more than {MAX_STEPS:,} steps"
+                )
+            is_one = len(nodes) == 1
+            status = self.node(node) if is_one else self.subshell([("", False, [node])])
+        return status
+
+    def subshell(self, rows: Sequence[Any]) -> bool | None:
+        """Evaluate a list whose variables are lost behind it."""
+        with self.changed(env=dict(self.env), left=[]), contextlib.suppress(Stop):
+            return self.run(rows)
+        return True
+
+    def node(self, node: Node) -> bool | None:
+        """Evaluate a command or a compound; return its status."""
+        match node.kind:
+            case "command":
+                return self.command(node)
+            case "{":
+                return self.run(node.parts[0])
+            case "(":
+                return self.subshell(node.parts[0])
+            case "arithmetic":
+                value = self.arithmetic(node.words[0])
+                self.why = Why(first_marker(value), self.why.reason)
+                return None if has_unknown(value) else value != "0"
+            case "function":
+                self.functions[node.words[0]] = node.parts[0]
+            case "if" | "case":
+                self.choose(node)
+            case _:
+                with self.changed(loops=self.loops + 1):
+                    self.loop(node)
+        return True
+
+    # Branches.
+
+    def attempt(self, rows: Sequence[Any]) -> dict[str, Any] | None:
+        """Evaluate a branch in a copy of the variables; return them, or None if it
+        leaves a loop, a function or the script.
+        """
+        why = self.why
+        with self.changed(env=dict(self.env)):
+            try:
+                self.run(rows)
+            except Stop as stop:
+                if not stop.is_check:
+                    self.left = [*self.left, Left(stop.name, self.env, why)]
+                return None
+            return self.env
+
+    def join(
+        self, branches: Iterable[dict[str, Any] | None], why: Why, *, exhaustive: bool
+    ) -> None:
+        """Continue after branches when `why` leaves open which one was taken."""
+        ends = [env for env in branches if env is not None]
+        if not exhaustive or not ends:
+            ends.append(self.env)
+        joined: dict[str, Any] = {}
+        for name in {n: 0 for env in ends for n in env}:
+            values = [env.get(name) for env in ends]
+            if values.count(values[0]) == len(values):
+                joined[name] = values[0]
+                continue
+            matters = [self.relevant(_words(value)) for value in values]
+            if any(matters) and matters.count(matters[0]) == len(matters):
+                joined[name] = values[0]  # they do not differ in anything that matters
+                continue
+            kind = OPTIONS if any(matters) else UNKNOWN
+            named = kind + why.marker[1:]
+            joined[name] = named if why.marker else mark(name, kind, why.reason)
+        self.env = joined
+
+    def choose(self, node: Node) -> None:
+        """Evaluate an `if` or a `case`: the branch that is taken, or all that may
+        be.
+        """
+        ends: list[dict[str, Any] | None] = []
+        whys: list[Why] = []
+        for said, met, body in self.branches(node):
+            if met is False:
+                self.skipped.append((said, body))
+                continue
+            if met is None:
+                whys.append(self.why)
+            is_else = not said
+            if met and not ends:  # nothing before it may have been taken
+                before = dict(self.env)
+                try:
+                    self.run(body)
+                    return
+                except Stop as stop:
+                    if stop.name != "exit":
+                        raise
+                    self.env = before  # a check, which has passed
+                if is_else:
+                    return
+                continue
+            ends.append(self.attempt(body))
+            if met and (ends[-1] is not None or is_else):
+                break
+        else:
+            ends.append(self.env)
+        marker = next((why.marker for why in whys if why.marker), "")
+        reasons = list(dict.fromkeys(why.reason for why in whys))
+        reason = "; ".join(reasons[:_MAX_REASONS])
+        self.join(ends, Why(marker, reason), exhaustive=True)
+
+    def branches(self, node: Node) -> Iterator[tuple[str, bool | None, Sequence[Any]]]:
+        """Yield each branch with its condition as it is written, nothing for `else`,
+        and whether that holds; None is unknown, and `why` then says why.
+        """
+        if node.kind == "if":
+            for condition, body in node.parts:
+                if condition is None:
+                    yield "", True, body
+                else:
+                    yield _show(condition[-1][2]), self.condition(condition), body
+            return
+        [word] = node.words
+        subject = self.text(word, empty=True)
+        for patterns, body in node.parts:
+            texts = [self.text(pattern, empty=True) for pattern in patterns]
+            met: bool | None = any(fnmatchcase(subject, text) for text in texts)
+            if any(map(has_unknown, (subject, *texts))) and "*" not in texts:
+                met = None
+                said = f"it is not known what {word} is (line {node.line})"
+                self.why = Why(first_marker(subject, *texts), said)
+            yield f"case {word} in {'|'.join(patterns)})", met, body
+
+    # Loops.
+
+    def loop(self, node: Node) -> None:
+        """Evaluate a loop to its end, or until its state stays."""
+        body, passes = node.parts[-1], self.passes(node)
+        endless = Why("", f"the loop in line {node.line} is not followed to its end")
+        outer, self.left = self.left, []
+        leavers: list[Left] = []
+        is_open = False
+        for number in itertools.count():
+            before = dict(self.env)
+            if (status := next(passes, False)) is False:
+                break
+            is_long = node.kind != "for" and (
+                number >= MAX_REPEATS or self.spent["steps"] > MAX_STEPS // 8
+            )
+            is_open |= status is None or is_long
+            if is_open:
+                why = self.why if status is None else endless
+                ends = [self.attempt(body), self.env, before if number else None]
+                self.join(ends, why, exhaustive=True)
+                # What is open stays so, under one name: then the state stays, too.
+                names = [name for name in before if is_whole(before[name])]
+                self.env |= {
+                    name: before[name] for name in names if is_whole(self.env.get(name))
+                }
+            else:
+                try:
+                    self.run(body)
+                except Stop as stop:
+                    if stop.name == "break":
+                        break
+                    if stop.name != "continue":
+                        self.left = [*outer, *self.left]
+                        raise
+            self.join_left([left for left in self.left if left.name != "return"])
+            leavers += [left for left in self.left if left.name == "break"]
+            self.left = [left for left in self.left if left.name == "return"]
+            if number and self.env == before and (is_open or node.kind != "for"):
+                break  # or it goes on like this without end
+        self.join_left([*leavers, *(row for row in self.left if row.name != "return")])
+        self.left = [*outer, *(row for row in self.left if row.name == "return")]
+
+    def join_left(self, lefts: Sequence[Left]) -> None:
+        """Continue with the state that each of some branches may have left behind,
+        too.
+        """
+        if lefts:
+            ends = [self.env, *(left.env for left in lefts)]
+            self.join(ends, lefts[0].why, exhaustive=True)
+
+    def passes(self, node: Node) -> Iterator[bool | None]:
+        """Prepare each pass of a loop; yield whether there is one, None if that is not
+        known.
+        """
+        if node.kind == "for":
+            yield from self.listed(node)
+            return
+        if node.kind == "count":
+            self.arithmetic(node.words[0])
+        while node.kind == "count":
+            text = node.words[1].strip() or "1"
+            value = self.arithmetic(text)
+            said = f"it is not known whether (({text})) holds (line {node.line})"
+            self.why = Why(first_marker(value), said)
+            yield None if has_unknown(value) else value != "0"
+            self.arithmetic(node.words[2])
+        while True:
+            # Where no arguments are given, a loop over them does nothing.
+            with self.changed(asks=False):
+                status = self.condition(node.parts[0])
+            yield status if status is None else status is not (node.kind == "until")
+
+    def listed(self, node: Node) -> Iterator[bool | None]:
+        """Give the variable of a `for` each of its words, as `passes` does."""
+        name, *listed = node.words
+        raws = [word for raw in listed for word in expand_braces(raw)]
+        items = [word for raw in raws for word in self.words(raw)]
+        unknown = [item for item in items if has_unknown(item) or "*" in item]
+        if not unknown:
+            for item in items:
+                self.assign(name, "", item)
+                yield True
+            return
+        place = f"the loop over {name} in line {node.line}"
+        said = f"it is not known what {place} goes through"
+        while True:
+            self.assign(name, "", mark(name))
+            self.why = Why(first_marker(*unknown), said)
+            yield None
+
+    # Commands of the shell itself, and calls.
+
+    def command(self, node: Node) -> bool | None:
+        """Evaluate a simple command; return its status."""
+        matches = itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, node.words))
+        own = [match.groups() for match in matches if match]
+        raw = node.words[len(own) :]
+        self.assumed = False
+        if not raw:
+            for assignment in own:
+                self.set(*assignment)
+            return True
+        if raw[0] in ("[[", "[", "test"):
+            return self.test(raw)
+        if raw[0] in ("export", "declare", "local", "readonly", "typeset"):
+            self.declare(raw)
+            return True
+        words = [word for part in raw for word in self.words(part)]
+        if not words:
+            return True
+        if words[0] in self.functions:
+            return self.function(words)
+        values = {name: self.text(value) for name, _, _, value in own}
+        return self.program(words, node, values)
+
+    def test(self, raw: Sequence[str]) -> bool | None:
+        """Evaluate a test in brackets."""
+        quoted, words = raw[0] == "[[", list[str]()
+        for part in raw[1:]:
+            words += self.words(part, empty=True, split=not quoted) or [""] * quoted
+        test = Test(words if raw[0] == "test" else words[:-1])
+        value = test.value()
+        if value is None:
+            marker = self.why.marker or first_marker(*test.unknown)
+            self.why = Why(marker, self.why.reason)
+        return value
+
+    def declare(self, raw: Sequence[str]) -> None:
+        """Evaluate `export`, `declare`, `local`, `readonly` or `typeset`."""
+        command, *rest = raw
+        options = "".join(word for word in rest if word.startswith("-"))
+        exports = command == "export" or "x" in options
+        is_local = command not in ("export", "readonly") and "g" not in options
+        for word in rest:
+            name = re.match(r"\w+", word)
+            match = ASSIGNMENT.fullmatch(word)
+            if name and is_local and self.locals is not None:
+                self.locals.setdefault(name[0], self.env.get(name[0]))
+            if match:
+                self.set(*match.groups())
+            elif '"' in word and (match := ASSIGNMENT.fullmatch(self.text(word))):
+                self.assign(match[1], match[2], match[4])
+            elif name and "A" in options:
+                self.env[name[0]] = {}
+            if exports:
+                self.exported = self.exported | {match[1] if match else word}
+
+    def function(self, words: list[str]) -> bool | None:
+        """Call a function; return its status."""
+        if self.depth >= MAX_NESTING:
+            return None
+        before: dict[str, Any] = {}
+        body = self.functions[words[0]]
+        with self.changed(depth=self.depth + 1, asks=False, loops=0, locals=before):
+            try:
+                return self.call(lambda: self.node(body), [self.zero, *words[1:]])
+            finally:
+                self.env = {k: v for k, v in self.env.items() if k not in before}
+                self.env |= {k: v for k, v in before.items() if v is not None}
+
+    def call(
+        self, body: Callable[[], bool | None], arguments: list[str] | None
+    ) -> bool | None:
+        """Evaluate a function or a sourced script, which `return` ends; return its
+        status. None shares the arguments.
+        """
+        before, outer, self.left = self.env["@"], self.left, []
+        self.env["@"] = before if arguments is None else arguments
+        status, end = None, None
+        try:
+            status = body()
+        except Stop as stop:
+            end = stop
+            status = None if stop.status is None else not stop.status
+        returned = [left for left in self.left if left.name == "return"]
+        self.left = [*outer, *(left for left in self.left if left.name != "return")]
+        is_over = end is not None and end.name != "return"
+        if is_over and returned:  # a branch goes on behind the call
+            self.env = returned[0].env
+        self.join_left(returned)
+        self.env["@"] = self.env["@"] if arguments is None else before
+        if end is not None and is_over and not returned:
+            raise end
+        return None if returned else status
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a single marker."""
+    return isinstance(value, str) and MARKER.fullmatch(value) is not None
+
+
+def _is_test(pipe: Sequence[Node]) -> bool:
+    is_one = len(pipe) == 1 and pipe[0].kind == "command"
+    return is_one and pipe[0].words[:1] in (["["], ["[["], ["test"])
+
+
+def _words(value: Any) -> list[str]:
+    """Return the words of the value of a variable."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    return value if isinstance(value, list) else (value or "").split()
+
+
+def _show(pipe: Sequence[Node]) -> str:
+    """Return a condition for a message, with its line."""
+    parts = [" ".join(node.words) or node.kind for node in pipe]
+    text = " ".join(" | ".join(parts).split())
+    dots = "..." if len(text) > _SHOWN else ""
+    return f"`{text[:_SHOWN]}{dots}` (line {pipe[0].line})"

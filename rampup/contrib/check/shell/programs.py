@@ -1,0 +1,154 @@
+"""What tests in brackets say, and what small programs print, where the script itself
+gives them all that they read.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from rampup.contrib.check.shell.values import ARGUMENT, has_unknown
+
+_NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+_OPERATORS = {"=", "==", "!=", "=~", "<", ">", *_NUMBER_TESTS}
+_CUT = re.compile(r"-d ?(.) -f ?([1-9])")
+
+
+class Test:
+    """A test in brackets: `or` of `and` of tests. None is unknown, for instance whether
+    a file exists.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.unknown: list[str] = []
+
+    def value(self, *, any_of: bool = True) -> bool | None:
+        """Return the result of the words up to an end or a `)`."""
+        signs = ("||", "-o") if any_of else ("&&", "-a")
+        result = self.value(any_of=False) if any_of else self.one()
+        while self.words and self.words[0] in signs:
+            self.words.pop(0)
+            other = self.value(any_of=False) if any_of else self.one()
+            if any_of in (result, other):
+                result = any_of
+            elif result is not None:
+                result = other
+        return result
+
+    def one(self) -> bool | None:
+        """Return the result of the first test of the words."""
+        if not self.words:
+            return False
+        word = self.words.pop(0)
+        if word in _OPERATORS and len(self.words) == 1:
+            self.words.clear()  # an empty variable without quotes: an error in bash
+            return False
+        if word == "!" and self.words:
+            result = self.one()
+            return None if result is None else not result
+        if word == "(":
+            result = self.value()
+            self.words[:1] = []
+            return result
+        if len(self.words) > 1 and self.words[0] in _OPERATORS:
+            sign, other = self.words.pop(0), self.words.pop(0)
+            return self.compare(word, sign, other)
+        if re.fullmatch(r"-[a-zA-Z]", word) and self.words:
+            text = self.words.pop(0)
+            if word not in ("-z", "-n"):
+                return None
+            is_full = self.is_full(text)
+            return is_full if word == "-n" or is_full is None else not is_full
+        return self.is_full(word)
+
+    def is_full(self, text: str) -> bool | None:
+        """Return whether a text is not empty; an argument that is not given is."""
+        if text[:1] == ARGUMENT or not text:
+            return False
+        return self.known(text, True)
+
+    def known(self, text: str, value: bool) -> bool | None:
+        """Return the value of a test of a text, or None if the text is unknown."""
+        if not has_unknown(text):
+            return value
+        self.unknown.append(text)
+        return None
+
+    def compare(self, word: str, sign: str, other: str) -> bool | None:
+        """Return the result of a comparison."""
+        if not (word and other):  # whether the other side is empty
+            word = "" if word[:1] == ARGUMENT else word
+            other = "" if other[:1] == ARGUMENT else other
+        value = fnmatchcase(word, other) == (sign != "!=")
+        if sign in _NUMBER_TESTS:
+            if has_unknown(word + other):
+                return self.known(word + other, value=False)
+            if not all(re.fullmatch(r"\s*-?\d+\s*", side) for side in (word, other)):
+                return None
+            value = _NUMBER_TESTS[sign](int(word), int(other))
+        elif sign in ("=~", "<", ">"):
+            self.known(word + other, value)
+            return None  # regular expressions and the order of texts are not read
+        return self.known(word + other, value)
+
+
+def print_output(words: Sequence[str], given: str | None) -> str | None:
+    """Return what a program prints for what a script gives it to read, both known; None
+    if that is not known here.
+    """
+    name, *rest = words
+    if name == "echo" and not {*rest} & {"-e", "-n"}:
+        return " ".join(rest) + "\n"
+    if given is None:  # it reads a file, or what the script was given
+        return None
+    match name, rest:
+        case "cat", []:
+            return given
+        case "wc", ["-l"]:
+            return f"{given.count(chr(10))}\n"
+        case "tr", [old, new] if len(old) == 1 or old == "\\n":
+            return given.replace(old.replace("\\n", "\n"), new.replace("\\n", "\n")[:1])
+        case "awk", _ if re.fullmatch(r"-F ?, \{ ?print NF ?\}", " ".join(rest)):
+            lines = given.splitlines()
+            return "".join(f"{line.count(',') + bool(line)}\n" for line in lines)
+        case "cut", _ if found := _CUT.fullmatch(" ".join(rest)):
+            return _cut(found[1], int(found[2]) - 1, given)
+    return None
+
+
+def _cut(sign: str, place: int, text: str) -> str | None:
+    """Return the field that `cut -d, -f2` selects in each line."""
+    lines = [line.split(sign) for line in text.splitlines()]
+    if not all(len(line) > 1 for line in lines):
+        return None  # cut prints a line without the sign
+    return "".join(f"{''.join(line[place : place + 1])}\n" for line in lines)
+
+
+def print_path(words: Sequence[str], folder: str) -> str | None:
+    """Return the path that a program prints which is started in a folder; None if that
+    is not known here.
+    """
+    name, *rest = words
+    operands = [word for word in rest if not word.startswith("-")]
+    path = os.path.normpath(os.path.join(folder, *operands[:1]))
+    match name, operands:
+        case _ if has_unknown(path):
+            return None
+        case ("pwd", _) | ("realpath" | "readlink", [_, *_]):
+            return path
+        case "dirname", [file, *_]:
+            return os.path.dirname(file) or "."
+        case "basename", [file, *suffix] if not {*rest} - {*operands, "--"}:
+            return os.path.basename(file).removesuffix("".join(suffix))
+    return None

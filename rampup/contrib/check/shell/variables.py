@@ -1,0 +1,521 @@
+"""The variables of a script, and the words that its text becomes with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase, translate
+from pathlib import Path
+from typing import Any
+
+from rampup.contrib.check.shell.arithmetic import (
+    VARIABLE,
+    combine,
+    evaluate,
+    to_number,
+)
+from rampup.contrib.check.shell.grammar import (
+    OPERATOR,
+    Document,
+    Node,
+    Parser,
+    ScriptError,
+    find_close,
+    parse,
+    skip_part,
+)
+from rampup.contrib.check.shell.programs import print_output, print_path
+from rampup.contrib.check.shell.values import (
+    ARGUMENT,
+    BREAK,
+    EMPTY,
+    MARKER,
+    UNKNOWN,
+    UNSET,
+    drop_unset,
+    has_unknown,
+    mark,
+    unknown_names,
+)
+
+MAX_TEXT = 200_000
+MAX_NESTING = 20
+_MAX_RANGE = 1000
+_PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
+_SLICE = re.compile(r":\s*(\d+)(?::\s*(\d+))?")
+
+
+class OpenList(list[str]):
+    """Words of which a part without quotes is unknown: they may be more, or fewer."""
+
+
+@dataclass(kw_only=True)
+class Variables:
+    """What the variables of a shell are, and what words become with them."""
+
+    path: Path  # the script
+    given: Mapping[str, str]  # values that the user gives, which win
+    # Texts, lists for arrays, dictionaries for mappings. `@` has the positional
+    # parameters from $0 on.
+    env: dict[str, Any]
+    exported: Set[str]  # those that another shell sees
+    exports_all: bool = False
+    # whether a positional parameter that is not there may have been given
+    asks: bool = True
+    functions: dict[str, Node] = field(default_factory=dict)
+    depth: int = 0  # of scripts, functions and substitutions within each other
+
+    @contextlib.contextmanager
+    def changed(self, **changes: Any) -> Iterator[None]:
+        """Change attributes for a part of the script."""
+        before = {name: getattr(self, name) for name in changes}
+        vars(self).update(changes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    # The value of a variable.
+
+    @property
+    def folder(self) -> str:
+        """The working directory: `.` where the run begins, and also after `unset
+        PWD`.
+        """
+        found: str = self.get("PWD")
+        return "." if found == mark("PWD", UNSET) else found
+
+    @property
+    def zero(self) -> str:
+        """The script, as $0 is."""
+        arguments = self.env["@"]
+        return arguments[0] if isinstance(arguments, list) else str(self.path)
+
+    def argument(self, name: str) -> Any:
+        """Return a positional parameter, all of them, or their number."""
+        arguments = self.env["@"]
+        if isinstance(arguments, str):
+            match = MARKER.fullmatch(arguments)
+            if match and match[1] == "@":
+                return mark(f"${name}", UNKNOWN, match[2] or "")
+            return arguments
+        if name == "#":
+            return str(len(arguments) - 1)
+        if not name.isdecimal():
+            return arguments[1:]
+        if int(name) < len(arguments):
+            return arguments[int(name)]
+        return mark(f"${name}", ARGUMENT if self.asks else UNSET)
+
+    def get(self, name: str) -> Any:
+        """Return the value of a parameter: a text, the list of `$@`, or the marker of
+        one that is not set.
+        """
+        if name in self.given:
+            return self.given[name]
+        if name.isdecimal() or name in "@*#":
+            return self.argument(name)
+        if name in "?$!-":
+            return "0" if name == "?" else mark(f"${name}")
+        if name == "BASH_SOURCE":
+            return str(self.path.absolute())
+        value = self.env.get(name, mark(name, UNSET))
+        if isinstance(value, dict):
+            return value.get("0", mark(name, UNSET))
+        return "".join(value[:1]) if isinstance(value, list) else value
+
+    def item(self, name: str, key: str) -> Any:
+        """Return an item of an array or a mapping, or a list of all."""
+        whole: Any = self.env.get(name, [])
+        if name in self.given:
+            whole = self.given[name].split()
+        if name == "BASH_SOURCE" or isinstance(whole, str):
+            whole = [self.get(name)]
+        if key in ("@", "*"):
+            return [*whole.values()] if isinstance(whole, dict) else whole
+        index = self.text(key)
+        if isinstance(whole, dict):
+            is_open = has_unknown(index)
+            return mark(name) if is_open else whole.get(index, mark(name, UNSET))
+        number = self.arithmetic(index)
+        if has_unknown(number):
+            return mark(name)
+        place = int(number)
+        is_open = isinstance(whole, OpenList) or isinstance(self.env.get(name), str)
+        if is_open and place and any(map(has_unknown, whole[: place + 1])):
+            return mark(name)  # an unknown word before it may be several
+        is_there = -len(whole) <= place < len(whole)
+        return whole[place] if is_there else mark(name, UNSET)
+
+    # Assignments.
+
+    def set(self, name: str, key: str | None, plus: str, raw: str) -> None:
+        """Assign the raw text after the `=`."""
+        before = self.env.get(name)
+        if raw.startswith("(") and raw.endswith(")") and not key:
+            self.set_array(name, raw[1:-1], before if plus else None)
+            return
+        value = self.text(raw)
+        if plus and key:
+            value = mark(name)
+        elif plus and before is not None:
+            value = f"{self.get(name)}{value}"
+        # What has no subscript is the first item.
+        is_array = isinstance(before, list) and len(before) > 1 and not key
+        self.assign(name, "[0]" if is_array else key, value)
+
+    def set_array(self, name: str, raw: str, before: Any) -> None:
+        """Assign the items in the brackets of `NAME=(...)`, behind those before."""
+        parser, parts = Parser(raw, 1), list[str]()
+        while token := parser.peek():  # comments and line ends are dropped
+            parser.next()
+            parts += [] if OPERATOR.fullmatch(token) else [token]
+        pairs = [re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in parts]
+        if any(pairs) or isinstance(before, dict):
+            keyed = {self.text(pair[1]): self.text(pair[2]) for pair in pairs if pair}
+            is_whole = all(pairs) and not isinstance(before, str | list)
+            is_whole &= not any(map(has_unknown, keyed))
+            self.env[name] = {**(before or {}), **keyed} if is_whole else mark(name)
+            return
+        old = [before] if isinstance(before, str) else before or []
+        rows = [self.words(word) for part in parts for word in expand_braces(part)]
+        items = [*old, *(word for row in rows for word in row)]
+        is_open = any(
+            isinstance(row, OpenList) or any("*" in word for word in row)
+            for row in (old, *rows)
+        )
+        self.env[name] = OpenList(items) if is_open else items
+
+    def assign(self, name: str, key: str | None, value: Any) -> None:
+        """Assign a value to a variable, or to an item of an array or a mapping."""
+        if isinstance(value, str):
+            # A value that is unknown as a whole, and has no name of its own, gets that
+            # of its variable.
+            match = MARKER.fullmatch(value)
+            if match and match[1].startswith("$"):
+                value = mark(name, value[0], match[2] or "")
+            if len(value) > MAX_TEXT:
+                raise ScriptError(f"{name} is longer than {MAX_TEXT:,} characters")
+            if self.exports_all:
+                self.exported = self.exported | {name}
+        if not key:
+            self.env[name] = value
+            return
+        whole, index = self.env.get(name, []), self.text(key[1:-1])
+        if isinstance(whole, dict) and not has_unknown(index):
+            self.env[name] = {**whole, index: value}
+            return
+        number = self.arithmetic(index)
+        is_list = type(whole) is list and number.isdecimal()
+        if is_list and int(number) <= len(whole):
+            place = int(number)
+            self.env[name] = [*whole[:place], value, *whole[place + 1 :]]
+        else:  # an item beyond the end, or of something that is not known
+            self.env[name] = mark(name)
+
+    # Words and texts.
+
+    def words(self, raw: str, *, empty: bool = False, split: bool = True) -> list[str]:
+        """Return the words that a raw word becomes: none, one or several; `empty` as in
+        `text`.
+        """
+        text, is_open = "", False
+        ifs = str(self.env.get("IFS", " \t\n"))
+        separators = f"[{re.escape(ifs)}]+" if ifs else "(?!)"
+        for piece, quoted in self.pieces(raw):
+            parts = piece if isinstance(piece, list) else [piece]
+            is_open |= isinstance(piece, OpenList) or (
+                split and not quoted and any(map(has_unknown, parts))
+            )
+            if quoted or not split:
+                text += BREAK.join(EMPTY + part for part in parts)
+            else:
+                text += re.sub(separators, BREAK, BREAK.join(parts))
+        text = drop_unset(text) if empty else text
+        found = [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
+        return OpenList(found) if is_open else found
+
+    def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
+        """Return a raw word, or the inside of double quotes, as one text; in a test,
+        what nothing sets is `empty`.
+        """
+        pieces = self.pieces(raw, quoted=quoted)
+        text = "".join(
+            " ".join(part) if isinstance(part, list) else part for part, _ in pieces
+        )
+        return drop_unset(text) if empty else text
+
+    def pieces(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
+        """Yield the expanded parts of a raw word, or of the inside of double quotes,
+        and whether each is protected.
+        """
+        at = 0
+        while at < len(raw):
+            letter, start = raw[at], at
+            if letter in "$`":
+                value, at = self.expand(raw, at)
+                if quoted and isinstance(value, list) and "*" in raw[start:at]:
+                    value = self.env.get("IFS", " ")[:1].join(value)
+                yield value, quoted or raw.startswith("$'", start)
+            elif letter == "\\" and (
+                not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")
+            ):
+                at += 2
+                yield raw[start + 1 : at].strip("\n"), True
+            elif letter in "'\"" and not quoted:
+                at = skip_part(raw, at)
+                inner: list[tuple[Any, bool]] = [(raw[start + 1 : at - 1], True)]
+                if letter == '"':
+                    inner = list(self.pieces(inner[0][0], quoted=True))
+                if len(inner) != 1 or not isinstance(inner[0][0], list):
+                    yield "", True
+                yield from inner
+            else:
+                ends = "\\$`" if quoted else "\\'\"$`"
+                at += 1
+                while at < len(raw) and raw[at] not in ends:
+                    at += 1
+                yield raw[start:at], True
+
+    def input(self, documents: Sequence[Document], *, empty: bool = True) -> str | None:
+        """Return what the last here-document or here-string gives a command to read;
+        `empty` as in `text`.
+        """
+        if not documents:
+            return None
+        last = documents[-1]
+        if not last.end:
+            return self.text(last.text, empty=empty) + "\n"
+        if last.quoted:
+            return last.text
+        return self.text(last.text.replace('\\"', '\\\\"'), quoted=True)
+
+    # Expansions.
+
+    def expand(self, raw: str, at: int) -> tuple[Any, int]:
+        """Return the value of the expansion at a place, and the place after it."""
+        end = skip_part(raw, at)
+        part = raw[at:end]
+        if match := re.fullmatch(r"\$\(\((.*)\)\)", part, re.DOTALL):
+            return self.arithmetic(match[1]), end
+        if part.startswith("$'"):
+            text = part[2:-1].replace("\\n", "\n").replace("\\t", "\t")
+            return mark("$'...'") if "\\" in text else text, end
+        if part[0] == "`" or part.startswith("$("):
+            printed = self.substitute(part.removeprefix("$")[1:-1])
+            name = "$" + part if part[0] == "`" else part
+            return mark(name) if printed is None else printed, end
+        if part.startswith("${"):
+            return self.parameter(part[2:-1]), end
+        match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
+        if match is None:  # `$[...]` is an old form, and other signs are texts
+            return (mark(part), end) if part.startswith("$[") else ("$", at + 1)
+        return self.get(match[1]), match.end()
+
+    def substitute(self, text: str) -> str | None:
+        """Return what a command substitution prints, if it is known: that of one pipe
+        of small programs, perhaps after `cd`.
+        """
+        if self.depth >= MAX_NESTING:
+            return None
+        try:
+            rows = parse(text, 0)
+        except ScriptError:
+            return None
+        if not rows:
+            return None
+        with self.changed(depth=self.depth + 1, env=dict(self.env)):
+            folder = self.folder
+            *before, (connector, _, nodes) = rows
+            for _, _, pipe in before:
+                words = self.expanded(pipe[0])
+                if len(pipe) > 1 or words[:1] != ["cd"] or len(words) != 2:
+                    return None
+                folder = os.path.join(folder, words[1])
+            if before and connector == "||":
+                return None
+            words = self.expanded(nodes[0])
+            printed = self.output(nodes)
+            if printed is None and len(nodes) == 1 and words:
+                return print_path(words, folder)
+            return printed and printed.rstrip("\n")
+
+    def output(self, nodes: Sequence[Node]) -> str | None:
+        """Return what a pipe of small programs prints, if it is known."""
+        text: str | None = None
+        for node in nodes:
+            words = self.expanded(node)
+            if not words or words[0] in self.functions:
+                return None
+            given = self.input(node.parts, empty=False)
+            text = text if given is None else given
+            is_open = any(map(has_unknown, (*words, text or "")))
+            if is_open and words[0] not in ("echo", "cat"):
+                return None
+            if (text := print_output(words, text)) is None:
+                return None
+        return text
+
+    def expanded(self, node: Node) -> list[str]:
+        """Return the words of a simple command; none of a compound."""
+        if node.kind != "command":
+            return []
+        return [word for raw in node.words for word in self.words(raw)]
+
+    def parameter(self, body: str) -> Any:
+        """Return the value of `${body}`."""
+        match = _PARAMETER.match(body)
+        if match is None:
+            return mark("${" + body + "}")
+        (prefix, name), end = match.groups(), match.end()
+        key = None
+        if body.startswith("[", end):  # a subscript, which may hold another one
+            close = find_close(body, end)
+            key, end = body[end + 1 : close], close + 1
+        rest = body[end:]
+        value = self.get(name) if key is None else self.item(name, key)
+        if prefix:
+            is_listed = not rest and (prefix == "#" or key in ("@", "*"))
+            return self.counted(prefix, name, value) if is_listed else mark(name)
+        if found := re.match(r":?[-=+?]", rest):
+            return self.default(name, value, found[0], rest[found.end() :], key)
+        if not rest:
+            return value
+        if isinstance(value, OpenList):
+            return mark(name)
+        if not (sliced := _SLICE.fullmatch(rest)):
+            is_list = isinstance(value, list)
+            changed = [
+                self.modify(item, rest) for item in (value if is_list else [value])
+            ]
+            return changed if is_list else changed[0]
+        if isinstance(value, str) and has_unknown(value):
+            return mark(name)
+        # The first positional parameter has the number 1.
+        first = int(sliced[1]) - (name in "@*")
+        last = first + int(sliced[2]) if sliced[2] else None
+        return value[max(first, 0) : last]
+
+    def counted(self, prefix: str, name: str, value: Any) -> Any:
+        """Return the keys (`!`) or the number of items, or of letters (`#`)."""
+        whole = self.env.get(name) if name not in self.given else None
+        is_text = isinstance(value, str)
+        if isinstance(whole, OpenList) or (
+            not is_text and isinstance(whole, str) and has_unknown(whole)
+        ):
+            return mark(name)
+        if prefix == "!":
+            keys = whole if isinstance(whole, dict) else range(len(value))
+            return list(map(str, keys))
+        if is_unset(value):  # the environment may set it
+            return mark(unknown_names(value)[0]) if value[0] == UNSET else "0"
+        return mark(name) if is_text and has_unknown(value) else str(len(value))
+
+    def default(
+        self, name: str, value: Any, sign: str, raw: str, key: str | None
+    ) -> Any:
+        """Return `${NAME:-raw}` and the like."""
+        is_set = not is_unset(value) and (sign[0] != ":" or bool(value))
+        if sign[-1] == "+":
+            return self.text(raw) if is_set else ""
+        if is_set or sign[-1] == "?":
+            return value
+        other = self.text(raw.strip("\n"))
+        if sign[-1] == "=":
+            self.assign(name, key and f"[{key}]", other)
+        return other
+
+    def modify(self, value: str, rest: str) -> str:
+        """Return a text after `#`, `%`, `/`, `^^` or `,,` of `${NAME...}`."""
+        open_name = value if MARKER.fullmatch(value) else mark("${...}")
+        if has_unknown(value):
+            return open_name
+        if rest in ("^^", ",,"):
+            return value.upper() if rest == "^^" else value.lower()
+        parts = re.fullmatch(r"(##?|%%?|//?)((?:\\.|[^/\\])*)(/?)(.*)", rest, re.DOTALL)
+        if parts is None:
+            return open_name
+        sign, raw, _, new = parts.groups()
+        pattern = self.text(raw if sign[0] == "/" else rest[len(sign) :])
+        if has_unknown(pattern):
+            return open_name
+        if sign[0] == "/":
+            return _replace(value, pattern, self.text(new), everywhere=sign == "//")
+        places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
+        if sign[0] == "#":
+            found = (value[n:] for n in places if fnmatchcase(value[:n], pattern))
+        else:
+            found = (value[:n] for n in places if fnmatchcase(value[n:], pattern))
+        return next(found, value)
+
+    # Arithmetic.
+
+    def arithmetic(self, raw: str) -> str:
+        """Return the value of an arithmetic expression, which may assign; unknown if a
+        part is.
+        """
+        text = self.text(raw.replace('"', ""), quoted=True)
+        try:
+            return str(evaluate(text, self.variable))
+        except ScriptError as error:
+            # Which of its assignments have happened is not known.
+            for match in VARIABLE.finditer(MARKER.sub("?", text)):
+                if match[1] or match[4]:
+                    self.env[match[2]] = mark(match[2])
+            found = MARKER.search(text) or MARKER.fullmatch(str(error))
+            return found[0] if found else mark(f"$(({text.strip()}))")
+
+    def variable(self, match: re.Match[str], right: Callable[[], int]) -> int:
+        """Return the value of a variable in an arithmetic expression; change it as the
+        signs say.
+        """
+        before, name, key, after = match.groups("")
+        if after == "=":
+            new = right()
+            self.assign(name, key, str(new))
+            return new
+        value = self.text("${" + name + key + "}")
+        old = to_number(value) if value else 0
+        if not before + after:
+            return old
+        step = right() if after.endswith("=") else 1
+        new = combine((before or after)[:-1], old, step)
+        self.assign(name, key, str(new))
+        return old if after in ("++", "--") else new
+
+
+def is_unset(value: Any) -> bool:
+    """Return whether a value is that of a variable or an argument that is not set."""
+    return (
+        isinstance(value, str)
+        and value[:1] in (UNSET, ARGUMENT)
+        and bool(MARKER.fullmatch(value))
+    )
+
+
+def expand_braces(raw: str) -> list[str]:
+    """Return the words that `{1..4}` or `{a,b}` stands for, or another raw word as it
+    is.
+    """
+    if span := re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", raw):
+        first, last = int(span[1]), int(span[2])
+        step = 1 if first <= last else -1
+        return list(map(str, range(first, last + step, step)[:_MAX_RANGE]))
+    listed = re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
+    return listed[1].split(",") if listed else [raw]
+
+
+def _replace(value: str, pattern: str, new: str, *, everywhere: bool) -> str:
+    """Return a text after `${NAME/PATTERN/NEW}`; unknown where the match is not unique,
+    or has to be at an end.
+    """
+    if not pattern:
+        return value
+    if "*" in pattern or (pattern[0] in "#%" and not everywhere):
+        return mark("${...}")
+    found = translate(pattern.replace("[^", "[!")).removesuffix("\\Z")
+    found = found.removesuffix("\\z")
+    return re.sub(found, lambda _: new, value, count=0 if everywhere else 1)
