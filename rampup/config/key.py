@@ -584,7 +584,8 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
         (),
         (
             "no key is like it; if it is a key of MaxText that rampup does not have,"
-            " delete it (`rampup check --from maxtext FILE` reads such a file)"
+            " delete it (`rampup check FILE --from maxtext num_devices=8` reads such a"
+            " file)"
         ),
     )
 

@@ -118,6 +118,21 @@ class MetricOptions:
     describe_rows: Callable[[int], Sequence[str]] = lambda step: ()
 
 
+@dataclass(slots=True)
+class _FetchedStep:
+    """A step whose numbers are on the host, and that has no line yet: when it was
+    fetched after the step before it, when it was started after that, and the time that
+    its line shows.
+    """
+
+    position: PlanPosition
+    values: Any
+    compile_seconds: float
+    between: float
+    seconds: float
+    shown_seconds: float
+
+
 class Metrics:
     """Fetches each step's metrics two steps later, and replaces the lines from the
     first step of this launch on.
@@ -145,6 +160,7 @@ class Metrics:
             itertools.takewhile(lambda line: line.get("skipped"), before)
         )[::-1]
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
+        self._fetched: deque[_FetchedStep] = deque()
         # A minute: a lease of which nothing was heard for a while is renewed first.
         owned = functools.partial(require_owner, folder, seconds=60)
         log: dict[str, Any] = {
@@ -181,7 +197,7 @@ class Metrics:
         between, self._last_push = now - self._last_push - compile_seconds, now
         self._waiting.append((position, values, compile_seconds, between))
         if len(self._waiting) > IN_FLIGHT:
-            self._write_oldest()
+            self._write(self._fetch_oldest())
 
     def write_eval(self, values: Mapping[str, Any]) -> None:
         """Write the line of an evaluation."""
@@ -193,7 +209,19 @@ class Metrics:
         memory.
         """
         while self._waiting:
-            self._write_oldest(flushing=True)
+            self._fetched.append(self._fetch_oldest())
+        # The first step of a launch has the time of its start. Of the others each has
+        # the mean: they ran while the host waited for the first of them.
+        timed = [step for step in self._fetched if step.position.step > self._first]
+        if timed:
+            # If the host is slower than the devices, steps are done when they are
+            # fetched, and took as long as the host did.
+            fetching = sum(step.seconds for step in timed)
+            mean = max(fetching, sum(step.between for step in timed)) / len(timed)
+            for step in timed:
+                step.shown_seconds = mean
+        while self._fetched:
+            self._write(self._fetched.popleft())
         self._log.sync()
         self._eval_log.sync()
         for writer in self._writers:
@@ -206,7 +234,8 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _write_oldest(self, *, flushing: bool = False) -> None:
+    def _fetch_oldest(self) -> _FetchedStep:
+        """Wait for the oldest step that waits, and return its numbers."""
         position, values, compile_seconds, between = self._waiting.popleft()
         known = (
             "loss",
@@ -234,9 +263,14 @@ class Metrics:
         values = jax.device_get(fetched)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        # If the host is slower than the devices, steps are done when a flush fetches
-        # them, and took as long as the host did.
-        step_seconds = max(seconds, between) if flushing else seconds
+        return _FetchedStep(
+            position, values, compile_seconds, between, seconds, shown_seconds=seconds
+        )
+
+    def _write(self, step: _FetchedStep) -> None:
+        """Write the line of a step."""
+        position, values, step_seconds = step.position, step.values, step.shown_seconds
+        compile_seconds = step.compile_seconds
         options, facts = self._options, values.get("facts", {})
         size = facts.get("global_batch_size", position.split.global_batch_size)
         record = {
@@ -300,7 +334,7 @@ class Metrics:
         # The first step includes the start of the run and is no measure of its speed.
         if position.step > self._first:
             self._tokens += size * options.tokens_per_sample
-            self._seconds += seconds
+            self._seconds += step.seconds
         if position.phase.index != self._phase:
             self._phase = position.phase.index
             self._on_event(PhaseStarted(step=position.step, phase=self._phase))

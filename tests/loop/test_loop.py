@@ -294,6 +294,20 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
     )
 
 
+def test_steps_that_are_fetched_together_share_their_mean_time(parts, tmp_path):
+    """Before a checkpoint and at the end, the last steps of the device are fetched at
+    once: each has their mean, as the time of one of them means nothing.
+    """
+    run_own(parts, tmp_path)
+    seconds = [
+        json.loads(line)["step_seconds"]
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert seconds[3] == seconds[4]
+    assert seconds[8] == seconds[9]
+    assert seconds[10] == seconds[11]
+
+
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
     """In a thread, which gets no signals, `should_stop` is asked before every step; the
     run saves, and resumes as ever.
