@@ -278,9 +278,24 @@ class RolloutSchedule:
         """A digest of the sizes that decide which samples an optimizer step uses."""
         return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()
 
-    def differences(self, rows: list[list[Any]]) -> str:  # noqa: ARG002 - an error names the fingerprints instead
-        """Return "": there is no table of two schedules."""
-        return ""
+    def differences(self, rows: list[list[Any]]) -> str:
+        """Return a line for each size that is another than in the rows of a checkpoint,
+        with the keys that set it.
+        """
+        now = self.to_rows()
+        if len(rows) != len(now):
+            return (
+                f"  stages of rl.batch_size_schedule: {len(rows)} in the checkpoint,"
+                f" {len(now)} here"
+            )
+        return "\n".join(
+            f"  {name}, from rollout {new[0]}: {before} in the checkpoint, {here} here"
+            for old, new in zip(rows, now, strict=True)
+            for (name, before), (_, here) in zip(
+                _named_sizes(old), _named_sizes(new), strict=False
+            )
+            if before != here
+        )
 
     def to_rows(self) -> list[list[Any]]:
         """Return the sizes of every stage that the run reaches, as JSON."""
@@ -295,6 +310,24 @@ class RolloutSchedule:
             for first, plan in self.stages
             if first < self.num_rollouts
         ]
+
+
+def _named_sizes(row: list[Any]) -> list[tuple[str, int]]:
+    """Return the sizes of a stage of `RolloutSchedule.to_rows`, with the keys that set
+    them.
+    """
+    first, samples, responses, *models = row
+    sizes = [
+        ("first rollout", first),
+        ("rl.num_generations", responses),
+        ("batch_size (prompts)", samples // responses),
+    ]
+    for model, mini_batch, epochs in models:
+        sizes += [
+            (f"mini_batch_size of the {model} (prompts)", mini_batch // responses),
+            (f"passes of the {model}", epochs),
+        ]
+    return sizes
 
 
 def split_of(passes: int, rows: int, replicas: int) -> BatchSplit:

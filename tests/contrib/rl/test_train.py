@@ -401,7 +401,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         {"max_operand": 8},
         {"init_weights_seed": 1},
     ):
-        with pytest.raises(ResumeMismatchError):
+        with pytest.raises(ResumeMismatchError, match=next(iter(change))):
             rl.train(config_of(tmp_path, eval_interval=-1, **change))
     # The folder has the configuration with which `rampup train RUN_DIR` resumes it.
     kept = load_rollout_config(tmp_path / "run" / "config.yml")
