@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from fractions import Fraction
 
 from rampup.config.schema import Config
 from rampup.config.stages import (
@@ -37,8 +38,9 @@ def run_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     Example:
         >>> from rampup.config.build import build_plan
         >>> config = Config(per_device_batch_size=4, train_samples=100)
-        >>> run_notes(config, build_plan(config, 4))[0]
-        'the run takes 112 samples, 12 more than train_samples=100, as its last batch is whole'
+        >>> too_long, *others = run_notes(config, build_plan(config, 4))
+        >>> too_long.split("; ")[1]
+        "batch_size_schedule='0:16 96:4' ends with a batch of the 4 left"
     """
     return (
         *_loading_notes(config, plan),
@@ -82,7 +84,7 @@ def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:
             asked = f"train_tokens={config.train_tokens:,}, which are {float(budget):g}"
         yield (
             f"the run takes {taken:,} samples, {float(taken - budget):g} more than"
-            f" {asked}, as its last batch is whole"
+            f" {asked}, as its last batch is whole{_smaller_last_batch(plan, budget)}"
         )
     if config.num_epoch > 0:
         rows = -(-taken // config.num_epoch)
@@ -91,6 +93,24 @@ def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:
             f" {taken:,} samples; a last phase of batch_size_schedule can be as small"
             " as the rows that are left"
         )
+
+
+def _smaller_last_batch(plan: RampPlan, budget: Fraction | int) -> str:
+    """Return how to end with the samples that are left, as a batch of their own, or
+    nothing if that batch cannot be split.
+    """
+    start = plan.ramp.samples_before(plan.total_steps - 1)
+    rest = budget - start
+    replicas = plan.splitter.data_parallel_size
+    if rest % replicas or plan.splitter.num_stages > 1 or plan.seesaw is not None:
+        return ""
+    before = [
+        f"{phase.start_sample}:{phase.global_batch_size}"
+        for phase in plan.ramp.phases
+        if phase.start_sample < start
+    ]
+    schedule = " ".join([*before, f"{start}:{rest}"])
+    return f"; batch_size_schedule='{schedule}' ends with a batch of the {rest} left"
 
 
 def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:

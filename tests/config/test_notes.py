@@ -1,6 +1,7 @@
 """Tests of rampup.config.notes: what a plan says about the run that was asked for."""
 
 import math
+import re
 
 import pytest
 
@@ -62,6 +63,25 @@ def test_a_last_batch_beyond_the_samples_asked_for_is_said():
         said = notes_of(per_device_batch_size=4, **quiet)
         assert "more than" not in said
         assert "rows" not in said
+
+
+@pytest.mark.parametrize("schedule", ["0:16", "0:8 40:16", "0:16 90:32"])
+def test_the_schedule_with_a_smaller_last_batch_is_named(schedule):
+    """It has the batches of the run up to the last one, which takes the samples that
+    are left; what cannot be split over the replicas is not named.
+    """
+    keys = {"batch_size_schedule": schedule, "train_samples": 100}
+    said = notes_of(**keys)
+    (exact,) = re.findall(r"batch_size_schedule='([^']*)'", said)
+    whole = build_plan(Config(**keys), 4)
+    ended = build_plan(Config(batch_size_schedule=exact, train_samples=100), 4)
+    assert (ended.total_steps, ended.consumed_samples) == (whole.total_steps, 100)
+    sizes = [
+        [plan.position(step).split.global_batch_size for step in range(6)]
+        for plan in (whole, ended)
+    ]
+    assert sizes[0][: whole.total_steps - 1] == sizes[1][: whole.total_steps - 1]
+    assert "batch_size_schedule=" not in notes_of(8, **keys)
 
 
 def test_a_run_that_ends_before_its_ramp_names_the_batches_it_never_has():
