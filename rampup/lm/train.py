@@ -131,8 +131,7 @@ def train(
         num_processes=None if config.num_processes == -1 else config.num_processes,
         process_id=None if config.process_id == -1 else config.process_id,
         distributed=config.distributed,
-        # At least twice as late as the watchdog, whose message says more than JAX's.
-        heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
+        heartbeat_timeout=config.jax_distributed_heartbeat_timeout_seconds,
     )
 
     def make(saved: SavedCheckpoint | None) -> Run:
@@ -163,7 +162,6 @@ def _run_in_folder(
         lambda run, folder: run.train_in(
             folder, on_event if is_primary() else ignore_event, should_stop
         ),
-        heartbeat_timeout=config.jax_distributed_heartbeat_timeout_seconds,
     )
 
 

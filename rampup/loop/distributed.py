@@ -1,5 +1,5 @@
-"""Several processes as one run: joining, agreeing, and ending together when one of them
-is gone.
+"""Several processes as one run: joining, agreeing, and ending. When one of them is gone,
+JAX ends the others.
 
 Processes communicate through the key-value store of jax.distributed, without device
 collectives, so no device waits for it.
@@ -12,12 +12,9 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -26,7 +23,7 @@ from rampup.engine.processes import (
     FOLDER,
     announced,
     broadcast_from_process0,
-    gather_from_all,
+    first_problem,
     is_primary,
     kv_store,
 )
@@ -37,11 +34,8 @@ from rampup.loop.meeting import meet
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
 # the devices of all
 NOTICE_STEPS = 8
-_DONE, _FAILED = "done", "failed "
-_agreement_numbers, _check_numbers, _watch_numbers = (
-    itertools.count() for _ in range(3)
-)
-_is_watching = threading.Lock()
+_agreement_numbers = itertools.count()
+_check_numbers = itertools.count()
 has_failed = threading.Event()  # the last run of several processes, in this one
 
 
@@ -118,38 +112,6 @@ def join(
             ) from None
 
 
-def check_reachable() -> None:
-    """Refuse, in every process, a host whose name leads to itself, if there are several
-    and JAX connects their CPUs by name.
-    """
-    if jax.process_count() == 1 or jax.default_backend() != "cpu":
-        return
-    name, address, place = socket.gethostname(), "", ""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
-    with contextlib.suppress(
-        OSError
-    ):  # Linux: the machine, and the network in which its containers see it
-        place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink(
-            "/proc/self/ns/net"
-        )
-    found = [
-        json.loads(each) for each in gather_from_all(json.dumps([name, address, place]))
-    ]
-    for number, (name, address, _) in enumerate(found):
-        if (
-            address.startswith("127.")
-            and len({(other, place) for other, _, place in found}) > 1
-        ):
-            raise ConfigError(
-                f"process {number} runs on {name}, a name that leads to {address}"
-                " there: other hosts cannot reach it",
-                fix=f"in /etc/hosts of that host, let {name} lead to its address in the"
-                " network of the others",
-                key="coordinator_address",
-            )
-
-
 def check_consistent(facts: Mapping[str, Any]) -> None:
     """Refuse, in every process, to run different things. All of them call this equally
     often.
@@ -158,39 +120,23 @@ def check_consistent(facts: Mapping[str, Any]) -> None:
     from name to fingerprint. A process leaves out those that it does not know; process
     0 knows all.
     """
-    # Process 0 compares, and the others wait for its answer: all of them end in the
-    # same way.
-    count = jax.process_count()
-    if count == 1:
+    if jax.process_count() == 1:
         return
-    folder = f"{FOLDER}/facts{next(_check_numbers)}"
-    kv_store().key_value_set(
-        f"{folder}/{jax.process_index()}", json.dumps(facts, default=str)
+    own = json.dumps(facts, default=str)
+    first = json.loads(broadcast_from_process0(f"facts{next(_check_numbers)}", own))
+    known = {**first, **json.loads(own)}
+    places = ("in process 0", f"in process {jax.process_index()}")
+    problem = first_problem(
+        "\n".join(
+            f"  {key}: {', '.join(describe_change(first[key], known[key], places, most=1))}"
+            for key in first
+            if known[key] != first[key]
+        )
     )
-    differing = {}
-    if is_primary():
-        found = [
-            json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 300_000))
-            for n in range(count)
-        ]
-        for key, first in found[0].items():
-            others = {
-                number: known[key]
-                for number, known in enumerate(found)
-                if known.get(key, first) != first
-            }
-            if others:
-                number, value = next(iter(others.items()))
-                more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
-                change = describe_change(
-                    first, value, ("in process 0", f"in process {number}"), most=1
-                )
-                differing[key] = f"{key}: {', '.join(change)}{more}"
-    problems = json.loads(broadcast_from_process0(folder, json.dumps(differing)))
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems.values())
+    if problem:
         raise ConfigError(
-            f"the processes are not started alike:\n{lines}", key=next(iter(problems))
+            f"the processes are not started alike:\n{problem}",
+            key=problem.partition(":")[0].strip(),
         )
 
 
@@ -251,119 +197,18 @@ class StopConsensus:
         return self._from_step is not None and step >= self._from_step
 
 
-def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
-    """End this process with a clear message when another one has been silent for
-    `timeout` seconds, or has failed.
-
-    So does JAX's own heartbeat, but later and from C++. A watchdog inside another one
-    does nothing.
-    """
-    watches = jax.process_count() > 1 and _is_watching.acquire(blocking=False)
-    return _watched(timeout) if watches else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _watched(timeout: float) -> Iterator[None]:
-    own = jax.process_index()
-    # a state of an earlier run, which its caller knows, ends none
-    folder = f"{FOLDER}/alive{next(_watch_numbers)}"
-    done = threading.Event()  # there is nothing more to watch
-
-    def report(state: str) -> None:
-        kv_store().key_value_set(f"{folder}/{own}", state[:1000], allow_overwrite=True)
-
-    pause = min(timeout / 5, 1.0)
-    seen: dict[str, tuple[str, float]] = {}
-    answered = time.monotonic()
-
-    def beat() -> None:
-        # In a thread of its own: without a network, the store answers minutes later, or
-        # never.
-        nonlocal answered
-        for number in itertools.count():
-            now = time.monotonic()
-            try:
-                report(str(number))
-                states = dict(kv_store().key_value_dir_get(folder))
-                answered = now
-            # That of JAX is a RuntimeError; without a store, it has no such method.
-            except (RuntimeError, AttributeError):
-                states = {}
-            states.pop(f"{folder}/{own}", None)
-            for key, state in states.items():
-                # The clocks of two machines differ, so only the time since a state last
-                # changed here counts.
-                if key not in seen or seen[key][0] != state:
-                    seen[key] = state, now
-            if done.wait(pause):
-                return
-
-    def watch() -> None:
-        # When this process was last continued after a pause, such as SIGSTOP, in which
-        # it could hear nothing.
-        before = continued = time.monotonic()
-        while not done.wait(pause):
-            now = time.monotonic()
-            if now - before > timeout / 2:
-                continued = now
-            before = now
-            heard = {
-                key: (state, max(since, continued))
-                for key, (state, since) in dict(seen).items()
-            }
-            problem = _problem(heard, now, max(answered, continued), timeout)
-            if problem and not done.is_set():
-                print(
-                    f"rampup: {problem}; process {own} ends too. Start the job again to"
-                    " resume.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                # The main thread may be inside a collective that waits for the process
-                # that is gone: no exception and no signal handler reaches it there. It
-                # may also hold the lock of standard output.
-                os._exit(1)
-
-    beats = threading.Thread(target=beat, name="rampup-heartbeat", daemon=True)
-    thread = threading.Thread(target=watch, name="rampup-watchdog", daemon=True)
-    final = _DONE
+def leaving_on_error() -> Iterator[None]:
+    """Let a process whose run fails end at once: the others notice it by its silence,
+    and JAX ends them in its own words.
+    """
     has_failed.clear()
     try:
-        beats.start()
-        thread.start()
         yield
-    except BaseException as error:
-        has_failed.set()
-        final = f"{_FAILED}{type(error).__name__}: {error}".removesuffix(": ")
-        # Whether it, or an error that led to it, is of the devices or of the
-        # connections between processes.
-        cause: BaseException | None = error
-        while (
-            cause is not None
-            and not isinstance(cause, jax.errors.JaxRuntimeError)
-            and "Gloo " not in str(cause)
-        ):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
-            # A broken connection fails at once, long before the process at its other
-            # end counts as silent. Until the thread has named that process, this one
-            # stays alive for the others, which look for the culprit as well.
-            thread.join(timeout + 2)
+    except BaseException:
+        if jax.process_count() > 1:
+            has_failed.set()
         raise
-    finally:
-        _is_watching.release()  # first: Ctrl-C may end what follows
-        done.set()
-        for each in (thread, beats):
-            if each.is_alive():
-                each.join(
-                    2
-                )  # A sign of life that is being written would come after the report.
-        with contextlib.suppress(Exception):
-            report(final)
-            if own == 0 and final != _DONE:
-                time.sleep(
-                    2.5 * pause
-                )  # in which the others read it: then the store is gone
 
 
 def leave(code: int) -> NoReturn:
@@ -377,18 +222,3 @@ def leave(code: int) -> NoReturn:
 
 
 atexit.register(lambda: leave(1) if has_failed.is_set() else None)
-
-
-def _problem(
-    seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float
-) -> str | None:
-    """Return the problem of another process, or None."""
-    if now - answered > timeout:
-        return f"process 0 has not answered for {timeout:g} s"
-    for key, (state, since) in seen.items():
-        number = key.rsplit("/", 1)[-1]
-        if state.startswith(_FAILED):
-            return f"process {number} failed with {state.removeprefix(_FAILED)}"
-        if state != _DONE and now - since > timeout:
-            return f"process {number} has been silent for {timeout:g} s"
-    return None

@@ -64,9 +64,8 @@ from rampup.loop.components import (
 )
 from rampup.loop.distributed import (
     StopConsensus,
-    check_reachable,
     describe_change,
-    watchdog,
+    leaving_on_error,
 )
 from rampup.loop.lock import own_run, require_owner
 from rampup.loop.metrics import MetricOptions, Metrics
@@ -78,7 +77,7 @@ from rampup.loop.run_folder import (
     as_path,
     first_and_last_line,
     parse_json,
-    read_lines_backwards,
+    read_lines,
     run_folder,
     write_whole,
 )
@@ -86,7 +85,6 @@ from rampup.plan.noise_scale import default_half_life
 from rampup.plan.ramp import BatchRamp
 
 NAMED_FILES = 10  # in an error message, if the data have changed
-SILENT_SECONDS = 60.0  # after which another process of a loop of one's own is gone
 ENDED_FILE = "data_ended.json"  # the step for which the run had no rows
 # Parts of a checkpoint's record besides those of the components.
 RAMP_ROWS = "ramp_rows"
@@ -286,9 +284,9 @@ class Loop:
 
     @contextlib.contextmanager
     def _owned(self) -> Iterator[None]:
-        """Own the folder, and end in words if another process fails or is gone."""
+        """Own the folder; a process that fails does not wait for the others."""
         shared = bool(self.checkpoints.checkpoint_period)
-        with watchdog(SILENT_SECONDS), own_run(self.folder, shared=shared):
+        with leaving_on_error(), own_run(self.folder, shared=shared):
             yield
 
     def restore(
@@ -326,9 +324,9 @@ class Loop:
         # trained.
         rate, step = self.metrics.learning_rate, saved.step - 1
         if rate is not None and saved.step < self.plan.total_steps:
-            lines = read_lines_backwards(self.folder / METRICS_FILE)
-            last = next((line for line in lines if line["step"] <= step), {})
-            before = last.get("learning_rate") if last.get("step") == step else None
+            lines = read_lines(self.folder / METRICS_FILE)
+            last = next((line for line in lines if line["step"] == step), {})
+            before = last.get("learning_rate")
             if before is not None and not math.isclose(
                 before, after := rate(step), rel_tol=1e-6
             ):
@@ -738,21 +736,17 @@ def run_in_folder(
     config: Any,
     make: Callable[[SavedCheckpoint | None], Any],
     train: Callable[[Any, Path], Any],
-    *,
-    heartbeat_timeout: float,
 ) -> Any:
     """Make a run, new or from a checkpoint, and train it in its folder; one without a
     name gets a new folder.
 
-    `make` refuses what it can refuse: no folder is made before it returns. For
-    `heartbeat_timeout` see `watchdog`.
+    `make` refuses what it can refuse: no folder is made before it returns.
     """
     from rampup.engine.compile import (
         enable_compilation_cache,  # not above: a loop of one's own does without
     )
 
     check_joined()
-    check_reachable()
     enable_compilation_cache(config.jax_cache_dir)
     folder = (
         as_path(config.base_output_directory) / config.run_name
@@ -767,7 +761,7 @@ def run_in_folder(
         if folder is None
         else own_run(folder, only_existing=True, shared=is_shared)
     )
-    with watchdog(heartbeat_timeout), owned:
+    with leaving_on_error(), owned:
         run = make(
             None if folder is None else find_checkpoint(folder / CHECKPOINT_FOLDER)
         )

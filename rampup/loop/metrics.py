@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 import os
 import tempfile
 import time
@@ -37,7 +36,7 @@ from rampup.loop.run_folder import (
     StepLog,
     describe_gaps,
     is_bucket,
-    read_lines_backwards,
+    read_lines,
 )
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
@@ -46,6 +45,8 @@ from rampup.plan.plan import PlanPosition
 IN_FLIGHT = 2
 NAMED_ROWS = 3  # of a skipped step, in an error message
 TENSORBOARD_FOLDER = "tensorboard"
+# of the metrics of a step, beside `aux`
+_KNOWN = ("loss", "loss_parts", "grad_norm", "skipped", "facts", "gradient_noise")
 _NEEDED_BY = {
     "tensorboardX": ("enable_tensorboard", "tensorboard"),
     "wandb": ("wandb_project", "wandb"),
@@ -152,13 +153,10 @@ class Metrics:
         self._on_event = on_event
         # The lines of the steps that were skipped in a row, from those just before this
         # launch on.
-        before = itertools.dropwhile(
-            lambda line: line["step"] >= start,
-            read_lines_backwards(folder / METRICS_FILE),
-        )
-        self._skipped = list(
-            itertools.takewhile(lambda line: line.get("skipped"), before)
-        )[::-1]
+        self._skipped: list[Mapping[str, Any]] = []
+        for line in read_lines(folder / METRICS_FILE):
+            if line["step"] < start:
+                self._skipped = [*self._skipped, line] if "skipped" in line else []
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         self._fetched: deque[_FetchedStep] = deque()
         # A minute: a lease of which nothing was heard for a while is renewed first.
@@ -237,30 +235,9 @@ class Metrics:
     def _fetch_oldest(self) -> _FetchedStep:
         """Wait for the oldest step that waits, and return its numbers."""
         position, values, compile_seconds, between = self._waiting.popleft()
-        known = (
-            "loss",
-            "loss_parts",
-            "grad_norm",
-            "skipped",
-            "facts",
-            "gradient_noise",
-        )
-        fetched = {name: values[name] for name in known if name in values}
-        leaves = [
-            (path, leaf)
-            for path, leaf in jax.tree.leaves_with_path(values.get("aux"))
-            if getattr(leaf, "ndim", 0) == 0
-        ]
-        if leaves:
-            fetched["aux"] = {
-                jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf
-                for path, leaf in leaves
-            }
-        if fetched.keys() & {"aux", "gradient_noise"}:
-            fetched["weight"] = values["weight"]
         # This waits for a step of a while ago, which is done unless the devices are
         # behind by `IN_FLIGHT` steps.
-        values = jax.device_get(fetched)
+        values = jax.device_get(_to_fetch(values))
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         return _FetchedStep(
@@ -269,114 +246,131 @@ class Metrics:
 
     def _write(self, step: _FetchedStep) -> None:
         """Write the line of a step."""
-        position, values, step_seconds = step.position, step.values, step.shown_seconds
-        compile_seconds = step.compile_seconds
-        options, facts = self._options, values.get("facts", {})
+        position, values = step.position, step.values
+        facts = values.get("facts", {})
         size = facts.get("global_batch_size", position.split.global_batch_size)
+        record = self._line(position, values, size, step.shown_seconds)
+        # Readers of throughput skip the steps that have it.
+        if step.compile_seconds:
+            record["compile_seconds"] = round(step.compile_seconds, 6)
+        if values.get("skipped", False):
+            record["skipped"] = True
+        for component in self._components:
+            record |= component.after_step(record, values)
+        for name, mean in _means(values).items():
+            record[f"aux/{name}" if name in record else name] = mean
+        record |= facts
+        self._log.write(record)
+        write_numbers(self._writers, record)
+        # The first step includes the start of the run and is no measure of its speed.
+        if position.step > self._first:
+            self._tokens += size * self._options.tokens_per_sample
+            self._seconds += step.seconds
+        if position.phase.index != self._phase:
+            self._phase = position.phase.index
+            self._on_event(PhaseStarted(step=position.step, phase=self._phase))
+        self._on_event(StepDone(step=position.step, metrics=record))
+        self._count_skipped(record)
+
+    def _line(
+        self,
+        position: PlanPosition,
+        values: Mapping[str, Any],
+        size: int,
+        step_seconds: float,
+    ) -> dict[str, Any]:
+        """Return the line of a step of `size` samples, without what components add."""
+        options = self._options
         record = {
             "step": position.step,
             "consumed_samples": position.consumed_samples + size,
             "phase": position.phase.index,
             "global_batch_size": size,
             "loss": finite_or_none(values["loss"]),
-            **(
-                {}
-                if options.learning_rate is None
-                else {"learning_rate": options.learning_rate(position.step)}
-            ),
+        }
+        if options.learning_rate is not None:
+            record["learning_rate"] = options.learning_rate(position.step)
+        record |= {
             "step_seconds": round(step_seconds, 6),
             "tokens_per_second": round(
                 size * options.tokens_per_sample / step_seconds, 3
             ),
             "microbatch_size": position.split.microbatch_size,
         }
-        record |= {
-            f"loss/{part}": finite_or_none(mean)
-            for part, mean in enumerate(values.get("loss_parts", ()))
-        }
-        record |= (
-            {"grad_norm": finite_or_none(values["grad_norm"])}
-            if "grad_norm" in values
-            else {}
-        )
+        for part, mean in enumerate(values.get("loss_parts", ())):
+            record[f"loss/{part}"] = finite_or_none(mean)
+        if "grad_norm" in values:
+            record["grad_norm"] = finite_or_none(values["grad_norm"])
         if options.flops_per_sample is not None:
             # Imported here: a run that does not know its operations needs no table of
             # TPUs.
             from rampup.plan.topology import peak_flops
 
             flops = size * options.flops_per_sample / step_seconds / jax.device_count()
-            peak = peak_flops(jax.devices()[0].device_kind)
             record["tflops_per_device"] = round(flops / 1e12, 6)
             # Model FLOP/s utilisation (Chowdhery et al., "PaLM", 2022, appendix B):
             # recomputed activations are no work, and the peak is that of bfloat16
             # whatever type the model computes in.
-            record |= {} if peak is None else {"mfu": round(flops / peak, 6)}
-        # Readers of throughput skip the steps that have it.
-        record |= (
-            {"compile_seconds": round(compile_seconds, 6)} if compile_seconds else {}
-        )
-        record |= {"skipped": True} if values.get("skipped", False) else {}
-        for component in self._components:
-            record |= component.after_step(record, values)
-        # Means, as the loss is one: the sums over the step's rows, by the step's
-        # weight, of several parts the first.
-        weight = float(np.ravel(values.get("weight", 0))[0])
-        means = {
-            name: finite_or_none(value / weight) if weight else None
-            for name, value in values.get("aux", {}).items()
-        }
-        record |= {
-            f"aux/{name}" if name in record else name: mean
-            for name, mean in means.items()
-        } | facts
-        self._log.write(record)
-        write_numbers(self._writers, record)
-        # The first step includes the start of the run and is no measure of its speed.
-        if position.step > self._first:
-            self._tokens += size * options.tokens_per_sample
-            self._seconds += step.seconds
-        if position.phase.index != self._phase:
-            self._phase = position.phase.index
-            self._on_event(PhaseStarted(step=position.step, phase=self._phase))
-        self._on_event(StepDone(step=position.step, metrics=record))
+            if (peak := peak_flops(jax.devices()[0].device_kind)) is not None:
+                record["mfu"] = round(flops / peak, 6)
+        return record
+
+    def _count_skipped(self, record: Mapping[str, Any]) -> None:
+        """Report a skipped step, and end the run if there are too many in a row."""
         self._skipped = [*self._skipped, record] if "skipped" in record else []
-        if self._skipped:
-            self._on_event(StepSkipped(step=position.step, in_a_row=len(self._skipped)))
+        if not self._skipped:
+            return
+        most = self._options.skip_nonfinite
+        self._on_event(StepSkipped(step=record["step"], in_a_row=len(self._skipped)))
         # More, if the steps before this launch were trained with a higher limit.
-        if 0 < options.skip_nonfinite <= len(self._skipped):
-            steps = [line["step"] for line in self._skipped]
-            table = ""
-            for line in self._skipped[-NAMED_ROWS:]:
-                rows = options.describe_rows(line["step"])
-                end = line["consumed_samples"]
-                more = (
-                    f", and {len(rows) - NAMED_ROWS} more (rampup plan --rows lists them)"
-                    if len(rows) > NAMED_ROWS
-                    else ""
-                )
-                table += (
-                    f"\n  step {line['step']}: samples"
-                    f" {end - line['global_batch_size']:,} to {end - 1:,}"
-                )
-                table += f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""
-            problem = (
-                f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))}"
-                " was not finite"
-            )
-            rule = (
-                f"skip_nonfinite={options.skip_nonfinite} stops there; none of them"
-                " changed the parameters"
-            )
-            words = (
-                f"{problem}, {len(steps)} in a row: {rule}, and the checkpoints stay."
-                f" The rows they used:{table}"
-            )
-            raise NonFiniteError(words, steps=steps, key="skip_nonfinite")
+        if not 0 < most <= len(self._skipped):
+            return
+        table = ""
+        for line in self._skipped[-NAMED_ROWS:]:
+            end = line["consumed_samples"]
+            rows = ", ".join(self._options.describe_rows(line["step"])[:NAMED_ROWS])
+            samples = f"samples {end - line['global_batch_size']:,} to {end - 1:,}"
+            table += f"\n  step {line['step']}: {samples}" + (rows and f": {rows}")
+        steps = [line["step"] for line in self._skipped]
+        raise NonFiniteError(
+            f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was"
+            f" not finite, {len(steps)} in a row: skip_nonfinite={most} stops there;"
+            " none of them changed the parameters, and the checkpoints stay. The first"
+            f" rows they used (rampup plan --rows lists all):{table}",
+            steps=steps,
+            key="skip_nonfinite",
+        )
+
+
+def _to_fetch(values: Any) -> dict[str, Any]:
+    """Return those of a step's metrics that its line needs; of `aux` the numbers."""
+    found = {name: values[name] for name in _KNOWN if name in values}
+    aux = {
+        jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf
+        for path, leaf in jax.tree.leaves_with_path(values.get("aux"))
+        if getattr(leaf, "ndim", 0) == 0
+    }
+    if aux:
+        found["aux"] = aux
+    if aux or "gradient_noise" in found:
+        found["weight"] = values["weight"]
+    return found
+
+
+def _means(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return means, as the loss is one: the sums over the step's rows, by the step's
+    weight, of several parts the first.
+    """
+    weight = float(np.ravel(values.get("weight", 0))[0])
+    return {
+        name: finite_or_none(value / weight) if weight else None
+        for name, value in values.get("aux", {}).items()
+    }
 
 
 class TensorBoardWriter:
-    """Writes event files for TensorBoard in the calling thread; in a bucket, `flush`
-    and `close` upload them.
+    """Writes event files for TensorBoard in the calling thread, when it is flushed; in
+    a bucket, it uploads them.
 
     A full disk is an error of `flush`. It ends the thread of
     `tensorboardX.SummaryWriter` without one, and blocks `add_scalar`. A resumed run
@@ -388,82 +382,73 @@ class TensorBoardWriter:
         required("tensorboardX")
         self._folder = folder
         self._start = start
-        self._number = itertools.count()
+        self._number = 0  # of the file
         self._local = (
             Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
             if is_bucket(folder)
             else folder
         )
         self._file: Any = None
-        self._problem: OSError | None = None
+        self._events: list[Any] = []  # not yet written
+        if start:
+            from tensorboardX.proto.event_pb2 import SessionLog
+
+            # This event makes TensorBoard hide the earlier values of this step and
+            # later ones.
+            self._add(start, session_log=SessionLog(status=SessionLog.START))
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a step. Numbers that a full disk refuses are lost, and
-        `flush` raises an error.
-        """
+        """Take the numbers of a step."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in scalars.items()
         ]
-        self._attempt(lambda: self._write(step, summary=Summary(value=values)))
+        self._add(step, summary=Summary(value=values))
 
     def flush(self) -> None:
-        """Write everything that was taken, or raise a StorageError if numbers were lost
-        since the last call.
+        """Write everything that was taken, or raise a StorageError; what was taken then
+        stays for the next call.
         """
-        if self._file is not None:
-            self._attempt(self._upload)
-        problem, self._problem = self._problem, None
-        if problem is not None:
+        try:
+            self._write()
+        except OSError as error:
+            # The file may end in the middle of an event: the next one is a new file.
+            self._file = None
+            self._number += 1
             raise StorageError(
-                f"{self._folder} cannot be written: {problem.strerror or problem}"
-            ) from problem
+                f"{self._folder} cannot be written: {error.strerror or error}"
+            ) from error
 
     def close(self) -> None:
         """Write everything and close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._upload()
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+        with contextlib.suppress(OSError):
+            self._write()
+            self._file.close()
 
-    def _write(self, step: int, **content: Any) -> None:
-        """Write an event into the file, a new one after a write that may have left the
-        last one incomplete.
-        """
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._events.append(Event(wall_time=time.time(), step=step, **content))
+
+    def _write(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         if self._file is None:
             self._local.mkdir(parents=True, exist_ok=True)
-            number = next(self._number)
             self._file = EventsWriter(
-                str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}"
+                str(self._local / "events"),
+                f".{os.getpid()}.{self._start}.{self._number}",
             )
-            # This event makes TensorBoard hide the earlier values of this step and
-            # later ones.
-            if number == 0 and self._start:
-                self._write(
-                    self._start, session_log=SessionLog(status=SessionLog.START)
-                )
-        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
-
-    def _upload(self) -> None:
+        for event in self._events:
+            self._file.write_event(event)
         self._file.flush()
         if self._local != self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
             for file in self._local.iterdir():
                 (self._folder / file.name).write_bytes(file.read_bytes())
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except OSError as error:
-            self._problem = error
-            self.close()
+        self._events = []
 
 
 class WandbWriter:

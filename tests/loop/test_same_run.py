@@ -172,7 +172,9 @@ def test_metrics_with_lines_twice_are_reported(tmp_path):
     file = tmp_path / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line * 2 for line in lines))
-    assert describe_gaps(file, 5).endswith("has more than one line of steps 0 to 4")
+    assert describe_gaps(file, 5).endswith(
+        "has more than one line of 5 steps, from step 0 on"
+    )
 
 
 def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):

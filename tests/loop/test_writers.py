@@ -34,8 +34,8 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again
 
 
 def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path):
-    """What could not be written is an error at the next flush, once; later numbers can
-    be read.
+    """What could not be written is an error of the flush, once, and is in the next
+    one.
     """
     from tensorboardX.record_writer import RecordWriter
 
@@ -48,14 +48,15 @@ def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path):
         side_effect=OSError(errno.ENOSPC, "No space left on device"),
     ):
         writer.write_scalars(1, {"loss": 2.0})
-    with pytest.raises(StorageError, match="No space left on device"):
-        writer.flush()
+        with pytest.raises(StorageError, match="No space left on device"):
+            writer.flush()
     writer.write_scalars(2, {"loss": 3.0})
     writer.flush()
     writer.close()
     assert len(list(tmp_path.iterdir())) == 2
     assert [(step, value) for step, _, value in tensorboard_events(tmp_path)] == [
         (0, 1.0),
+        (1, 2.0),
         (2, 3.0),
     ]
 

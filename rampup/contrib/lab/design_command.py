@@ -207,7 +207,7 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
         raise common.usage_error(problem, key=key, nearest=(measured.num_generations,))
     lines = (
         line
-        for line in files.read_lines_backwards(folder / files.METRICS_FILE)
+        for line in reversed(list(files.read_lines(folder / files.METRICS_FILE)))
         if line.get("noise_between_prompts") is not None
     )
     facts = advice_from_line(

@@ -83,12 +83,11 @@ from rampup.engine.processes import (
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
-from rampup.loop.distributed import watchdog
+from rampup.loop.distributed import leaving_on_error
 
-# How long the other processes wait for the rewards of process 0. If it fails or is
-# gone, the watchdog ends them, after as many seconds without a heartbeat as in runs on
-# text.
-REWARD_SECONDS, HEARTBEAT_SECONDS = 24 * 3600, 60
+# How long the other processes wait for the rewards of process 0. If it is gone, JAX ends
+# them.
+REWARD_SECONDS = 24 * 3600
 _reward_numbers = itertools.count()
 
 # From the numbers of the first prompt and of the one after the last, counted over the
@@ -611,7 +610,7 @@ class RolloutStep:
         number = next(_reward_numbers)
         problem = ""
         found = ""
-        with watchdog(HEARTBEAT_SECONDS):
+        with leaving_on_error():
             if is_primary():
                 try:
                     found = (

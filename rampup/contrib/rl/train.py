@@ -35,7 +35,6 @@ from rampup.contrib.rl.policy import (
     supervised_loss,
 )
 from rampup.contrib.rl.rollout import (
-    HEARTBEAT_SECONDS,
     RolloutOptions,
     RolloutState,
     RolloutStep,
@@ -142,7 +141,6 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
         config,
         functools.partial(RolloutRun, config),
         train_in,
-        heartbeat_timeout=HEARTBEAT_SECONDS,
     )
 
 

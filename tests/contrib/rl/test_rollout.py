@@ -763,7 +763,12 @@ def fail_in_an_own_loop(process, port):
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    jax.distributed.initialize(
+        f"localhost:{port}",
+        num_processes=2,
+        process_id=process,
+        heartbeat_timeout_seconds=10,
+    )
     calls = []
 
     def reward(prompts, responses):
@@ -786,8 +791,8 @@ def fail_in_an_own_loop(process, port):
 
 @pytest.mark.slow
 def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
-    """The other process says at once why it ends, and does not wait for rewards that
-    will never come.
+    """JAX ends the other process, which does not wait for rewards that will never
+    come.
     """
     port, logs = processes.free_port(), [tmp_path / "0.log", tmp_path / "1.log"]
     started = [
@@ -795,11 +800,8 @@ def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
         for n, log in enumerate(logs)
     ]
     started[1].join(60)
-    assert started[1].exitcode == 1
-    assert (
-        "process 0 failed with SystemExit: the budget is spent; process 1 ends too"
-        in logs[1].read_text()
-    )
+    assert started[1].exitcode not in (None, 0)
+    assert "the budget is spent" in logs[0].read_text()
 
 
 @pytest.mark.parametrize(
