@@ -479,17 +479,17 @@ class ModelKeys(Settings):
 class DataKeys(Settings):
     """The keys of the rows to train and evaluate on."""
 
-    dataset_type: str = _data("text", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic",
+    dataset_type: str = _data("text", choices=("text", "tokens", "synthetic"), maxtext="synthetic",
         identity=True, doc="""
-        Kind of training data. text: the bytes of text files. tokens: .npy or .bin arrays. arrayrecord: one row per record.
-        synthetic: generated rows. tokens and arrayrecord need grain_train_files.""")
+        Kind of training data. text: the bytes of text files. tokens: .npy or .bin arrays.
+        synthetic: generated rows. tokens needs grain_train_files.""")
     grain_train_files: str | None = _data(None, kind="text", nullable=True, maxtext="''", doc="""
         Training files, as a glob pattern relative to the working directory. null: with dataset_type text, the source of the
         Python standard library.""")
     grain_eval_files: str | None = _data(None, kind="text", nullable=True, maxtext="''", doc="""
         Evaluation files, as a glob pattern. null: hold out a twentieth of the training rows.""")
     token_dtype: str = _data("uint16", choices=("uint8", "uint16", "int32", "uint32"), own=True, doc="""
-        Type of the tokens in .bin and ArrayRecord files, little-endian.""")
+        Type of the tokens in .bin files, little-endian.""")
     num_epoch: int = _data(-1, minimum=1, also=(-1,), maxtext="1", doc="""
         Passes over the training rows; a run that needs more rows is refused. -1: as many as the run needs.""")
     data_shuffle_seed: int | None = _data(0, kind="int", minimum=0, maximum=2**31 - 1, nullable=True, identity=True, doc="""
@@ -636,10 +636,7 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
                 "autoselected",
                 "dot_product",
             )
-        if (
-            self.dataset_type in ("tokens", "arrayrecord")
-            and self.grain_train_files is None
-        ):
+        if self.dataset_type == "tokens" and self.grain_train_files is None:
             refuse(
                 "grain_train_files",
                 f"dataset_type={self.dataset_type} needs grain_train_files, a glob"

@@ -35,6 +35,7 @@ from rampup.data.sources import (
     check_repeatable,
     is_thread_safe,
     read_rows,
+    reading,
     warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
@@ -53,7 +54,6 @@ from rampup.errors import (
     ConfigError,
     DataEndedError,
     DataError,
-    RampupError,
 )
 from rampup.plan.numbers import nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
@@ -65,6 +65,7 @@ INLINE_BYTES = (
     2**20
 )  # of a step up to which rows in memory are read here: a thread takes as long to hand them over
 _ROWS_OF_IDENTITY = 8
+_END = object()  # of a stream
 
 
 class SampleOrder:
@@ -130,9 +131,7 @@ class StepRows(NamedTuple):
     """
 
     position: PlanPosition  # looked up once per step
-    # the number of each sample (S,), in the order in which the planned split uses them
-    samples: np.ndarray
-    rows: Any  # arrays (S, ...)
+    rows: Any  # arrays (S, ...), in the order in which the planned split uses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,12 +307,11 @@ class BatchLoader:
             step: the number of the step.
         """
         position = self.plan.position(step)
-        samples_S = self.samples_of(position, position.split).ravel()
-        return StepRows(
-            position,
-            samples_S,
-            read_rows(self.source, self.order.rows(samples_S.tolist())),
-        )
+        return StepRows(position, self._read_rows(position, position.split))
+
+    def _read_rows(self, position: PlanPosition, split: BatchSplit) -> Any:
+        samples_S = self.samples_of(position, split).ravel()
+        return read_rows(self.source, self.order.rows(samples_S.tolist()))
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as
@@ -338,29 +336,17 @@ class BatchLoader:
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches (n, rows of a microbatch, ...). With
-        another split, some may have to be read.
+        another split, they are read again.
 
         Args:
             step: what `read_step` has read.
             split: how its batch is really split.
         """
-        _, samples_S, rows = step
+        rows = step.rows
         # With the planned split, the rows are in the right order already and a reshape
-        # is enough.
+        # is enough. Another one is that of few steps, while a program is compiled.
         if split != step.position.split:
-            wanted_S = self.samples_of(step.position, split).ravel()
-            if len(missing := np.setdiff1d(wanted_S, samples_S)):
-                more = read_rows(self.source, self.order.rows(missing.tolist()))
-                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, more)
-                samples_S = np.concatenate([samples_S, missing])
-            if not np.array_equal(wanted_S, samples_S):
-                # The place of every wanted sample among those that were read, by binary
-                # search in their sorted numbers.
-                by_number = np.argsort(samples_S, kind="stable")
-                place_S = by_number[
-                    np.searchsorted(samples_S, wanted_S, sorter=by_number)
-                ]
-                rows = jax.tree.map(lambda x: x[place_S], rows)
+            rows = self._read_rows(step.position, split)
         return in_microbatches(rows, split.num_microbatches)
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
@@ -374,9 +360,9 @@ class BatchLoader:
         def read(step: int) -> StepRows:
             found = self.read_step(step)
             if step == start:
-                check_repeatable(
-                    self.source, self.order.rows(found.samples.tolist()), found.rows
-                )
+                samples_S = self.samples_of(found.position, found.position.split)
+                numbers = self.order.rows(samples_S.ravel().tolist())
+                check_repeatable(self.source, numbers, found.rows)
             return found
 
         steps = range(start, stop)
@@ -723,8 +709,12 @@ def stream_batches(
             problem = error
         # No process begins a step for which another one has no rows.
         if len(owners) == jax.process_count() > 1:
-            words = first_problem(json.dumps(_told(problem)) if problem else "")
-            problem = problem or _heard(words)
+            ended = isinstance(problem, DataEndedError)
+            told = [ended, f"process {jax.process_index()}: {problem}"]
+            heard = first_problem(json.dumps(told) if problem else "")
+            if heard and problem is None:
+                has_ended, words = json.loads(heard)
+                problem = (DataEndedError if has_ended else DataError)(words)
         if problem is not None:
             if drop_remainder and isinstance(problem, DataEndedError):
                 return
@@ -772,23 +762,16 @@ class _Stream:
 
     def _read(self, needed: int, step: int) -> None:
         place = self._taken + self._count
-        try:
-            item = next(self._rows)
-        except StopIteration:
+        with reading(f"row {place:,} of the stream, of step {step:,},"):
+            item = next(self._rows, _END)
+        if item is _END:
             raise DataEndedError(
                 f"step {step} needs {needed} rows in this process, but the source ended"
                 f" after {self._count} of them, {place:,} in all; the plan has"
                 f" {self._plan.total_steps:,} steps",
                 fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
                 " end there",
-            ) from None
-        except RampupError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"row {place:,} of the stream, of step {step:,}, cannot be read:"
-                f" {error!r:.300}"
-            ) from error
+            )
         if item is None:
             raise DataError(f"the source yielded None instead of a row, at step {step}")
         # Copied: a source may yield the same array again, filled with the next rows.
@@ -811,24 +794,6 @@ class _Stream:
                 f" {', '.join(known) or 'no'} rows, which must be one number for all"
             )
         return int(sizes.pop()[0])
-
-
-def _told(problem: DataError) -> dict[str, Any]:
-    """Return what the other processes are told of an error of this one's rows."""
-    return {
-        "process": jax.process_index(),
-        "words": str(problem),
-        "has_ended": isinstance(problem, DataEndedError),
-    }
-
-
-def _heard(words: str) -> DataError | None:
-    """Return the error about the rows of another process, or None."""
-    if not words:
-        return None
-    told = json.loads(words)
-    kind = DataEndedError if told["has_ended"] else DataError
-    return kind(f"process {told['process']}: {told['words']}")
 
 
 def microbatches(

@@ -21,6 +21,7 @@ from rampup.errors import DataError
 
 # Kinds of NumPy's types that are no numbers: objects, bytes, texts, times.
 _NO_NUMBERS = "OSUMm"
+_DIFFERENT = np.array(None)
 _PAD = "all rows must have the same fields and shapes: pad or crop them"
 
 
@@ -44,13 +45,13 @@ def own_arrays(item: Any, *, batched: bool = False) -> Any:
                 f"{where} is a list of arrays, which may be rows or columns",
                 fix="give one array, the rows first",
             )
-        try:
-            return np.array(field)
-        except ValueError:
+        found = _stacked(field, np.array)
+        if found is _DIFFERENT:
             raise DataError(
                 f"{where} is a list whose parts have different lengths",
                 fix="pad or crop them, or make it a tuple if they are fields",
-            ) from None
+            )
+        return found
 
     return jax.tree_util.tree_map_with_path(array, item, is_leaf=_is_array_in(item))
 
@@ -71,19 +72,23 @@ def stack_rows(
         DataError: rows differ, or one has no number in a field of numbers; with the
             row's and the field's name.
     """
-    row_axes = 0 if stack is np.array else 1
-    try:
+    is_array = _is_array_in(items[0])
+    flat = [jax.tree.flatten(item, is_leaf=is_array) for item in items]
+    structure = flat[0][1]
+    if all(each == structure for _, each in flat):
         # `np.array` stacks small arrays in a third of the time of `np.stack`.
-        rows = jax.tree.map(
-            lambda *fields: stack(fields), *items, is_leaf=_is_array_in(items[0])
-        )
-    except (TypeError, ValueError) as error:
-        _refuse_differing(items, name, row_axes, error)
-        raise
-    if any(_has_no_numbers(x) for x in jax.tree.leaves(rows)):
-        _refuse_differing(items, name, row_axes, None)
-        _refuse_no_numbers(items, name)
-    return rows
+        fields = zip(*(leaves for leaves, _ in flat), strict=True)
+        rows = [_stacked(field, stack) for field in fields]
+        if not any(map(_has_no_numbers, rows)):
+            return structure.unflatten(rows)
+    arrays = []
+    for place, item in enumerate(items):
+        try:
+            arrays.append(own_arrays(item))
+        except DataError as error:
+            raise DataError(f"{name(place)}: {error}") from None
+    _refuse_differing(arrays, name, row_axes=0 if stack is np.array else 1)
+    raise _no_numbers(arrays, name)
 
 
 class FieldTypes:
@@ -200,21 +205,20 @@ def _is_array_in(item: Any) -> Callable[[Any], bool]:
     return lambda part: isinstance(part, list)
 
 
+def _stacked(fields: Any, stack: Callable[..., np.ndarray]) -> np.ndarray:
+    """Return parts as one array, or `_DIFFERENT` if their shapes are."""
+    try:
+        return stack(fields)
+    except ValueError:
+        return _DIFFERENT
+
+
 def _refuse_differing(
-    items: Sequence[Any],
-    name: Callable[[int], str],
-    row_axes: int,
-    cause: Exception | None,
+    arrays: Sequence[Any], name: Callable[[int], str], *, row_axes: int
 ) -> None:
     """Raise the error about the first row that has other fields or shapes than the
     first one.
     """
-    arrays = []
-    for place, item in enumerate(items):
-        try:
-            arrays.append(own_arrays(item))
-        except DataError as error:
-            raise DataError(f"{name(place)}: {error}") from cause
     for place, item in enumerate(arrays):
         for leaf, was, now in differing_leaves(
             arrays[0], item, lambda x: np.shape(x)[row_axes:]
@@ -227,23 +231,25 @@ def _refuse_differing(
                 f"{name(place)}: {leaf or 'the array'} is {here}, but {there} in"
                 f" {name(0)}",
                 fix=_PAD,
-            ) from cause
+            )
         found, first = map(jax.tree.structure, (item, arrays[0]))
         if found != first:
             raise DataError(
                 f"{name(place)} is {found}, but {name(0)} is {first}", fix=_PAD
-            ) from cause
+            )
 
 
-def _refuse_no_numbers(items: Sequence[Any], name: Callable[[int], str]) -> None:
-    """Raise the error about the first row that has no numbers in a field."""
-    for place, item in enumerate(items):
-        for path, x in jax.tree.leaves_with_path(own_arrays(item)):
-            if _has_no_numbers(x):
-                kind = "a text" if x.dtype.kind == "U" else x.dtype
-                raise DataError(
-                    f"batch{jax.tree_util.keystr(path)} cannot be put on a device:"
-                    f" {name(place)} has {kind}",
-                    fix="give rows that are pytrees, such as dicts, of numbers, and"
-                    " encode texts",
-                )
+def _no_numbers(arrays: Sequence[Any], name: Callable[[int], str]) -> DataError:
+    """Return the error about the first row that has no numbers in a field."""
+    path, place, x = next(
+        (path, place, x)
+        for place, item in enumerate(arrays)
+        for path, x in jax.tree.leaves_with_path(item)
+        if _has_no_numbers(x)
+    )
+    kind = "a text" if x.dtype.kind == "U" else x.dtype
+    return DataError(
+        f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {name(place)}"
+        f" has {kind}",
+        fix="give rows that are pytrees, such as dicts, of numbers, and encode texts",
+    )

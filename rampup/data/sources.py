@@ -1,15 +1,13 @@
-"""Rows by number: from token arrays, ArrayRecord files, anything that can be indexed,
-or synthetic. Batches are elsewhere.
-"""
+"""Rows by number: from token arrays, anything that can be indexed, or synthetic. Batches are elsewhere."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import threading
 import warnings
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -20,7 +18,6 @@ from rampup.data.fields import own_arrays, stack_rows
 from rampup.errors import (
     DataError,
     DataWarning,
-    MissingDependencyError,
     RampupError,
     a_type,
 )
@@ -29,10 +26,9 @@ Rows = Mapping[str, np.ndarray]
 _READ_TWICE = (
     16  # rows of the first step: enough for a random flip of every tenth row to show
 )
-# Objects that are being read, by their id. An entry lives as long as a thread reads or
-# waits.
-_LOCKS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
-_LOCKS_GUARD = threading.Lock()
+# Held while a source is read that several threads may not read: two loaders may have
+# the same one.
+_ONE_READS = threading.RLock()
 
 
 class RowSource(Protocol):
@@ -55,19 +51,39 @@ class RowSource(Protocol):
         ...
 
 
-class _Tokens(RowSource):
-    """Rows of at most T + 1 tokens. `_row` returns one by its number."""
+class TokenRows:
+    """Rows of consecutive tokens from flat arrays, or from
+    `rampup.data.files.TokenFile`s.
+
+    Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that
+    are one token later. The last row of an array is padded with zeros; `length` is the
+    number of its targets that count. For text, `starts` are (offset, name) of each
+    document inside the single array.
+    """
 
     thread_safe = True
 
     def __init__(
-        self, paths: Sequence[str], sequence_length: int, vocab_size: int
+        self,
+        arrays: Sequence[Any],
+        names: Sequence[str],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        starts: Sequence[tuple[int, str]] = (),
     ) -> None:
-        self.paths = tuple(paths)  # the files that the rows come from, in order
+        # The files that the rows come from, in order.
+        self.paths = tuple([name for _, name in starts] or names)
         self._length, self._vocab_size = sequence_length, vocab_size
+        self._arrays = arrays
+        self._names = names
+        self._starts = starts
+        # The first token of an array is no target, so n tokens are n - 1 targets.
+        counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
+        self._ends = list(itertools.accumulate(counts))
 
-    def _row(self, row: int) -> np.ndarray:
-        raise NotImplementedError
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
 
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
@@ -96,39 +112,6 @@ class _Tokens(RowSource):
         )
         tokens[np.arange(self._length + 1) < sizes[:, None]] = flat
         return {"tokens": tokens, "length": sizes - 1}
-
-
-class TokenRows(_Tokens):
-    """Rows of consecutive tokens from flat arrays, or from
-    `rampup.data.files.TokenFile`s.
-
-    Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that
-    are one token later. The last row of an array is padded with zeros; `length` is the
-    number of its targets that count. For text, `starts` are (offset, name) of each
-    document inside the single array.
-    """
-
-    def __init__(
-        self,
-        arrays: Sequence[Any],
-        names: Sequence[str],
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        starts: Sequence[tuple[int, str]] = (),
-    ) -> None:
-        super().__init__(
-            [name for _, name in starts] or names, sequence_length, vocab_size
-        )
-        self._arrays = arrays
-        self._names = names
-        self._starts = starts
-        # The first token of an array is no target, so n tokens are n - 1 targets.
-        counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
-        self._ends = list(itertools.accumulate(counts))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
 
     def _row(self, row: int) -> np.ndarray:
         array, start = self._place(row)
@@ -202,46 +185,6 @@ class ItemRows:
     def describe(self, row: int) -> str:
         """Return the row's number."""
         return f"row {row} of {self.items!r:.100}"
-
-
-class RecordRows(_Tokens):
-    """Rows from ArrayRecord files whose records are little-endian arrays, of type
-    `dtype`, of at most T + 1 tokens.
-    """
-
-    def __init__(
-        self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int
-    ) -> None:
-        super().__init__(paths, sequence_length, vocab_size)
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        try:
-            self._records = grain.sources.ArrayRecordDataSource(list(paths))
-        except ImportError as error:
-            raise MissingDependencyError(
-                "dataset_type=arrayrecord needs the package array-record: pip install"
-                " array-record"
-            ) from error
-        except Exception as error:
-            raise DataError(
-                f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}"
-            ) from error
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def _row(self, row: int) -> np.ndarray:
-        record, size = self._records[row], self._dtype.itemsize
-        if len(record) % size or not 2 <= len(record) // size <= self._length + 1:
-            raise DataError(
-                f"{self.describe(row)} has {len(record)} bytes",
-                fix=f"it must be 2 to {self._length + 1} tokens of {size} bytes"
-                " (max_target_length + 1, token_dtype)",
-            )
-        return np.frombuffer(record, self._dtype)
-
-    def describe(self, row: int) -> str:
-        """Return the files and the record's number."""
-        return f"record {row:,} of {', '.join(self.paths)[:200]}"
 
 
 class SyntheticRows:
@@ -324,13 +267,19 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
     """Return the given rows of a source. A failure is a DataError with the row that
     causes it and where that row comes from.
     """
-    if is_thread_safe(source):
+    with contextlib.nullcontext() if is_thread_safe(source) else _ONE_READS:
         return _read_rows(source, rows)
-    with _LOCKS_GUARD:
-        # One per object of the user's.
-        lock = _LOCKS.setdefault(id(getattr(source, "items", source)), threading.Lock())
-    with lock:
-        return _read_rows(source, rows)
+
+
+@contextlib.contextmanager
+def reading(place: str) -> Iterator[None]:
+    """Turn what a source of the user's raises into a DataError with the place."""
+    try:
+        yield
+    except RampupError:
+        raise
+    except Exception as error:
+        raise DataError(f"{place} cannot be read: {error!r:.300}") from error
 
 
 def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
@@ -381,21 +330,16 @@ def warn_of_batches(row: Any) -> None:
 
 
 def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
+    many = len(rows) > 1
+    place = f"rows {rows.tolist()[:8]}..." if many else source.describe(int(rows[0]))
     try:
-        batch = source.read(rows)
-    except RampupError:
-        raise
-    except Exception as error:
-        if len(rows) == 1:
-            raise DataError(
-                f"{source.describe(int(rows[0]))} cannot be read: {error!r:.300}"
-            ) from error
+        with reading(place):
+            batch = source.read(rows)
+    except DataError:
         # One of them is to blame, and has a name.
-        for row in rows:
+        for row in rows if many else ():
             _read_rows(source, row[None])
-        raise DataError(
-            f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}"
-        ) from error
+        raise
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(len(rows),)}:
         first = source.describe(int(rows[0]))

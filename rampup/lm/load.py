@@ -114,7 +114,7 @@ class LoadedRun:
                 key="run_name",
             )
         kind = getattr(self.config, "dataset_type", None)
-        if kind in ("tokens", "arrayrecord"):
+        if kind == "tokens":
             problem = (
                 f"the run has dataset_type={kind}: a tokenizer that rampup does not"
                 " know made its tokens"

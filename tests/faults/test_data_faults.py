@@ -81,7 +81,7 @@ def test_a_source_that_gives_another_number_of_rows_is_refused(given):
     (mesh, plan, _), source = toy_run.parts(), Rows()
     source.read = read
     words = (
-        "cannot be read together: MemoryError"
+        r"\.\.\. cannot be read: MemoryError"
         if given is None
         else "16 rows were requested, from shard 0 row 0 on"
     )
