@@ -1,4 +1,6 @@
-"""Rows by number: from token arrays, anything that can be indexed, or synthetic. Batches are elsewhere."""
+"""Rows by number: from token arrays, from anything that can be indexed, or synthetic.
+Batches are elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -335,9 +337,9 @@ def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     try:
         with reading(place):
             batch = source.read(rows)
-    except DataError:
+    except DataError as error:
         # One of them is to blame, and has a name.
-        for row in rows if many else ():
+        for row in rows if many and error.__cause__ else ():
             _read_rows(source, row[None])
         raise
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
