@@ -72,8 +72,7 @@ def stack_rows(
         DataError: rows differ, or one has no number in a field of numbers; with the
             row's and the field's name.
     """
-    is_array = _is_array_in(items[0])
-    flat = [jax.tree.flatten(item, is_leaf=is_array) for item in items]
+    flat = [jax.tree.flatten(item, is_leaf=_is_array_in(item)) for item in items]
     structure = flat[0][1]
     if all(each == structure for _, each in flat):
         # `np.array` stacks small arrays in a third of the time of `np.stack`.

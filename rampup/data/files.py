@@ -215,18 +215,18 @@ class TokenFile:
         first = self._offset + start * self._dtype.itemsize
         content = b""
         with _naming(self._path):
-            descriptor = _open_file(self._path, self._place).fileno()
+            file = _open_file(self._path, self._place)
             # pread does not move a shared file position, so threads can read at the
             # same time; it may return less than requested.
             while len(content) < wanted and (
                 more := os.pread(
-                    descriptor, wanted - len(content), first + len(content)
+                    file.fileno(), wanted - len(content), first + len(content)
                 )
             ):
                 content += more
         if len(content) < wanted:
             raise DataError(
-                f"{self._path} ends at byte {os.fstat(descriptor).st_size:,}: it was"
+                f"{self._path} ends at byte {os.fstat(file.fileno()).st_size:,}: it was"
                 " truncated after the run started"
             )
         return np.frombuffer(content, self._dtype)

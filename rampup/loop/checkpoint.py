@@ -2,8 +2,8 @@
 it belongs to.
 
 Every checkpoint has the checksums of its files: Tensorstore restores a flipped bit in
-the values of an array without an error. Each process takes those of the files that it
-has written, and on resume those of its share of all files. A bucket has checksums of
+the values of an array without an error. Process 0 takes them when all is written, and on
+resume each process compares those of its share of the files. A bucket has checksums of
 its own, so there a checkpoint is intact if Orbax has completed it.
 """
 
@@ -48,12 +48,7 @@ CHECKSUMS_FILE = "checksums.json"
 _WRITTEN_LATER = frozenset(
     {"commit_success.txt", "_CHECKPOINT_METADATA"}
 )  # by Orbax; no part of the state
-# in the key of Orbax's barrier after the files of all processes
-_ALL_WRITTEN = "async_write_complete"
 _THREADS = 8
-# Bytes that Orbax writes at most besides the data: per checkpoint, and per array.
-METADATA_BYTES, METADATA_BYTES_PER_ARRAY = 65_536, 4_096
-_OWNER_SECONDS = 60.0  # until it is known whether the run is still that of this process
 _TELL_SECONDS = 60.0  # until the others know of a write that has failed
 MAX_DIFFERENCES = 5  # leaves that an error message names
 _question_numbers = itertools.count()
@@ -197,32 +192,19 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     def shape(leaf: Any) -> tuple[int, ...] | None:
         return None if getattr(leaf, "shape", None) is None else tuple(leaf.shape)
 
-    leaves = list(differing_leaves(stored, abstract, shape, simple=True, separator="/"))
     found = [
-        f"{name} is {old} in the checkpoint and {new} here"
-        for name, old, new in leaves
-        if None not in (old, new)
+        f"{name} is {'absent' if old is None else old} in the checkpoint and"
+        f" {'absent' if new is None else new} here"
+        for name, old, new in differing_leaves(
+            stored, abstract, shape, simple=True, separator="/"
+        )
     ]
-    found += [
-        f"{name} is only in the checkpoint" for name, _, new in leaves if new is None
-    ]
-    found += [f"{name} is only here" for name, old, _ in leaves if old is None]
-    reason = "; ".join(found[:MAX_DIFFERENCES])
-    reason += (
-        f"; and {len(found) - MAX_DIFFERENCES:,} more"
-        if len(found) > MAX_DIFFERENCES
-        else ""
-    )
-    cause: Exception | None = None
-    if not reason:
-        try:
-            return replace_fields(state, **restore_tree(checkpoint, abstract))
-        except (ValueError, KeyError, TypeError) as error:
-            reason, cause = " ".join(str(error).split())[:500], error
-    raise ResumeMismatchError(
-        f"the state in {folder / str(step)} is not of this model and optimizer:"
-        f" {reason}"
-    ) from cause
+    if found:
+        raise ResumeMismatchError(
+            f"the state in {folder / str(step)} is not of this model and optimizer:"
+            f" {'; '.join(found[:MAX_DIFFERENCES])} ({len(found):,} in all)"
+        )
+    return replace_fields(state, **restore_tree(checkpoint, abstract))
 
 
 def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
@@ -316,7 +298,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         def write() -> None:
             # Orbax waits for all processes, so that none may begin what another one
             # cannot do.
-            if problem := first_problem(self._problem(state)):
+            if problem := first_problem(self._problem()):
                 raise StorageError(problem)
             self._manager = self._manager or self._open()
             self._manager.save(step, args=arguments, force=True)
@@ -326,13 +308,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._saved = step
         return self._options.async_checkpointing or self.wait()
 
-    def _problem(self, state: Any) -> str:
+    def _problem(self) -> str:
         """Return why this process cannot write a checkpoint, or "". Orbax itself would
-        wait ten minutes, or print pages.
+        wait for a thread that has failed.
         """
         try:
             if is_primary():
-                require_owner(self.folder.parent, seconds=_OWNER_SECONDS)
+                require_owner(self.folder.parent)
                 probe = self.folder / "probe"
                 if is_bucket(self.folder):
                     probe.write_bytes(b"")
@@ -343,29 +325,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     self.folder.mkdir(exist_ok=True)
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
-            # The folder may be new, and a network file system may not show it to other
-            # processes yet.
-            if is_bucket(self.folder) or not self.folder.is_dir():
-                return ""
-            disk = shutil.disk_usage(self.folder)
+            return ""
         except RampupError as error:
             return str(error)
         except OSError as error:
             return f"{self.folder} cannot be written: {error.strerror or error}"
-        # Arrays count as if they could not be compressed.
-        most = METADATA_BYTES + sum(
-            METADATA_BYTES_PER_ARRAY + getattr(leaf, "nbytes", 8)
-            for leaf in jax.tree.leaves(state)
-        )
-        if (
-            disk.total == 0 or disk.free >= most
-        ):  # some network file systems have no numbers
-            return ""
-        sizes = (
-            f"the checkpoint may take {most / 2**20:,.1f} MiB, {disk.free / 2**20:,.1f}"
-            " MiB are free"
-        )
-        return f"No space left on device in {self.folder}: {sizes}"
 
     def wait(self) -> bool:
         """Wait until every checkpoint is written; return whether all were. Else
@@ -381,16 +345,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
-            source = self.folder / str(step)
-            target = self.folder.parent / DAMAGED_FOLDER
+            source, aside = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
             names = itertools.chain(
                 [str(step)], (f"{step}-{number}" for number in itertools.count(2))
             )
-            target /= next(name for name in names if not (target / name).exists())
+            target = next(aside / name for name in names if not (aside / name).exists())
             # In a bucket, Orbax itself has deleted a checkpoint that it did not
             # complete.
             if is_primary() and source.exists():
-                target.parent.mkdir(exist_ok=True)
+                aside.mkdir(exist_ok=True)
                 source.rename(target)
             on_event(
                 CheckpointDamaged(
@@ -406,7 +369,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _open(self) -> ocp.CheckpointManager:
         def take_checksums() -> None:
             for unfinished in self._unfinished(self._writing):
-                write_checksums(unfinished, process=jax.process_index())
+                write_checksums(unfinished)
 
         owner, has_failed = threading.get_ident(), False
 
@@ -417,26 +380,17 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             nonlocal has_failed
             if has_failed or jax.process_count() == 1:
                 return
-            # The other processes write the checksums of their files before this
-            # barrier, and process 0 merges them after it.
-            if _ALL_WRITTEN in key and not is_primary():
-                take_checksums()
             # Where a write has failed, Orbax comes at once to its last barrier, in a
             # `finally`. Others are at an earlier one, so barriers are counted and not
             # told apart by their keys.
             error = None if threading.get_ident() == owner else sys.exception()
-            problem = (
-                ""
-                if error is None
-                else (
-                    f"process {jax.process_index()} on {socket.gethostname()}:"
-                    f" {self._reason(error)}"
-                )
-            )
-            seconds = timeout_ms / 1000 if error is None else _TELL_SECONDS
-            with contextlib.suppress(
-                *(() if error is None else (jax.errors.JaxRuntimeError,))
-            ):
+            problem, seconds = "", timeout_ms / 1000
+            ignored: tuple[type[Exception], ...] = ()
+            if error is not None:
+                place = f"process {jax.process_index()} on {socket.gethostname()}"
+                problem = f"{place}: {self._reason(error)}"
+                seconds, ignored = _TELL_SECONDS, (jax.errors.JaxRuntimeError,)
+            with contextlib.suppress(*ignored):
                 problem = first_problem(
                     problem, f"checkpoint{next(_barrier_numbers)}", seconds=seconds
                 )
@@ -445,14 +399,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 raise StorageError(problem) from None
 
         # Despite its name, Orbax calls `post_finalization_callback` before it renames
-        # the folder, when all files are written.
-        last = take_checksums if is_primary() else None
+        # the folder, when the files of all processes are written.
         callbacks = ocp.AsyncOptions(
-            barrier_sync_fn=barrier, post_finalization_callback=last
+            barrier_sync_fn=barrier,
+            post_finalization_callback=take_checksums if is_primary() else None,
         )
-        kept = self._options.max_to_keep
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=kept, cleanup_tmp_directories=True, async_options=callbacks
+            max_to_keep=self._options.max_to_keep,
+            cleanup_tmp_directories=True,
+            async_options=callbacks,
         )
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
@@ -477,18 +432,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             for unfinished in self._unfinished(step) if is_primary() else ():
                 shutil.rmtree(unfinished, ignore_errors=True)
             self._manager = None
-            try:
-                latest = self.latest
-                existing = (
-                    "there is no other"
-                    if latest is None
-                    else f"the newest is {self.folder / str(latest)}"
-                )
-            except OSError:  # a bucket that is away
-                existing = "the others cannot be listed now"
+            existing: Any = "unknown"
+            with contextlib.suppress(OSError):  # a bucket that is away
+                existing = self.folder / str(self.latest) if self.latest else None
             failure = StorageError(
                 f"the checkpoint of step {step} could not be written:"
-                f" {self._reason(error)}; {existing}"
+                f" {self._reason(error)}; the newest is {existing}"
             )
             failure.__cause__ = error
             if self._on_error is None:
@@ -524,46 +473,13 @@ def _as_tree(state: Any) -> dict[str, Any]:
     }
 
 
-def write_checksums(folder: Path, *, process: int = 0) -> None:
-    """Write size and SHA-256 of the files that a process has written; process 0, the
-    last, adds those of the others.
-    """
-    files = _files_to_check(folder)
-    others = (
-        {
-            path: json.loads(path.read_bytes())
-            for path in folder.glob(f"{CHECKSUMS_FILE}.*")
-        }
-        if process == 0
-        else {}
-    )
-    found: dict[str, Any] = {
-        name: entry for entries in others.values() for name, entry in entries.items()
-    }
-    # Process 0 also takes what no other process has, so that a checkpoint is complete
-    # whatever the version of Orbax.
-    own = (
-        [n for n in files if f"/ocdbt.process_{process}/" in n]
-        if process
-        else [n for n in files if n not in found]
-    )
+def write_checksums(folder: Path) -> None:
+    """Write size and SHA-256 of every file of a checkpoint."""
+    names = _files_to_check(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
-        found |= zip(
-            own,
-            threads.map(lambda name: _size_and_digest(folder / name), own),
-            strict=True,
-        )
-    if process:
-        # Orbax renames `state.SUFFIX`, as it renames the whole checkpoint, when all
-        # processes have written.
-        found = {
-            re.sub(r"^([^/.]+)\.[^/]*/", r"\1/", name): entry
-            for name, entry in found.items()
-        }
-    target = folder / (f"{CHECKSUMS_FILE}.{process}" if process else CHECKSUMS_FILE)
-    target.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
-    for path in others:
-        path.unlink()
+        entries = threads.map(lambda name: _size_and_digest(folder / name), names)
+        found = dict(zip(names, entries, strict=True))
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
@@ -578,10 +494,8 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         )
     try:
         expected = parse_json((folder / CHECKSUMS_FILE).read_bytes())
-    except FileNotFoundError:
-        return f"{CHECKSUMS_FILE} is missing"
-    except OSError:
-        return f"{CHECKSUMS_FILE} cannot be read"
+    except OSError as error:
+        return f"{CHECKSUMS_FILE} cannot be read: {error.strerror or error}"
     if not isinstance(expected, dict) or not all(map(_is_entry, expected.values())):
         return f"{CHECKSUMS_FILE} cannot be read"
     wanted = {name: (size, digest) for name, (size, digest) in expected.items()}
@@ -597,17 +511,14 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         try:
             # First the size: a file that has lost its end is not worth reading.
             found_size = path.stat().st_size
-            if not path.is_dir() and found_size != size:
+            if found_size != size:
                 return f"{name} has {found_size:,} bytes, not {size:,}"
-            if name not in to_read or _size_and_digest(path) == (size, digest):
-                return None
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except (
-            OSError
-        ) as error:  # such as a bad sector, which the disk reports only when it is read
+            if name in to_read and _size_and_digest(path) != (size, digest):
+                return f"{name} was changed after it was written: its SHA-256 differs"
+        # Such as a bad sector, which the disk reports only when it is read.
+        except OSError as error:
             return f"{name} cannot be read: {error.strerror or error}"
-        return f"{name} was changed after it was written: its SHA-256 differs"
+        return None
 
     with ThreadPoolExecutor(_THREADS) as threads:
         return next(filter(None, threads.map(problem, sorted(wanted))), None)

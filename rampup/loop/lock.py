@@ -36,13 +36,12 @@ STALE_SECONDS = 30.0
 # Two processes may write a lease at once. Each waits this long and reads it again; the
 # last writer owns it.
 SETTLE_SECONDS = 2.0
-# Returns who has a run instead of its owner, after so many seconds at most, or None.
-FindOwner = Callable[[float], dict[str, Any] | None]
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
-_STEP_SECONDS = 5.0  # a step waits no longer for a bucket that is away
 _VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
+# Returns who has a run instead of its owner, or None.
+FindOwner = Callable[[], dict[str, Any] | None]
 # The folders that this process owns -> the thread that does, and what finds a later
 # owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
@@ -71,64 +70,45 @@ def own_run(
         )
         if problem:
             raise ConfigError(problem, key="run_name")
-        if (
-            shared
-            and not is_bucket(folder)
-            and (problem := first_problem(_invisible(folder)))
-        ):
-            raise ConfigError(problem, key="base_output_directory")
+        if shared and not is_bucket(folder):
+            owner = json.dumps(_owner_in(folder)) if is_primary() else ""
+            owner = broadcast_from_process0(f"shared{next(_questions)}", owner)
+            if problem := first_problem(_invisible(folder, json.loads(owner))):
+                raise ConfigError(problem, key="base_output_directory")
         yield
 
 
-def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
+def require_owner(folder: Path) -> None:
     """Refuse to go on in a folder that another process owns now. Storage that does not
-    answer within `seconds` says nothing.
+    answer says nothing.
     """
-    _, find_owner = _held.get(absolute_path(folder), (0, lambda seconds: None))
-    owner = None
-    with contextlib.suppress(OSError):
-        owner = find_owner(seconds)
-    if owner is not None:
-        reason = (
-            f"this one was paused or cut off for longer than {STALE_SECONDS:g} s, or"
-            f" {LOCK_FILE} was deleted"
-        )
+    _, find_owner = _held.get(absolute_path(folder), (0, lambda: None))
+    if (owner := find_owner()) is not None:
         raise ConfigError(
-            f"another process took over {folder}: {_words(owner)}; {reason}, and ends",
+            f"another process took over {folder}: {_words(owner)}; this one was paused"
+            f" or cut off for longer than {STALE_SECONDS:g} s, or {LOCK_FILE} was"
+            " deleted, and ends",
             key="run_name",
         )
 
 
-def _invisible(folder: Path) -> str:
-    """Return that this process does not see the folder that process 0 owns, or "". All
-    processes call this equally often.
-    """
+def _owner_in(folder: Path) -> dict[str, Any]:
+    """Return who owns a folder, as this process sees it; {} if it sees nobody."""
+    with contextlib.suppress(OSError):
+        found = _read(folder / LOCK_FILE) or {}
+        return {name: found.get(name) for name in ("host", "pid", "since")}
+    return {}
 
-    def owner() -> dict[str, Any]:
-        with contextlib.suppress(OSError):
-            return {
-                name: value
-                for name, value in (_read(folder / LOCK_FILE) or {}).items()
-                if name != "beat"
-            }
-        return {}
 
-    is_owned = is_primary() and absolute_path(folder) in _held
-    expected = json.loads(
-        broadcast_from_process0(
-            f"shared{next(_questions)}", json.dumps(owner() if is_owned else {})
-        )
-    )
+def _invisible(folder: Path, owner: dict[str, Any]) -> str:
+    """Return that this process does not see the folder that process 0 owns, or ""."""
     end = time.monotonic() + _VISIBLE_SECONDS
-    while expected and owner() != expected:
+    while _owner_in(folder) != owner:
         if time.monotonic() > end:
-            place = (
-                f"process {jax.process_index()} on {socket.gethostname()} does not see"
-                f" the folder {folder} of process 0"
-            )
             return (
-                f"{place} on {expected.get('host')}: it must be on a file system that"
-                " all hosts share, or in a bucket"
+                f"process {jax.process_index()} on {socket.gethostname()} does not see"
+                f" the folder {folder} of process 0 on {owner.get('host')}: it must be"
+                " on a file system that all hosts share, or in a bucket"
             )
         time.sleep(_VISIBLE_SECONDS / 100)
     return ""
@@ -146,18 +126,13 @@ def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         find_owner = _lease(path, held) if is_bucket(path) else _lock(path, held)
     except _TakenError as error:
-        problem = (
+        return (
             f"another process trains in {folder}: {_words(error.args[0])}; stop it, or"
-            " give this run another run_name"
+            " give this run another run_name. If it does not exist any more, delete"
+            f" {folder / LOCK_FILE}"
         )
-        return f"{problem}. If it does not exist any more, delete {folder / LOCK_FILE}"
     except OSError as error:
         return f"cannot write in {folder}: {error.strerror or error}"
-    except RuntimeError as error:
-        return (
-            f"cannot keep {folder / LOCK_FILE}: {error}; the limit of threads is"
-            " reached (ulimit -u)"
-        )
     _held[key] = threading.get_ident(), find_owner
     held.callback(_held.pop, key)
     return ""
@@ -172,35 +147,36 @@ def _words(owner: dict[str, Any]) -> str:
 def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
     """Lock the file until `held` is closed, and return what finds a later owner."""
     while True:
-        with contextlib.ExitStack() as opened:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            opened.callback(os.close, file)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if isinstance(error, BlockingIOError):
                 raise _TakenError(_read(path) or {}) from None
-            except OSError as error:
-                if error.errno in _NO_LOCKS:
-                    return _lease(path, held)
-                raise
+            if error.errno in _NO_LOCKS:
+                return _lease(path, held)
+            raise
+        # The owner before may have deleted the file after it was opened here.
+        if os.fstat(file).st_nlink:
+            break
+        os.close(file)
 
-            def delete(file: int = file) -> None:
-                with contextlib.suppress(OSError):
-                    if os.fstat(file).st_nlink:
-                        path.unlink()
+    def find_owner() -> dict[str, Any] | None:
+        return None if os.fstat(file).st_nlink else _read(path)
 
-            def find_owner(seconds: float, file: int = file) -> dict[str, Any] | None:
-                return None if os.fstat(file).st_nlink else _read(path)
-
-            # The owner before may have deleted the file after it was opened here.
+    def release() -> None:
+        # Deleted before it is closed, so that nobody locks a file that is about to be
+        # deleted.
+        with contextlib.suppress(OSError):
             if os.fstat(file).st_nlink:
-                # Deleted before it is closed, so that nobody locks a file that is about
-                # to be deleted.
-                opened.callback(delete)
-                os.ftruncate(file, 0)
-                os.write(file, json.dumps(_identity()).encode())
-                held.enter_context(opened.pop_all())
-                return find_owner
+                path.unlink()
+        os.close(file)
+
+    held.callback(release)
+    os.ftruncate(file, 0)
+    os.write(file, json.dumps(_identity()).encode())
+    return find_owner
 
 
 def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
@@ -215,7 +191,7 @@ def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
             raise _TakenError(owner)
         owner = now
     lease = _Lease(path)
-    lease.write()
+    lease.renew()
     time.sleep(SETTLE_SECONDS)
     found = _read(path) or {}
     if found.get("token") != lease.token:
@@ -239,43 +215,26 @@ class _Lease:
         self._content = {**_identity(), "token": self.token}
         self._beats = itertools.count()
         self._released = threading.Event()
-        self._asked = threading.Event()
-        # When the last successful renewal began, when training went on without one, and
-        # who has the lease instead.
-        self._renewed = threading.Condition()
-        self._renewal = self._excused = time.monotonic()
-        self._owner: dict[str, Any] | None = None
+        # When it was last renewed, or training went on without.
+        self._renewed = time.monotonic()
+        self._owner: dict[str, Any] | None = None  # instead of this process
 
-    def write(self) -> None:
+    def renew(self) -> None:
         """Write the lease, with another number."""
         self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
 
-    def find_owner(self, seconds: float) -> dict[str, Any] | None:
-        """Return who has the lease instead. One that may have run out is renewed first,
-        which takes `seconds` at most.
+    def find_owner(self) -> dict[str, Any] | None:
+        """Return who has the lease instead. One that may have run out is renewed first.
+        If the storage is away, that takes a while, and is tried once in a while.
         """
-
-        def is_known() -> bool:
-            return (
-                self._owner is not None
-                or time.monotonic() - self._renewal < STALE_SECONDS
-            )
-
-        is_excused = (
-            seconds <= _STEP_SECONDS
-            and time.monotonic() - self._excused < STALE_SECONDS
-        )
-        if not is_known() and not is_excused:
-            self._asked.set()
-            with self._renewed:
-                self._renewed.wait_for(is_known, seconds)
-            self._excused = time.monotonic()
+        if time.monotonic() - self._renewed >= STALE_SECONDS:
+            self._look()
+            self._renewed = time.monotonic()
         return self._owner
 
     def release(self) -> None:
         """Stop renewing, and delete the lease."""
         self._released.set()
-        self._asked.set()
         # A sign of life that is being written would come back after it.
         self.thread.join(timeout=STALE_SECONDS)
         with contextlib.suppress(OSError):
@@ -283,21 +242,19 @@ class _Lease:
                 self._path.unlink()
 
     def _renew_again(self) -> None:
-        while self._owner is None:
-            self._asked.wait(HEARTBEAT_SECONDS)
-            self._asked.clear()
-            if self._released.is_set():
-                return
-            began = time.monotonic()
-            with contextlib.suppress(OSError):
-                found = _read(self._path)
-                if found is None or found.get("token") == self.token:
-                    self.write()
-                    self._renewal = began
-                elif found:
-                    self._owner = found
-            with self._renewed:
-                self._renewed.notify_all()
+        while self._owner is None and not self._released.wait(HEARTBEAT_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        """Renew the lease if it is still this process's."""
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            found = _read(self._path)
+            if found is None or found.get("token") == self.token:
+                self.renew()
+                self._renewed = began
+            elif found:
+                self._owner = found
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ listeners and to writers like clu's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import tempfile
@@ -159,12 +158,10 @@ class Metrics:
                 self._skipped = [*self._skipped, line] if "skipped" in line else []
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         self._fetched: deque[_FetchedStep] = deque()
-        # A minute: a lease of which nothing was heard for a while is renewed first.
-        owned = functools.partial(require_owner, folder, seconds=60)
         log: dict[str, Any] = {
             "writes": is_primary(),
             "on_event": on_event,
-            "before_upload": owned,
+            "before_upload": lambda: require_owner(folder),
         }
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):

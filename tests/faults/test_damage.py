@@ -64,7 +64,9 @@ def test_the_checkpoint_before_a_damaged_one_is_used(whole, folder, harm):
     events = []
     summary, _ = toy_run.run(folder, events=events)
     assert (summary.resumed_from, summary.steps) == (8, 12)
-    assert events.pop(0).problem == f"{CHECKSUMS_FILE} is missing"
+    assert events.pop(0).problem == (
+        f"{CHECKSUMS_FILE} cannot be read: No such file or directory"
+    )
     assert isinstance(events[0], CheckpointDamaged)
     assert (events[0].steps, events[0].used) == (12, 8)
     assert metrics_of(folder) == metrics_of(whole)
@@ -227,7 +229,7 @@ def test_or_the_run_goes_on_without_it(
         event.steps for event in events if isinstance(event, CheckpointSaved)
     ] == [int(left)]
     problems = [event.problem for event in events if isinstance(event, StorageFailed)]
-    assert ["there is no other" in problem for problem in problems] == [
+    assert ["the newest is None" in problem for problem in problems] == [
         left == "12"
     ] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [left]

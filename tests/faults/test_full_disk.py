@@ -4,11 +4,8 @@ system of half a megabyte.
 
 import contextlib
 import json
-import logging
 import os
 import subprocess
-import sys
-import threading
 import time
 from unittest import mock
 
@@ -130,38 +127,6 @@ def test_the_run_goes_on_as_configured(small_disk, whole):
     assert damage(small_disk / "checkpoints" / "4") is None
     assert damage(small_disk / "checkpoints" / "12") is None
     assert metrics_of(small_disk) == whole
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_checkpoint_without_room_is_refused_before_it_is_begun(
-    small_disk, capfd, caplog, asynchronous
-):
-    """The error has both sizes and is all there is: no thread is left, nothing is
-    logged, and no hook is changed.
-    """
-    before, hooks = (
-        set(threading.enumerate()),
-        (sys.excepthook, sys.unraisablehook, threading.excepthook),
-    )
-    caplog.set_level(logging.WARNING, logger="absl")
-    with pytest.raises(
-        StorageError,
-        match=(
-            r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the"
-            r" newest is "
-        ),
-    ):
-        toy_run.run(
-            small_disk,
-            events=Filler(small_disk, 4, left=40_960),
-            async_checkpointing=asynchronous,
-        )
-    assert damage(small_disk / "checkpoints" / "4") is None
-    assert (capfd.readouterr().err, caplog.records) == ("", [])
-    assert [
-        thread for thread in set(threading.enumerate()) - before if not thread.daemon
-    ] == []
-    assert (sys.excepthook, sys.unraisablehook, threading.excepthook) == hooks
 
 
 def test_lines_of_evaluations_wait_for_room(small_disk):

@@ -125,9 +125,9 @@ def test_damage_names_each_kind_of_damage(tmp_path):
     (tmp_path / "a").write_text("two")
     assert damage(tmp_path) == "a was changed after it was written: its SHA-256 differs"
     (tmp_path / "a").unlink()
-    assert damage(tmp_path) == "a is missing"
+    assert damage(tmp_path) == "a cannot be read: No such file or directory"
     (tmp_path / "a").mkdir()
-    assert damage(tmp_path).startswith("a cannot be read: ")
+    assert damage(tmp_path).startswith("a has ")
 
 
 def test_a_share_of_a_terabyte_takes_no_time(tmp_path):
@@ -195,9 +195,7 @@ def save_and_find(number, port, folder, found):
 
     def count(path):
         size, sha = digest(path)
-        read.append(
-            (path.name, size, [part for part in path.parts if part.startswith("ocdbt")])
-        )
+        read.append((path.name, size))
         return size, sha
 
     checkpoint._size_and_digest = count
@@ -237,8 +235,8 @@ def save_and_find(number, port, folder, found):
 
 
 def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
-    """Each takes the checksums of what it has written, on resume each file is read once
-    by one, and all see the damage.
+    """Process 0 takes all checksums; on resume each file is read once by one, and all
+    see the damage.
     """
     folder, found, port = (
         tmp_path / "checkpoints",
@@ -252,13 +250,9 @@ def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
         *(json.loads(file.read_text()) for file in found), strict=True
     )
     files = json.loads((folder / "3" / CHECKSUMS_FILE).read_text())
-    assert not list((folder / "3").glob(f"{CHECKSUMS_FILE}.*"))
-    for process in range(2):
-        assert {tuple(part) for _, size, part in written[process] if size > 2**19} == {
-            (f"ocdbt.process_{process}",)
-        }
     for reads in (written, checked):
-        read = sorted(size for one in reads for _, size, _ in one)
+        read = sorted(size for one in reads for _, size in one)
         assert read == sorted(size for size, _ in files.values())
-        assert max(sum(size for _, size, _ in one) for one in reads) < 0.6 * sum(read)
+    assert written[1] == []
+    assert max(sum(size for _, size in one) for one in checked) < 0.6 * sum(read)
     assert problems[0] == problems[1]
