@@ -52,11 +52,10 @@ from rampup.loop.checkpoint import (
     SavedCheckpoint,
     reading_record,
 )
-from rampup.loop.components import AutoBatch, Component, NoiseAverages, SameRun
+from rampup.loop.components import AutoBatch, Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.loop import (
-    RAMP_ROWS,
     EvalOptions,
     Loop,
     Summary,
@@ -72,6 +71,7 @@ from rampup.loop.metrics import (
     required,
 )
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, as_path
+from rampup.loop.same_run import RAMP_ROWS, SameRun
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import default_half_life
 from rampup.plan.numbers import AUTO
@@ -678,9 +678,7 @@ class Run:
             should_stop=should_stop,
         )
         loop = loop_of(config, run)
-        known = None if self.saved is None else ramp_before(self.saved.record)
-        ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
-        state, start = loop.restore(state, self.saved, ramp_before=ramp)
+        state, start = loop.restore(state, self.saved)
         if start < plan.total_steps:
             keep_config(config, folder)
         _, summary = loop.train(state, start)

@@ -4,24 +4,17 @@ have state of their own.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import flax
 import jax
-import numpy as np
-import optax
 
-import rampup
-from rampup.engine.processes import broadcast_from_process0, is_primary
-from rampup.errors import ResumeMismatchError, ResumeWarning
+from rampup.engine.processes import broadcast_from_process0
+from rampup.errors import ResumeMismatchError
 from rampup.loop.events import BatchSizeDecided, OnEvent
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import NoiseEstimate, NoiseScale
@@ -31,9 +24,6 @@ from rampup.plan.numbers import finite_or_none
 # the steps at which microbatch shapes changed, which a resumed run repeats
 SHAPE_CHANGES = "shape_changes"
 GRADIENT_NOISE = "gradient_noise"  # its averages
-ROWS = "rows"
-PROGRAMS = "programs"
-_MAX_CONSTANT = 2**16
 
 
 class LoopPlan(Protocol):
@@ -329,105 +319,3 @@ class AutoBatch(Component):
         """See `Component`."""
         has_grown = self.schedule.size != plan.ramp.sizes[-1]
         return plan.grown(self.schedule.ramp) if has_grown else plan
-
-
-class SameRun(Component):
-    """Rows, optimizer and loss of a loop of the user's own, which a resume compares
-    with those of the checkpoint.
-
-    Other rows, by number, order and content of some of them, are an error. Another
-    optimizer or loss, by its jaxpr, which also changes with the libraries, is a
-    warning. Not seen: rows that `step_batches` does not read, larger arrays in a
-    closure, and what a pipeline or a loss with a class of its own computes. `step` is
-    None if a configuration says what it computes.
-    """
-
-    def __init__(self, step: LoopStep | None) -> None:
-        self._step = step
-        self._before: Mapping[str, Any] = {}
-        self._own: dict[str, Any] = {}
-
-    def state(self) -> dict[str, Any]:
-        """See `Component`."""
-        return self._own
-
-    def load(self, record: Mapping[str, Any]) -> None:
-        """See `Component`."""
-        for name in (ROWS, PROGRAMS):
-            if not isinstance(found := record.get(name, {}), dict):
-                raise ResumeMismatchError(
-                    f"the record of the checkpoint is damaged: its {name} are"
-                    f" {found!r:.100}",
-                    key=name,
-                )
-        self._before = record
-
-    def check(self, batches: Any, state: Any, batch: Any) -> None:
-        """Compare what is about to run with the checkpoint's record, before the first
-        step.
-        """
-        rows: dict[str, Any] = getattr(batches, "identity", None) or {}
-        before: Mapping[str, Any] = self._before.get(ROWS, {})
-        self._own[ROWS] = rows
-        # The names of the facts contain the numbers of rows, so that another number of
-        # rows has other facts beside its own.
-        differing = [
-            name for name in rows if before.get(name, rows[name]) != rows[name]
-        ]
-        if differing:
-            table = "\n".join(
-                f"  {name}: {before[name]} in the checkpoint, {rows[name]} here"
-                for name in differing
-            )
-            raise ResumeMismatchError(
-                f"the checkpoint of step {self._before['step']} is of a run with other"
-                f" rows:\n{table}\ngive the rows and the seed of that run, or train in"
-                " another folder",
-                key=ROWS,
-            )
-        traced = getattr(self._step, "jaxprs", None)
-        if traced is None:
-            return
-        programs: dict[str, Any] = {
-            name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()
-        }
-        programs |= {
-            "versions": [module.__version__ for module in (jax, optax, flax, rampup)]
-        }
-        before = self._before.get(PROGRAMS, {})
-        self._own[PROGRAMS] = programs
-        if before.get("versions") != programs["versions"] or not is_primary():
-            return
-        for name, digest in programs.items():
-            if before.get(name, digest) != digest:
-                warnings.warn(
-                    f"the {name} is not that of the checkpoint of step"
-                    f" {self._before['step']}: it computes something else, as with"
-                    " another rate or factor. If that is no mistake, ignore this;"
-                    " otherwise restore it",
-                    ResumeWarning,
-                    stacklevel=2,
-                )
-
-
-def _digest(jaxpr: Any) -> str:
-    """Return a digest of a closed jaxpr and its small constants."""
-    # Functions in it have addresses, and sets an order that differ from process to
-    # process.
-    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr.jaxpr))
-    text = re.sub(
-        r"\{[^{}\n]*\}",
-        lambda found: ",".join(sorted(re.split(r"[{},]\s*", found[0]))),
-        text,
-    )
-    digest = hashlib.sha256(text.encode())
-    for constant in jaxpr.consts:
-        if jax.numpy.issubdtype(constant.dtype, jax.dtypes.prng_key):
-            constant = jax.random.key_data(constant)
-        is_here = not isinstance(constant, jax.Array) or constant.is_fully_addressable
-        if (
-            is_here
-            and math.prod(np.shape(constant)) * constant.dtype.itemsize <= _MAX_CONSTANT
-        ):
-            digest.update(np.asarray(constant).tobytes())
-    return digest.hexdigest()[:16]

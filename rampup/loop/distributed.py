@@ -30,6 +30,7 @@ from rampup.engine.processes import (
 from rampup.errors import ConfigError
 from rampup.loop.launchers import find_launch, local_device_ids
 from rampup.loop.meeting import meet
+from rampup.loop.same_run import describe_change
 
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
 # the devices of all
@@ -138,27 +139,6 @@ def check_consistent(facts: Mapping[str, Any]) -> None:
             f"the processes are not started alike:\n{problem}",
             key=problem.partition(":")[0].strip(),
         )
-
-
-def describe_change(
-    one: Any, other: Any, places: tuple[str, str], *, most: int
-) -> list[str]:
-    """Return how two values of a fact about a run differ; of the fingerprints of its
-    data, the first files that do.
-    """
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
-    found = []
-    for name in [
-        name
-        for name in dict.fromkeys([*one, *other])
-        if one.get(name) != other.get(name)
-    ]:
-        before, now = (files.get(name, "no such file") for files in (one, other))
-        found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
-    return found[:most] + (
-        [f"and {len(found) - most:,} more files"] if len(found) > most else []
-    )
 
 
 class StopConsensus:

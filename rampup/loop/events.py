@@ -45,13 +45,9 @@ class LearningRateChanged(Event):
 
     step: int  #: the last step before the checkpoint
     before: float  #: the learning rate that it had
-    # : the learning rate that the schedule of this run has there; the steps from here
-    # on follow it
+    #: the learning rate that the schedule of this run has there; the steps from here
+    #: on follow it
     after: float
-    schedule_steps: (
-        int | None
-    )  #: the length of the schedule before, if it was another one
-    plan: Any  #: the plan from here on
 
 
 class PhaseStarted(Event):

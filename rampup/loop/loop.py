@@ -25,7 +25,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -42,7 +42,6 @@ from rampup.engine.processes import (
 from rampup.errors import (
     DataEndedError,
     DataError,
-    ResumeMismatchError,
     StorageError,
 )
 from rampup.loop import events
@@ -59,12 +58,10 @@ from rampup.loop.components import (
     LoopPlan,
     LoopStep,
     NoiseAverages,
-    SameRun,
     ShapeChanges,
 )
 from rampup.loop.distributed import (
     StopConsensus,
-    describe_change,
     leaving_on_error,
 )
 from rampup.loop.lock import own_run, require_owner
@@ -81,14 +78,11 @@ from rampup.loop.run_folder import (
     run_folder,
     write_whole,
 )
+from rampup.loop.same_run import RAMP_ROWS, SameRun, check_same_run
 from rampup.plan.noise_scale import default_half_life
 from rampup.plan.ramp import BatchRamp
 
-NAMED_FILES = 10  # in an error message, if the data have changed
 ENDED_FILE = "data_ended.json"  # the step for which the run had no rows
-# Parts of a checkpoint's record besides those of the components.
-RAMP_ROWS = "ramp_rows"
-SCHEDULE_STEPS = "schedule_steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,17 +283,13 @@ class Loop:
         with leaving_on_error(), own_run(self.folder, shared=shared):
             yield
 
-    def restore(
-        self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None
-    ) -> tuple[Any, int]:
+    def restore(self, state: Any, saved: SavedCheckpoint | None) -> tuple[Any, int]:
         """Return the state of a checkpoint of this run and the step that follows it;
         without one, `state` of step 0, and 0.
 
         Args:
             state: that of step 0, whose structure the checkpoint has.
             saved: the checkpoint, from `find_checkpoint`, or None.
-            ramp_before: the ramp that the checkpoint was written with, if `plan`
-                continues it with another one.
 
         Raises:
             ResumeMismatchError: the checkpoint does not belong to this run.
@@ -311,7 +301,12 @@ class Loop:
             raise DataEndedError(problem)
         found = saved.record
         with reading_record(self.folder / CHECKPOINT_FOLDER, saved.step):
-            self._check_same_run(found, saved.step, ramp_before or self.plan.ramp)
+            check_same_run(
+                found,
+                self.plan.ramp,
+                self.checkpoints.identity,
+                f"the checkpoint of step {saved.step} in {self.folder}",
+            )
             for component in self.components:
                 component.load(found)
         with Checkpoints(
@@ -320,60 +315,20 @@ class Loop:
             restored = self.checkpoints.from_saved(
                 checkpoints.restore(saved, state, self.on_event)
             )
-        # Report a learning rate with which the steps before the checkpoint were not
-        # trained.
-        rate, step = self.metrics.learning_rate, saved.step - 1
-        if rate is not None and saved.step < self.plan.total_steps:
-            lines = read_lines(self.folder / METRICS_FILE)
-            last = next((line for line in lines if line["step"] == step), {})
-            before = last.get("learning_rate")
-            if before is not None and not math.isclose(
-                before, after := rate(step), rel_tol=1e-6
-            ):
-                length = found.get(SCHEDULE_STEPS)
-                rates = {
-                    "before": before,
-                    "after": after,
-                    "schedule_steps": (
-                        None if length == self._schedule_steps else length
-                    ),
-                }
-                self.on_event(
-                    events.LearningRateChanged(step=step, plan=self.plan, **rates)
-                )
+        self._compare_rates(saved.step - 1)
         return restored, saved.step
 
-    def _check_same_run(self, found: Mapping[str, Any], step: int, ramp: Any) -> None:
-        """Refuse a checkpoint after `step` steps whose ramp or identity is another."""
-        place = f"the checkpoint of step {step} in {self.folder}"
-        before, now = found.get(RAMP_ROWS), ramp.to_rows()
-        if 0 < getattr(ramp, "first_step", 0) <= step and before is not None:
-            # A ramp that goes on from here has to have the steps before in common.
-            before, now = _rows_before(before, step), _rows_before(now, step)
-        places = ("in the checkpoint", "here")
-        if before != now:
-            table = ramp.differences(found[RAMP_ROWS]) or "\n".join(
-                describe_change(before, now, places, most=1)
-            )
-            raise ResumeMismatchError(
-                f"the ramp is not that of {place}:\n{table}\nrestore the ramp, continue"
-                " it with rampup.loop.ramp_to_continue, or train in another folder",
-                key=RAMP_ROWS,
-            )
-        lines, first = [], None
-        for key, value in self.checkpoints.identity.items():
-            if found.get(key) != value:
-                first = first or key
-                changes = describe_change(
-                    found.get(key), value, places, most=NAMED_FILES
-                )
-                lines += [f"  {key}: {change}" for change in changes]
-        if lines:
-            table = "\n".join(lines)
-            raise ResumeMismatchError(
-                f"{place} is of another run:\n{table}\nset these keys back, or give the"
-                " run another run_name",
-                key=first,
+    def _compare_rates(self, step: int) -> None:
+        """Report another learning rate than the last step was trained with."""
+        rate = self.metrics.learning_rate
+        if rate is None or step + 1 >= self.plan.total_steps:
+            return
+        lines = read_lines(self.folder / METRICS_FILE)
+        last = next((line for line in lines if line["step"] == step), {})
+        before, after = last.get("learning_rate"), rate(step)
+        if before is not None and not math.isclose(before, after, rel_tol=1e-6):
+            self.on_event(
+                events.LearningRateChanged(step=step, before=before, after=after)
             )
 
     def _ended_data(self, step: int) -> str:
@@ -389,16 +344,6 @@ class Loop:
             f" rows again; give a plan of {step} steps, or, if the batches now go on"
             f" with new rows, delete {file}"
         )
-
-    @property
-    def _schedule_steps(self) -> int | None:
-        """The length of the learning-rate schedule; None if there is none, or if it
-        follows from others as the ramp does.
-        """
-        follows = getattr(self.plan, "seesaw", None) or getattr(
-            self.plan, "budget_samples", None
-        )
-        return None if follows else getattr(self.plan, "schedule_steps", None)
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
         """Train from step `start`, with the state before it, to the plan's end or to
@@ -625,11 +570,6 @@ class Loop:
                 **self.checkpoints.identity,
                 RAMP_ROWS: plan.ramp.to_rows(),
             }
-            record |= (
-                {}
-                if self._schedule_steps is None
-                else {SCHEDULE_STEPS: self._schedule_steps}
-            )
             for component in self.components:
                 record |= component.state()
             record |= self.checkpoints.extra_metadata
@@ -691,11 +631,6 @@ def _ended_step(file: Path) -> int | None:
     """Return the step of a file that says that the data have ended, or None."""
     found = parse_json(file.read_bytes())
     return found.get("step") if isinstance(found, dict) else None
-
-
-def _rows_before(rows: Sequence[Sequence[Any]], step: int) -> list[Sequence[Any]]:
-    """Return the rows of a ramp whose phases begin before a step."""
-    return [row for row in rows if row[0] < step]
 
 
 @contextlib.contextmanager

@@ -279,25 +279,14 @@ class TrainProgress:
                 )
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
-            case events.LearningRateChanged(schedule_steps=length):
-                text = (
+            case events.LearningRateChanged():
+                self._console.print(
                     f"note: step {event.step:,} had the learning rate"
-                    f" {event.before:.4g}, and the schedule with which the "
+                    f" {event.before:.4g}, and the schedule with which the run"
+                    f" continues has {event.after:.4g} there;"
+                    " learning_rate_schedule_steps keeps the length of a schedule",
+                    style="yellow",
                 )
-                text += f"run continues has {event.after:.4g} there"
-                if length is not None and length <= event.step + 1:
-                    text += f"; the schedule before ended after {length:,} steps"
-                elif length is not None:
-                    text += (
-                        f"; learning_rate_schedule_steps={length} keeps the schedule"
-                        " before"
-                    )
-                    text += (
-                        f" and is at its end after {length:,} steps"
-                        if event.plan.total_steps > length
-                        else ""
-                    )
-                self._console.print(text, style="yellow")
             case events.RunAborted():
                 self.close()
                 text = "stopped at once; nothing was saved"

@@ -154,8 +154,8 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
 
 
 def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
-    """The rate that the last step had, that of the new schedule there, and the length
-    before; an equal one is not reported.
+    """The rate that the last step had, and that of the new schedule there; an equal one
+    is not reported.
     """
     before, after = (
         MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1))
@@ -173,9 +173,7 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     )
     found = [event for event in events if isinstance(event, told.LearningRateChanged)]
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
-    assert found == [
-        told.LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)
-    ]
+    assert found == [told.LearningRateChanged(step=last, **rates)]
     events.clear()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text(
@@ -519,7 +517,7 @@ CHANGES = {
     "seed": ({"seed": 1}, "seed: 5 in the checkpoint, 1 here"),
     "rows": (
         {"shift": 1.0},
-        r"SHA-256 of rows 0, 57, .*, 399: \w+ in the checkpoint, \w+ here",
+        r"SHA-256 of rows 0, 57, .*, 399: '\w+' in the checkpoint, '\w+' here",
     ),
     "number": ({"number": 399}, "number: 400 in the checkpoint, 399 here"),
     "rate": (
