@@ -151,7 +151,7 @@ def _ask_jax(timeout: int) -> Launch | None:
         address, count, number, _ = ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, [], None, timeout
         )
-    except Exception as error:  # each detector has errors of its own
+    except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             "JAX cannot say how this process was started:"
             f" {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}",

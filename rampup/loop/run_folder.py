@@ -331,7 +331,7 @@ def parse_json(content: str | bytes) -> Any:
     """Return the value of a JSON text, or None if it is none, or cannot be held."""
     try:
         return json.loads(content)
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
