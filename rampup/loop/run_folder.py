@@ -368,7 +368,7 @@ def run_folder(base: str, name: str) -> Path:
             folder.mkdir(parents=True, exist_ok=bool(name))
             break
         except OSError as error:
-            if isinstance(error, FileExistsError) and not name:
+            if not name and folder.exists():
                 continue
             raise ConfigError(
                 f"cannot make the folder {folder}: {error.strerror or error}",
