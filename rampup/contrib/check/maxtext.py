@@ -12,9 +12,8 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from rampup.contrib.check.reading import (
     Settings,
     Source,
     find_in_repository,
+    known_end,
     load_entries,
     option,
     read_source,
@@ -36,21 +36,16 @@ from rampup.contrib.check.reading import (
 from rampup.contrib.check.rules import (
     Dialect,
     PretrainingJob,
-    Rule,
-    Side,
+    Ruling,
     around,
-    at_least,
-    broken_rules,
     ends_before_ramp,
     few_samples_per_pass,
     found_by_run,
-    multiple,
 )
-from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import show_unknown, unknown_names
 from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
 from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
@@ -128,17 +123,13 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     chosen = dict(setting.split("=", 1) for setting in reading.overrides)
-    given = (
-        _read_slices(reading.command)
-        | _read_topology(reading.leaves)
-        | dict(reading.leaves)
-    )
-    chain = _Chain(launch, reading, given, chosen.get(BASE, ""))
-    answered = {*chosen, BASE, *launch.entries, *chain.own_bases}
+    given = _read_machine(reading) | dict(reading.leaves)
+    bases = _read_bases(reading, launch, given, chosen.get(BASE, ""))
+    answered = {*chosen, BASE, *launch.entries, *bases.own}
     looked_up = {
         key: value for key, value in reading.leaves.items() if key not in answered
     }
-    leaves, model_notes = _above_model(chain.leaves, reading, launch, chosen)
+    leaves, model_notes = _above_model(bases.leaves, reading, launch, chosen)
     reading = dataclasses.replace(
         reading,
         notes=(*reading.notes, *model_notes),
@@ -148,107 +139,95 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
             if not (name in MAY_BE_EMPTY and value.value in ("", None))
         },
         overrides=[
-            setting
-            for setting in reading.overrides
-            if setting.partition("=")[0] != BASE
+            text for text in reading.overrides if not text.startswith(f"{BASE}=")
         ],
-        recognized=reading.recognized or bool(chain.shipped),
+        recognized=reading.recognized or bool(bases.shipped),
     )
     defaults = {
         name: value
-        for name, value in launch.bases.get(chain.shipped, {}).items()
+        for name, value in launch.bases.get(bases.shipped, {}).items()
         if name in launch.entries
     }
     settings = type_settings(reading, launch, defaults)
     notes = [*settings.notes]
-    if chain.files[1:] and reading.command is not None:
-        notes.append(f"{', '.join(chain.files[1:])}: its base file, which is read.")
-    if chain.shipped not in ("", "base.yml"):
+    if bases.files[1:] and reading.command is not None:
+        notes.append(f"{', '.join(bases.files[1:])}: its base file, which is read.")
+    if bases.shipped not in ("", "base.yml"):
         notes.append(
-            f"what the source does not set is from MaxText's own {chain.shipped} of"
+            f"what the source does not set is from MaxText's own {bases.shipped} of"
             f" {launch.version}."
         )
     return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
 
 
-class _Chain:
-    """The base files from which a source starts. Upper ones win over those from which
-    they start; the last one may be one that MaxText ships.
+class _Bases(NamedTuple):
+    """The base files from which a source starts."""
+
+    leaves: Mapping[str, Located]  # the keys of the source above those of its bases
+    own: Mapping[str, Located]  # the keys of the bases
+    files: Sequence[str]  # the source and the bases that were read
+    shipped: str  # the last base, if it is one that MaxText ships
+
+
+def _read_bases(
+    reading: Reading, launch: Launch, given: Mapping[str, Located], chosen: str
+) -> _Bases:
+    """Follow the base files of a source, from the one that the user, its command or its
+    `base_config` names. Upper ones win over those from which they start.
     """
-
-    def __init__(
-        self,
-        launch: Launch,
-        reading: Reading,
-        leaves: Mapping[str, Located],
-        chosen: str,
-    ) -> None:
-        self.launch = launch
-        self.path = reading.path
-        self.leaves = dict(leaves)
-        self.own_bases: dict[str, Located] = {}  # the keys of files that were read
-        self.files = [os.path.realpath(reading.path)]
-        self.shipped = ""
-        place = leaves.get(BASE, Located(value="", path=reading.path))
-        if chosen:
-            place = dataclasses.replace(place, value=chosen)
-        elif reading.command is not None:
-            words = reading.command.words
-            files = (word for word in words if word.endswith((".yml", ".yaml")))
-            name = next((word for word in files if "=" not in word), "")
-            place = reading.command.locate(name, name)
-        folder = Path(reading.path).parent
-        while isinstance(place.value, str) and place.value.strip():
-            if (file := self._find(place.value, folder)) is None:
-                self.shipped = self._find_shipped(place)
-                return
-            place, folder = self._read(file), file.parent
-
-    def _find(self, name: str, folder: Path) -> Path | None:
-        """Return the file of a name: beside the one that names it, or in its
-        repository.
-        """
-        places = (folder / name, *_copies(name, self.path))
-        return next((file for file in places if os.path.isfile(file)), None)
-
-    def _find_shipped(self, place: Located) -> str:
-        """Return the file of MaxText's configs that a path ends with, or else one of its
-        name.
-        """
-        name = show_unknown(place.value)
-        parts = PurePosixPath(name).parts
-        ends = ("/".join(parts[first:]) for first in range(len(parts)))
-        named = (
-            found
-            for found in self.launch.bases
-            if parts and found.endswith(f"/{parts[-1]}")
-        )
-        found = next((end for end in ends if end in self.launch.bases), None)
-        if found := found or next(named, ""):
-            return found
-        raise ConfigError(
-            f"{BASE}={name} is neither beside this file nor one that MaxText ships",
-            fix=f"put it there, or add {BASE}=base.yml for MaxText's defaults",
-            key=BASE,
-            path=place.path,
-            line=place.line,
-        )
-
-    def _read(self, file: Path) -> Located:
-        """Add the keys of a file below those above it; return the base that it
-        names.
-        """
-        if os.path.realpath(file) in self.files:
+    leaves, own = dict(given), dict[str, Located]()
+    files = [os.path.realpath(reading.path)]
+    place = leaves.get(BASE, Located(value="", path=reading.path))
+    if chosen:
+        place = dataclasses.replace(place, value=chosen)
+    elif reading.command is not None:
+        words = [word for word in reading.command.words if "=" not in word]
+        named = (word for word in words if word.endswith((".yml", ".yaml")))
+        place = reading.command.locate(name := next(named, ""), name)
+    folder = Path(reading.path).parent
+    while isinstance(place.value, str) and place.value.strip():
+        beside = (folder / place.value, *_copies(place.value, reading.path))
+        file = next((path for path in beside if os.path.isfile(path)), None)
+        if file is None:
+            return _Bases(leaves, own, files, _find_shipped(place, launch))
+        if os.path.realpath(file) in files:
             raise ConfigError(
                 f"{BASE} is a circular reference at {file.name}",
                 key=BASE,
                 path=str(file),
             )
-        self.files.append(os.path.realpath(file))
-        below = read_source(file, (), self.launch).rename(self.launch.canonical)
-        self.own_bases |= below.leaves
-        self.leaves = {**below.leaves, **self.leaves}
-        return below.leaves.get(BASE, Located(value="", path=str(file)))
+        files.append(os.path.realpath(file))
+        below = read_source(file, (), launch).rename(launch.canonical).leaves
+        own |= below
+        leaves = {**below, **leaves}
+        place, folder = below.get(BASE, Located(value="", path="")), file.parent
+    return _Bases(leaves, own, files, "")
+
+
+def _find_shipped(place: Located, launch: Launch) -> str:
+    """Return the file of MaxText's configs that has the name of a path."""
+    name = show_unknown(place.value)
+    last = PurePosixPath(name).name
+    for shipped in launch.bases:
+        if PurePosixPath(shipped).name == last:
+            return shipped
+    raise ConfigError(
+        f"{BASE}={name} is neither beside this file nor one that MaxText ships",
+        fix=f"put it there, or add {BASE}=base.yml for MaxText's defaults",
+        key=BASE,
+        path=place.path,
+        line=place.line,
+    )
+
+
+def _copies(name: str, path: str) -> Iterator[Path]:
+    """Yield where a base file of a command may be in its repository, as far as its path
+    is that of this machine.
+    """
+    parts = [part for part in PurePosixPath(known_end(name)).parts if part != "/"]
+    if path != COMMAND_LINE and ".." not in parts:
+        for first in range(max(len(parts) - 1, 1)):
+            yield from find_in_repository(path, "/".join(parts[first:]))
 
 
 def _above_model(
@@ -279,117 +258,78 @@ def _above_model(
     ]
 
 
-def _copies(name: str, path: str) -> list[Path]:
-    """Return where a base file of a command may be in its repository, as far as its
-    path is that of this machine.
-    """
-    parts = PurePosixPath(
-        show_unknown(name).rpartition("$")[2].partition("/")[2]
-        if unknown_names(name)
-        else name
-    ).parts
-    parts = tuple(part for part in parts if part != "/")
-    ends = range(max(len(parts) - 1, 1)) if path != COMMAND_LINE else ()
-    return [
-        file
-        for first in ends
-        for file in find_in_repository(path, "/".join(parts[first:]))
-        if ".." not in parts
-    ]
-
-
-def known_keys(system: str, key: str) -> Rule[Any]:
-    """Return the rule that MaxText has all keys that are not in a base file of a
+def known_keys(job: Any, key: str) -> Iterator[Ruling]:
+    """Yield the rule that MaxText has all keys that are not in a base file of a
     fork.
     """
     known = load_known_keys("maxtext")
-
-    def unknown(job: Any) -> list[str]:
-        return [name for name in job.settings.looked_up if known.life(name) is None]
-
-    def message(job: Any) -> str:
-        shown = []
-        for name in unknown(job)[:4]:
-            line = job.settings.looked_up[name].line
+    shown = []
+    for name, place in job.settings.looked_up.items():
+        if known.life(name) is None:
             close = difflib.get_close_matches(name, known.lives, n=1, cutoff=_SIMILAR)
-            details = [f"line {line}"] * bool(line) + [
-                f"the closest key is {other}" for other in close
-            ]
+            details = [f"line {place.line}"] if place.line else []
+            details += [f"the closest key is {other}" for other in close]
             shown.append(f"{name} ({'; '.join(details)})" if details else name)
-        return (
-            f"{', '.join(shown)} must be left out: MaxText refuses what is not in its"
-            " configuration (that of November 2025 warned). For a fork with keys of"
+    if shown:
+        yield job.broken(
+            "known_keys",
+            [key],
+            f"{', '.join(shown[:4])} must be left out: MaxText refuses what is not in"
+            " its configuration (that of November 2025 warned). For a fork with keys of"
             f" its own, name its base file with {BASE}=..., or give them on rampup's"
-            " command line as well"
+            " command line as well",
+            candidates=None,
         )
-
-    rule_name = f"{system}.known_keys"
-    return Rule(
-        name=rule_name,
-        keys=(key,),
-        holds=lambda job: not unknown(job),
-        message=message,
-        candidates=lambda _: None,
-    )
 
 
 def old_keys(job: Any) -> Iterator[str]:
     """Yield a note about keys that only older versions of MaxText have."""
-    if old := [
-        name
-        for name in job.settings.looked_up
-        if load_known_keys("maxtext").life(name) == (1, 1)
-    ]:
+    known = load_known_keys("maxtext")
+    old = [name for name in job.settings.looked_up if known.life(name) == (1, 1)]
+    if old:
         yield (
             f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a"
             " newer one refuses them."
         )
 
 
-def _read_slices(command: Command | None) -> dict[str, Located]:
-    """Return the devices and slices that a manifest, or xpk, gives to a command; none
-    if it does not say them.
+def _read_machine(reading: Reading) -> dict[str, Located]:
+    """Return the devices and slices that a manifest, xpk or the topology of
+    `train_compile` gives to a run; none if they do not say them.
     """
+    topology = reading.leaves.get("compile_topology")
+    slices = reading.leaves.get("compile_topology_num_slices")
+    if topology is not None and slices is not None:
+        devices = _slice_devices(str(topology.value))
+        return _devices_of(topology, devices, slices.value)
+    command = reading.command
     if command is None:
         return {}
-    if command.machine.devices:
-        found = {"num_devices": command.locate(command.machine.devices)}
-        return found | (
-            {"num_slices": command.locate(command.machine.slices)}
-            if command.machine.slices > 1
-            else {}
-        )
+    if machine := command.machine.devices:
+        slices_here = max(command.machine.slices, 1)
+        return _devices_of(command.locate(0), machine // slices_here, slices_here)
     outer = command._replace(words=command.outer)
-    machine = (
-        option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type")
-        or ""
+    names = ("--tpu-type", "--tpu_type", "--device-type", "--device_type")
+    kind = option(outer, *names) or ""
+    gpus = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", kind)
+    counts = (
+        ("--num-nodes", "--num_nodes") if gpus else ("--num-slices", "--num_slices")
     )
-    slices = option(outer, "--num-slices", "--num_slices") or "1"
-    nodes = option(outer, "--num-nodes", "--num_nodes") or "1"
-    if not (slices.isdecimal() and nodes.isdecimal()):
-        return {}
-    if devices := _slice_devices(machine):
-        return {
-            "num_devices": outer.locate(devices * int(slices)),
-            "num_slices": outer.locate(int(slices)),
-        }
-    match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
-    return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
+    number = option(outer, *counts) or "1"
+    devices = int(gpus[1]) if gpus else _slice_devices(kind)
+    return _devices_of(
+        outer.locate(0), devices, int(number) if number.isdecimal() else 0
+    )
 
 
-def _read_topology(leaves: Mapping[str, Located]) -> dict[str, Located]:
-    """Return the devices and slices for which `train_compile` compiles."""
-    topology = leaves.get("compile_topology")
-    slices = leaves.get("compile_topology_num_slices")
-    if topology is None or slices is None or not isinstance(slices.value, int):
+def _devices_of(place: Located, devices: int, slices: Any) -> dict[str, Located]:
+    """Return the keys of slices of so many devices; none if they are not known."""
+    if not isinstance(slices, int) or devices * slices < 1:
         return {}
-    devices = _slice_devices(str(topology.value)) * slices.value
-    if devices < 1:
-        return {}
-    return {
-        "num_devices": dataclasses.replace(topology, value=devices),
-        "num_slices": slices,
-    }
+    found = {"num_devices": dataclasses.replace(place, value=devices * slices)}
+    if slices > 1:
+        found["num_slices"] = dataclasses.replace(place, value=slices)
+    return found
 
 
 def _slice_devices(machine: str) -> int:
@@ -438,6 +378,7 @@ def batch_sizes(
 class MaxTextJob(PretrainingJob):
     """The numbers of a base.yml, which must not leave the number of devices open."""
 
+    system = "maxtext"
     version = "MaxText of August 2026 (e591f30)"
     expressed = (
         *(
@@ -451,6 +392,13 @@ class MaxTextJob(PretrainingJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        self._read_mesh()
+        self._read_pipeline()
+        self._count_rows()
+        self._read_ramp()
+
+    def _read_mesh(self) -> None:
+        """Read the mesh and the devices, which follow from it if no axis is free."""
         # MaxText's mesh axes, multiplied into rampup's; -1 if one of a group is -1.
         self.combined_axes: dict[str, dict[str, int]] = {"ici": {}, "dcn": {}}
         for group, combined in self.combined_axes.items():
@@ -460,24 +408,20 @@ class MaxTextJob(PretrainingJob):
         self.num_slices: int = self["num_slices"]
         self.num_devices: int = self["num_devices"] or 0
         self.assumes_one_slice = False
-        if not self.num_devices:  # those of a mesh without a free axis
+        if not self.num_devices:
             ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
             if AUTO in ici or min(ici) < 1:
-                said = (
-                    "the file leaves a mesh axis open (-1), so its batches depend on"
-                    " the machine; add num_devices=N"
-                )
                 raise ConfigError(
-                    f"{said}, for example num_devices=8", key="num_devices"
+                    "the file leaves a mesh axis open (-1), so its batches depend on"
+                    " the machine",
+                    fix="add num_devices=N, for example num_devices=8",
+                    key="num_devices",
                 )
-            given = self.num_slices > 0 and AUTO in dcn
-            slices = (
-                self.num_slices
-                if given
-                else math.prod(size for size in dcn if size != AUTO)
-            )
+            slices = math.prod(size for size in dcn if size != AUTO)
+            if AUTO in dcn:
+                self.assumes_one_slice = self.num_slices <= 0
+                slices = slices if self.assumes_one_slice else self.num_slices
             self.num_devices = max(math.prod(ici) * slices, 1)
-            self.assumes_one_slice = AUTO in dcn and not given
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
@@ -486,135 +430,106 @@ class MaxTextJob(PretrainingJob):
             )
         except RampupError as error:
             self.mesh_problem = str(error)
+        self.replicas = self.axes.data_parallel_size
         # A loaded batch is sharded over the data, stage, fsdp and expert axes.
-        self.loading_shards = (
-            self.axes.data_parallel_size * self.axes.pipeline * self.axes.expert
-        )
-        # The pipeline. With one stage every pipeline key is ignored.
+        self.loading_shards = self.replicas * self.axes.pipeline * self.axes.expert
+
+    def _read_pipeline(self) -> None:
+        """Read the pipeline. With one stage every pipeline key is ignored."""
         self.stages = self.axes.pipeline
         self.is_piped = self.stages > 1
         self.least_microbatches = self.stages * (2 if self[DELAY] else 1)
-        self.microbatches: int = (
-            self.least_microbatches
-            if self[MICROBATCHES] == AUTO
-            else self[MICROBATCHES]
-        )
-        dense = (
-            self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
-        )
-        self.layers: int = (
-            self["base_num_decoder_layers"] - dense
-            if self[LAYERS] == AUTO
-            else self[LAYERS]
-        )
+        self.microbatches: int = self[MICROBATCHES]
+        if self.microbatches == AUTO:
+            self.microbatches = self.least_microbatches
+        self.layers: int = self[LAYERS]
+        if self.layers == AUTO:
+            self.layers = self["base_num_decoder_layers"]
+            if self["decoder_block"] == "deepseek":
+                self.layers -= self["first_num_dense_layers"]
         # Layers of one round through the pipeline, or of all repeats if their number is
         # given.
-        self.layer_product: int = (
-            self.stages
-            * (1 if self[REPEATS] == AUTO else self[REPEATS])
-            * self[STAGE_LAYERS]
-        )
-        automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
-        self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
-        # The step between sizes per device that divide over the mesh and into
-        # microbatches.
-        microbatches = (
-            self.microbatches if self.is_piped and self.microbatches > 0 else 1
-        )
-        self.unit = Fraction(
-            math.lcm(self.loading_shards, microbatches), self.num_devices
-        )
-        self.sizes = batch_sizes(
-            self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION]
-        )
+        self.repeats: int = self[REPEATS]
+        self.layer_product: int = self.stages * self[STAGE_LAYERS]
+        if self.repeats == AUTO:
+            self.repeats = self.layers // max(self.layer_product, 1)
+        else:
+            self.layer_product *= self.repeats
+
+    def _count_rows(self) -> None:
+        """Count the rows of training and of evaluation."""
+        sizes = (self[EXPANSION], self.num_devices)
+        self.sizes = batch_sizes(self[END], *sizes, self[ACCUMULATION])
+        self.eval_sizes = batch_sizes(self[EVAL] or self[END], *sizes, 1)
         # Rows loaded and not trained on, per step after the ramp. Partial loading by
         # few hosts reads each row once.
-        partial = self[EXPANSION] > 0 and self[END] >= 1
-        self.dropped_per_step = (
-            0 if partial else max(self.sizes.to_load - self.sizes.to_train, 0)
-        )
-        self.eval_sizes = batch_sizes(
-            self[EVAL] or self[END], self[EXPANSION], self.num_devices, 1
-        )
-        self.total_steps: int = (
-            self["learning_rate_schedule_steps"]
-            if self["steps"] == AUTO
-            else self["steps"]
-        )
+        self.dropped_per_step = max(self.sizes.to_load - self.sizes.to_train, 0)
+        if self[EXPANSION] > 0 and self[END] >= 1:
+            self.dropped_per_step = 0
+        self.total_steps: int = self["steps"]
+        if self.total_steps == AUTO:
+            self.total_steps = self["learning_rate_schedule_steps"]
+        # The step between sizes per device that divide over the mesh and into
+        # microbatches.
+        parts = self.microbatches if self.is_piped and self.microbatches > 0 else 1
+        self.unit = Fraction(math.lcm(self.loading_shards, parts), self.num_devices)
+
+    def _read_ramp(self) -> None:
+        """Read the ramp, whose increment MaxText tests in floating point: 1 - 0.1 is
+        not a multiple of 0.1 there.
+        """
+        start, increment, end = (float(self[key]) for key in (START, INCREMENT, END))
         self.ramps: bool = self[RAMP]
-        self.reasons = (
-            {}
-            if self.ramps
-            else dict.fromkeys(sorted((START, INCREMENT, SAMPLES)), "the ramp is off")
-        )
+        if not self.ramps:
+            self.reasons = dict.fromkeys((SAMPLES, INCREMENT, START), "the ramp is off")
         self.grows: bool = self[END] > self[START]
-        # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of
-        # 0.1 there.
-        increment = float(self[INCREMENT])
-        self.increment_divides = (
-            increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
-        )
-        # Whether MaxText builds the ramp, its number of increments, and the keys that
-        # decide whether all of its sizes divide: start and end, and the increment if a
-        # size is between.
-        self.builds_ramp: bool = (
-            self.ramps
-            and self.grows
-            and self.increment_divides
-            and min(self[START], self[INCREMENT]) > 0
-        )
-        self.num_increments = (
-            int((float(self[END]) - float(self[START])) // increment)
-            if self.builds_ramp
-            else 0
-        )
-        self.all_phases = self.ramp_phases
-        if self.all_phases and self[AT_STEP] >= self.all_phases[-1][0]:
+        self.remainder = (end - start) % increment if increment else 0
+        # Whether MaxText builds the ramp, and its number of increments.
+        is_regular = self.grows and not self.remainder and min(start, increment) > 0
+        self.builds_ramp: bool = self.ramps and is_regular
+        self.num_increments = 0
+        # The keys that decide whether all sizes of a ramp divide: start and end, and
+        # the increment if a size is between.
+        self.divided_keys: tuple[str, ...] = ()
+        # The first step, the global batch size and the samples before it, of every
+        # phase of MaxText's ramp as it runs. Empty without a ramp, or with one of too
+        # many phases.
+        self.ramp_phases: list[tuple[int, int, int]] = []
+        if self.builds_ramp:
+            self.num_increments = int((end - start) // increment)
+            self._follow_ramp()
+        if self.ramp_phases and self[AT_STEP] >= self.ramp_phases[-1][0]:
             # The ramp is over: only its last batch is to come.
             self.ramps = self.builds_ramp = False
-            del self.ramp_phases
-        has_steps = self.global_size(START) + self.global_size(
-            INCREMENT
-        ) < self.global_size(END)
-        self.divided_keys = (
-            (START, END, *([INCREMENT] if has_steps else []))
-            if self.builds_ramp
-            else ()
-        )
+            self.divided_keys, self.ramp_phases = (), []
+
+    def _follow_ramp(self) -> None:
+        """Follow the ramp as it runs: batches are without the accumulation factor, and
+        each phase counts from zero (`utils/rampup_batch.py`).
+        """
+        keys = (START, INCREMENT, END)
+        start, increment, end = (self.global_size(key) for key in keys)
+        self.divided_keys = keys if start + increment < end else (START, END)
+        if min(start, increment) < 1:
+            ends = start >= max(end, 1)
+        else:
+            ends = (end - start) // increment < MAX_PHASES
+        if not ends:
+            return
+        step = consumed = 0
+        sizes = range(start, end, max(increment, 1))
+        for num_steps, size in segments_counted_per_phase(
+            sizes, self[SAMPLES], self.num_increments
+        ):
+            self.ramp_phases.append((step, size, consumed))
+            step, consumed = step + num_steps, consumed + num_steps * size
+        self.ramp_phases.append((step, end, consumed))
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, truncated to whole samples as MaxText
         does.
         """
         return int(self.num_devices * float(self[key]))
-
-    @cached_property
-    def ramp_phases(self) -> list[tuple[int, int, int]]:
-        """The first step, the global batch size and the samples before it, of every
-        phase of MaxText's ramp as it runs.
-
-        Batches are without the accumulation factor, and each phase counts from zero
-        (`utils/rampup_batch.py`). Empty without a ramp, or with one of too many phases.
-        """
-        start, increment, end = (
-            self.global_size(key) for key in (START, INCREMENT, END)
-        )
-        ends = (
-            start >= max(end, 1)
-            if min(start, increment) < 1
-            else (end - start) // increment < MAX_PHASES
-        )
-        if not self.builds_ramp or not ends:
-            return []
-        rows = []
-        step = consumed = 0
-        sizes = range(start, end, max(increment, 1))
-        for num_steps, size in segments_counted_per_phase(
-            sizes, self[SAMPLES], self.num_increments
-        ):
-            rows.append((step, size, consumed))
-            step, consumed = step + num_steps, consumed + num_steps * size
-        return [*rows, (step, end, consumed)]
 
     @property
     def lost_at_ramp_end(self) -> int:
@@ -636,7 +551,7 @@ class MaxTextJob(PretrainingJob):
 
     def summary(self) -> str:
         """Return the numbers of an optimizer step in one line."""
-        sizes, replicas = self.sizes, self.axes.data_parallel_size
+        sizes, replicas = self.sizes, self.replicas
         share = to_yaml_number(Fraction(sizes.micro, replicas))
         shape = times(
             counted(replicas, "replica"), counted(self[ACCUMULATION], "pass"), share
@@ -661,7 +576,7 @@ class MaxTextJob(PretrainingJob):
             "micro_batch_size_to_train_on": sizes.micro,
             "global_batch_size_to_load_eval": self.eval_sizes.to_load,
             "global_batch_size_to_eval_on": self.eval_sizes.to_train,
-            "data_parallel_size": self.axes.data_parallel_size,
+            "data_parallel_size": self.replicas,
             "accumulation_steps": self[ACCUMULATION],
             "num_stages": self.stages,
             "dropped_samples_per_step": self.dropped_per_step,
@@ -742,8 +657,7 @@ class MaxTextJob(PretrainingJob):
 
     def _rampup_axes(self) -> dict[str, int]:
         """Return the mesh in rampup's keys, which have slices along two axes and no
-        experts: what other slices and experts share counts as one slice, with devices
-        that do not shard the batch.
+        experts.
         """
         found = {"num_slices": self.num_slices} | {
             f"{group}_{axis}_parallelism": size
@@ -751,22 +665,10 @@ class MaxTextJob(PretrainingJob):
             for axis, size in axes.items()
         }
         gone = {key: found.pop(key) for key in [*found] if key in REMOVED}
-        if set(gone.values()) == {1} or self.mesh_problem:
-            return found
-        axes = self.axes
-        slices = dict(zip(AXES, axes.slices, strict=True))
-        within = {
-            axis: getattr(axes, axis)
-            // (slices[axis] if axis in ("data", "pipeline") else 1)
-            for axis in AXES
-        }
-        within["context"] *= within.pop("expert")
-        return {
-            **{f"ici_{axis}_parallelism": size for axis, size in within.items()},
-            "dcn_data_parallelism": slices["data"],
-            "dcn_pipeline_parallelism": slices["pipeline"],
-            "num_slices": slices["data"] * slices["pipeline"],
-        }
+        for key, size in gone.items():
+            if size != 1:
+                raise ConfigError(f"{key}={size}: {REMOVED[key]}", key=key)
+        return found
 
 
 MAX_LISTED_PHASES = 12
@@ -789,63 +691,34 @@ def product_text(job: MaxTextJob, key: str) -> str:
 
 def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     sizes = job.sizes
-    forward = (
-        f"{counted(sizes.micro, 'sample')} per forward pass over"
-        f" {counted(job.num_devices, 'device')}"
-    )
-    yield END, f"{forward}; {sizes.micro * job['max_target_length']:,} tokens"
+    devices = counted(job.num_devices, "device")
+    tokens = sizes.micro * job["max_target_length"]
+    rows = counted(sizes.micro, "sample")
+    yield END, f"{rows} per forward pass over {devices}; {tokens:,} tokens"
     passes = counted(job[ACCUMULATION], "pass")
-    yield (
-        ACCUMULATION,
-        f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step",
-    )
+    rows = counted(sizes.to_train, "sample")
+    yield ACCUMULATION, f"{passes}, so {rows} per optimizer step"
     yield EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step"
-    evaluates = job["eval_interval"] > 0
-    yield (
-        EVAL,
-        (
-            f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch"
-            if evaluates
-            else "no evaluation"
-        ),
-    )
-    yield (
-        "",
-        (
-            "the batch is sharded over"
-            f" {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)"
-        ),
-    )
+    evaluated = counted(job.eval_sizes.to_train, "sample")
+    if job["eval_interval"] > 0:
+        yield EVAL, f"{evaluated} per evaluation batch"
+    else:
+        yield EVAL, "no evaluation"
+    replicas = counted(job.replicas, "replica")
+    yield "", f"the batch is sharded over {replicas} (data * fsdp)"
     if job.ramps:
-        yield (
-            START,
-            (
-                f"{counted(job.global_size(START), 'sample')} in the first phase,"
-                " without accumulation"
-            ),
-        )
-        yield (
-            INCREMENT,
-            (
-                f"{counted(job.global_size(INCREMENT), 'sample')} more in each phase,"
-                " without accumulation"
-            ),
-        )
-        yield (
-            SAMPLES,
-            "samples requested for the whole ramp, shared equally by its phases",
-        )
+        first = counted(job.global_size(START), "sample")
+        more = counted(job.global_size(INCREMENT), "sample")
+        yield START, f"{first} in the first phase, without accumulation"
+        yield INCREMENT, f"{more} more in each phase, without accumulation"
+        shared = "samples requested for the whole ramp, shared equally by its phases"
+        yield SAMPLES, shared
     if job.is_piped and job.microbatches > 0:
-        microbatches = (
-            f"{counted(job.microbatches, 'microbatch')} of"
-            f" {counted(sizes.micro // job.microbatches, 'sample')}"
-        )
+        rows = counted(sizes.micro // job.microbatches, "sample")
         yield (
             MICROBATCHES,
-            (
-                f"{microbatches} through {job.stages:,} stages,"
-                f" {counted(job.repeats, 'repeat')}"
-            ),
+            f"{counted(job.microbatches, 'microbatch')} of {rows} through"
+            f" {job.stages:,} stages, {counted(job.repeats, 'repeat')}",
         )
 
 
@@ -859,126 +732,94 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     if isinstance(rows, int):
         yield from few_samples_per_pass(job[ACCUMULATION], rows, END)
     if job.assumes_one_slice:
-        assumed = (
-            f"one of {job.num_devices:,} devices is assumed, and the batch of several"
-            " is as many times as large"
-        )
         yield (
-            f"dcn_data_parallelism=-1 leaves the number of slices open: {assumed}; add"
-            " num_slices=N or num_devices=N"
+            "dcn_data_parallelism=-1 leaves the number of slices open: one of"
+            f" {job.num_devices:,} devices is assumed, and the batch of several is as"
+            " many times as large; add num_slices=N or num_devices=N"
         )
     if job.dropped_per_step and sizes.micro >= 1:
-        loaded = f"a full sample per device is loaded, {sizes.to_load:,} rows per step"
-        kept = (
-            f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are"
-            " dropped"
+        yield (
+            f"{END}={show(job[END])} is below 1: a full sample per device is loaded,"
+            f" {sizes.to_load:,} rows per step, and {sizes.to_train:,} of them are"
+            f" trained on; {job.dropped_per_step:,} are dropped"
         )
-        yield f"{END}={show(job[END])} is below 1: {loaded}, and {kept}"
     for key in (START, INCREMENT, END) if job.ramps else (END,):
-        exact = Fraction(job.num_devices) * job[key]
         truncated = job.global_size(key)
-        if exact != truncated:
+        if job.num_devices * job[key] != truncated:
             yield (
                 f"{product_text(job, key)} is truncated to {truncated}, in floating"
                 " point; rampup reports an error"
             )
     if 0 < expansion < 1:
-        step = f"each step gets the {sizes.to_load:,} rows of one of them"
-        turns = (
-            f"the loaders of {int(1 / expansion)} times as many hosts take turns, and"
-            f" {step}"
-        )
         yield (
-            f"{EXPANSION}={show(expansion)}: {turns}, while"
-            f" global_batch_size_to_train_on is {sizes.to_train:,}"
+            f"{EXPANSION}={show(expansion)}: the loaders of {int(1 / expansion)} times"
+            f" as many hosts take turns, and each step gets the {sizes.to_load:,} rows"
+            " of one of them, while global_batch_size_to_train_on is"
+            f" {sizes.to_train:,}"
         )
     elif expansion > 1:
-        loaded = (
-            f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they"
-            " would load together if all did"
-        )
         yield (
             f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for"
-            f" itself and the others; {loaded}"
+            f" itself and the others; global_batch_size_to_load={sizes.to_load:,} counts"
+            " the rows that they would load together if all did"
         )
-    passes = job[ACCUMULATION]
-    if job[SHARD_OPTIMIZER] and passes > 1:
-        summed = (
-            f"the gradients of the {passes:,} passes are summed in bfloat16, which"
-            " keeps 8 bits of each sum"
+    if (passes := job[ACCUMULATION]) > 1 and job[SHARD_OPTIMIZER]:
+        yield (
+            f"{SHARD_OPTIMIZER} casts float32 parameters to bfloat16 before the"
+            f" accumulation passes, so the gradients of the {passes:,} passes are"
+            " summed in bfloat16, which keeps 8 bits of each sum; rampup sums in"
+            " float32"
         )
-        before = "casts float32 parameters to bfloat16 before the accumulation passes"
-        yield f"{SHARD_OPTIMIZER} {before}, so {summed}; rampup sums in float32"
-    if job[TUNIX] and passes > 1:
-        few = (
-            "a pass with few tokens counts as much as a full one; otherwise the sum"
-            " over all passes is divided by all tokens"
-        )
+    if passes > 1 and job[TUNIX]:
         yield (
             f"{TUNIX} divides the loss of each of the {passes:,} passes by its own"
-            f" tokens and averages them: {few}"
+            " tokens and averages them: a pass with few tokens counts as much as a full"
+            " one; otherwise the sum over all passes is divided by all tokens"
         )
     if job.ramp_phases:
         yield from _ramp_notes(job)
     yield from _pipeline_notes(job)
-    if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
-        refusals = "; ".join(
-            str(problem) for problem in job.planned.problems or (job.planned,)
-        )
-        yield f"rampup itself would refuse this file: {refusals}"
+    is_legal = all(rule.holds for rule in _rules(job))
+    if is_legal and isinstance(job.planned, RampupError):
+        problems = job.planned.problems or (job.planned,)
+        yield f"rampup itself would refuse this file: {'; '.join(map(str, problems))}"
 
 
 def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
     """Yield what MaxText's ramp ignores, takes, and loses at its end and at a resume."""
-    sizes, passes = job.sizes, job[ACCUMULATION]
+    sizes, passes, samples = job.sizes, job[ACCUMULATION], job[SAMPLES]
     *ramp, (steps, _, trained) = job.ramp_phases
-    samples = job[SAMPLES]
     if passes > 1:
-        shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (
-            len(ramp) > MAX_LISTED_PHASES
-        )
-        batches = (
-            f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples"
-            f" in {steps:,} steps)"
-        )
-        jump = (
-            f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here"
-            " include the factor in every batch"
-        )
+        shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]]
+        shown += ["..."] * (len(ramp) > MAX_LISTED_PHASES)
         yield (
-            f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the"
-            f" batch {jump}"
+            f"MaxText's ramp ignores {ACCUMULATION}={passes}: in the ramp its batches"
+            f" are {', '.join(shown)} ({trained:,} samples in {steps:,} steps), then the"
+            f" batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here"
+            " include the factor in every batch"
         )
     if samples < 1:
         yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
     elif trained != samples:
-        taken = (
-            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES}"
-            f" requests {samples:,}"
-        )
         yield (
-            f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's"
-            " share do not count towards the next"
+            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES}"
+            f" requests {samples:,} ({trained / samples - 1:+.1%}): samples beyond a"
+            " phase's share do not count towards the next"
         )
     if lost := job.lost_at_ramp_end:
-        buffer = f"the buffer of {sizes.to_load:,} rows is dropped with the ramp"
-        rows = f"{trained:,} trained, {trained + lost:,} loaded"
         yield (
-            f"at the end of the ramp {lost:,} loaded rows are never trained on:"
-            f" {buffer} ({rows})"
+            f"at the end of the ramp {lost:,} loaded rows are never trained on: the"
+            f" buffer of {sizes.to_load:,} rows is dropped with the ramp"
+            f" ({trained:,} trained, {trained + lost:,} loaded)"
         )
-    buffered = (
-        f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint"
-        " contains"
-    )
-    replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
     yield Always(
-        f"a resume within the ramp loses {buffered}, and is one batch behind: {replay}"
+        f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered"
+        " rows, which no checkpoint contains, and is one batch behind: a checkpoint"
+        " labelled s contains s + 1 batches and s are replayed"
     )
-    number = f"each of the {len(job.ramp_phases):,} batch sizes"
     yield (
-        f"{number} is compiled at its first step; only the final one is lowered at"
-        " the start"
+        f"each of the {len(job.ramp_phases):,} batch sizes is compiled at its first"
+        " step; only the final one is lowered at the start"
     )
 
 
@@ -986,42 +827,28 @@ def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
     """Yield which keys a pipeline ignores, what it does not check, and where it
     waits.
     """
-    sizes, passes = job.sizes, job[ACCUMULATION]
     if not job.is_piped:
-        if ignored := [
-            key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO
-        ]:
-            yield (
-                f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'}"
-                " ignored: there is one pipeline stage"
-            )
-    elif job.microbatches > 0 and sizes.micro % (
-        job.microbatches * job.axes.data_parallel_size
-    ):
-        uneven = f"does not divide over data * fsdp = {job.axes.data_parallel_size}"
-        size = sizes.micro // job.microbatches
+        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
+        if ignored:
+            yield f"ignored, as there is one pipeline stage: {', '.join(ignored)}"
+        return
+    rows = job.sizes.micro
+    if job.microbatches > 0 and rows % (job.microbatches * job.replicas):
         yield (
-            f"a pipeline microbatch of {size} samples {uneven}: MaxText does not check"
-            " it, and devices share or pad samples"
+            f"a pipeline microbatch of {rows // job.microbatches} samples does not"
+            f" divide over data * fsdp = {job.replicas}: MaxText does not check it, and"
+            " devices share or pad samples"
         )
-    if (
-        job.is_piped
-        and job["model_name"] != "default"
-        and LAYERS not in job.settings.given
-    ):
-        used = (
-            f"{job.layers} from base_num_decoder_layers was used here, so give"
-            " base_num_decoder_layers=N"
-        )
+    if job["model_name"] != "default" and LAYERS not in job.settings.given:
         yield (
-            f"model_name={job['model_name']} has its own number of layers; {used} if"
-            " the model has another"
+            f"model_name={job['model_name']} has its own number of layers; {job.layers}"
+            " from base_num_decoder_layers was used here, so give"
+            " base_num_decoder_layers=N if the model has another"
         )
-    if job.is_piped and passes > 1:
-        once = "the same microbatches in one pass would wait once"
+    if job[ACCUMULATION] > 1:
         yield (
-            f"each of the {passes} accumulation passes waits for the pipeline to fill;"
-            f" {once}"
+            f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline"
+            " to fill; the same microbatches in one pass would wait once"
         )
 
 
@@ -1029,165 +856,240 @@ FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
 
 
-def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
-    """Return the candidates of a size per device, which is a fraction."""
-    value = max(Fraction(job[key]), Fraction(0))
-    increment = abs(Fraction(job[INCREMENT]))
-    steps = {
-        job.unit,
-        Fraction(1, job.num_devices),
-        *([increment] if job.ramps else []),
-    }
+def _sizes_near(job: MaxTextJob, key: str) -> Iterator[Fraction]:
+    """Yield the candidates of a size per device, which is a fraction."""
+    value, increment = max(job[key], Fraction(0)), abs(Fraction(job[INCREMENT]))
     origin = job[START] if job.ramps and key == END else 0
-    found = {n for step in steps for n in around(value, step)[:256]} | {
-        *around(value, increment, origin=origin)[:64]
-    }
-    return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
+    found = {*around(value, increment, origin=origin)[:64]}
+    for step in (job.unit, Fraction(1, job.num_devices)):
+        found.update(around(value, step)[:256])
+    yield from sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
 
-def _increments_near(job: MaxTextJob) -> Iterable[Any]:
-    span = Fraction(job[END]) - Fraction(job[START])
-    value = Fraction(job[INCREMENT])
-    return sorted(
-        (span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value)
+def _increments_near(job: MaxTextJob) -> Iterator[Fraction]:
+    """Yield increments that divide the growth of the batch, the nearest first."""
+    span, value = Fraction(job[END] - job[START]), job[INCREMENT]
+    if span > 0:
+        found = (span / n for n in range(1, 257))
+        yield from sorted(found, key=lambda n: abs(n - value))
+
+
+def _rules(job: MaxTextJob) -> Iterator[Ruling]:
+    """Yield what MaxText's configuration and its run ask."""
+    yield from known_keys(job, END)
+    yield from _checked(job)
+    yield from found_by_run(_run_rules(job))
+
+
+def _checked(job: MaxTextJob) -> Iterator[Ruling]:
+    """Yield what the check of the configuration asks."""
+    passes = job[ACCUMULATION]
+    yield job.at_least("accumulation_positive", [ACCUMULATION], ACCUMULATION, 1)
+    growth = f"{END} - {START} = {show(job[END])} - {show(job[START])}"
+    if job.ramps and not job.grows:
+        yield job.broken(
+            "ramp_grows",
+            (END, START),
+            f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
+            candidates=_sizes_near(job, END),
+        )
+    elif job.ramps and job.remainder:
+        where = ""
+        if (job[END] - job[START]) % job[INCREMENT] == 0:
+            where = f" in floating point, where the remainder is {job.remainder:g}"
+        yield job.broken(
+            "ramp_increment_divides",
+            (INCREMENT, START, END),
+            f"{growth} = {show(job[END] - job[START])} must be a multiple of"
+            f" {INCREMENT}={show(job[INCREMENT])}{where}",
+            candidates=_increments_near(job),
+        )
+    tokens = job[END] * job["max_target_length"]
+    if job[END] > 0 and float(job[END]) * job["max_target_length"] % job[VOCAB_TILING]:
+        yield job.broken(
+            "vocab_tiling",
+            (VOCAB_TILING, END, "max_target_length"),
+            f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']}"
+            f" = {show(tokens)} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
+            division=(int(tokens), job[VOCAB_TILING]),
+        )
+    if job["quantization"] in FP8 and passes > 1:
+        said = f"{passes} must be 1 with quantization={job['quantization']}"
+        keys = (ACCUMULATION, "quantization")
+        yield job.broken("fp8_accumulation", keys, f"{ACCUMULATION}={said}")
+    if job.is_piped:
+        yield from _pipeline_rules(job)
+
+
+def _pipeline_rules(job: MaxTextJob) -> Iterator[Ruling]:
+    """Yield what the check asks of a pipeline."""
+    factors = {"num_stages": job.stages, STAGE_LAYERS: job[STAGE_LAYERS]}
+    is_free = job[REPEATS] == AUTO  # whether the repeats follow from the layers
+    if not is_free:
+        factors[REPEATS] = job[REPEATS]
+    fits = job.layers == job.layer_product or (
+        is_free and job.layers % max(job.layer_product, 1) == 0
     )
+    if not fits or min(job.layer_product, job.layers) < 1:
+        near = around(job.layers, max(job.layer_product, 1))
+        yield job.broken(
+            "pipeline_layers",
+            (LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
+            f"{LAYERS}={job.layers:,} must be"
+            f" {'a multiple of ' * is_free}{product(factors).text}",
+            candidates=[int(n) for n in near if n >= 1],
+        )
+    count = Term(f"{MICROBATCHES}={job.microbatches:,}", job.microbatches)
+    note = ", or -1 for automatic"
+    yield job.at_least("microbatches_positive", [MICROBATCHES], count, 1, note)
+    rows = job.sizes.micro
+    if job.microbatches >= 1:
+        stages = Term(
+            "the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism ="
+            f" {job.stages}",
+            job.stages,
+        )
+        keys = [MICROBATCHES]
+        yield job.multiple("microbatches_multiple_of_stages", keys, count, stages)
+        if rows > 0:
+            batch = f"{product_text(job, END)}, the batch of one forward pass ({rows}),"
+            yield job.multiple(
+                "batch_multiple_of_microbatches",
+                (END, MICROBATCHES),
+                Term(batch, rows),
+                count,
+                candidates=_sizes_near(job, END),
+            )
+    if job[DELAY]:
+        least = Term(f"2 * stages = {job.least_microbatches}", job.least_microbatches)
+        keys = [MICROBATCHES, DELAY]
+        note = f" with {DELAY}"
+        yield job.at_least("delayed_microbatches", keys, count, least, note)
 
 
-_MICROBATCHES: Side[MaxTextJob] = (
-    f"{MICROBATCHES}={{:,}}",
-    lambda job: job.microbatches,
-)
+def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
+    """Yield what only the run finds."""
+    micro = job.sizes.micro
+    if job.mesh_problem:
+        # pyconfig accepts any mesh; create_device_mesh asserts that it has as many
+        # devices as the run.
+        yield job.broken(
+            "mesh",
+            ["num_devices"],
+            f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops"
+            " at its mesh",
+            candidates=[int(n) for n in around(job.num_devices) if n >= 1],
+        )
+    if micro < 1:
+        yield job.broken(
+            "empty_batch",
+            [END],
+            f"{product_text(job, END)} is truncated to {micro} samples: the step"
+            " silently trains on nothing",
+            candidates=_sizes_near(job, END),
+        )
+    if job.ramps and job.grows:
+        yield from _ramp_rules(job)
+    # Below 1 per device a full sample per device is loaded.
+    if job[END] >= 1:
+        yield from _over_mesh(job, "rows_over_mesh", END, job.sizes.to_train)
+    for key, name in ((START, "first_rows"), (INCREMENT, "increment")):
+        if key in job.divided_keys:
+            rows = max(job.global_size(key), 0)
+            yield from _over_mesh(job, f"{name}_over_mesh", key, rows)
+    passes = job[ACCUMULATION]
+    is_split = any(job.global_size(key) % passes for key in job.divided_keys if passes)
+    if passes >= 2 and is_split and job.ramp_phases:
+        yield job.broken(
+            "ramp_accumulation",
+            (ACCUMULATION, START, INCREMENT),
+            f"MaxText's ramp ignores {ACCUMULATION}={passes}, but splits each batch into"
+            f" that many parts: {product_text(job, START)} and"
+            f" {product_text(job, INCREMENT)} must be multiples of it",
+            division=(max(job.global_size(START), 1), 1),
+        )
+    if job.is_piped and job.builds_ramp:
+        yield job.broken(
+            "ramp_in_pipeline",
+            (RAMP, "ici_pipeline_parallelism"),
+            f"the pipeline is built for the final batch of {micro} samples only; the"
+            f" ramp's first one of {job.global_size(START)} cannot be given that shape,"
+            " and the first step fails",
+            candidates=(False,),
+        )
+    if job["eval_interval"] > 0:
+        yield from _eval_rule(job)
+    if job.total_steps < 1:
+        length = job["learning_rate_schedule_steps"]
+        said = f"steps={job['steps']} (learning_rate_schedule_steps={length})"
+        yield job.broken("no_steps", ["steps"], f"the run has {said}")
 
 
-def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
-    """Return the rule that a batch, or the increment of one, divides over the
+def _ramp_rules(job: MaxTextJob) -> Iterator[Ruling]:
+    """Yield what the run finds of a ramp that grows."""
+    first, increment = job.global_size(START), job.global_size(INCREMENT)
+    if first < 1:
+        yield job.broken(
+            "empty_first_batch",
+            [START],
+            f"{product_text(job, START)} is truncated to {first} samples: the ramp never"
+            " starts",
+            candidates=_sizes_near(job, START),
+        )
+    if not job.remainder and increment < 1:
+        yield job.broken(
+            "increment_positive",
+            [INCREMENT],
+            f"{product_text(job, INCREMENT)}, truncated to {increment}, must be at least"
+            " 1: MaxText divides by zero, hangs, or keeps the first batch indefinitely",
+            candidates=_increments_near(job),
+        )
+
+
+def _over_mesh(job: MaxTextJob, name: str, key: str, rows: int) -> Iterator[Ruling]:
+    """Yield the rule that a batch, or the increment of one, divides over the
     devices.
     """
+    if rows % job.loading_shards:
+        near = _increments_near(job) if key == INCREMENT else _sizes_near(job, key)
+        yield job.broken(
+            name,
+            [key],
+            f"{product_text(job, key)} samples must be a multiple of the devices that a"
+            f" batch is sharded over, data * stage * fsdp * expert ="
+            f" {job.loading_shards}; MaxText does not check it, and the first such step"
+            " fails",
+            candidates=near,
+        )
 
-    def divided(job: MaxTextJob) -> int:
-        if key == END:  # below 1 per device a full sample per device is loaded
-            return 0 if job[END] < 1 else job.sizes.to_train
-        return max(job.global_size(key), 0) if key in job.divided_keys else 0
 
-    return Rule(name=f"maxtext.{name}", keys=(key,), holds=lambda job: divided(job) % job.loading_shards == 0,
-        message=lambda job: f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, "
-            f"data * stage * fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails",
-        candidates=_increments_near if key == INCREMENT else partial(_sizes_near, key))  # fmt: skip
-
-
-def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
-    """Return whether the batch of evaluation fits, and the rule: that it is the shape
-    of training, or divides over devices.
+def _eval_rule(job: MaxTextJob) -> Iterator[Ruling]:
+    """Yield the rule that the batch of evaluation is the shape of training, or divides
+    over devices.
     """
-    micro, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
-    fits = (
-        micro >= 1
-        and (job[key] < 1 or micro % job.loading_shards == 0)
-        and (not job.is_piped or micro == job.sizes.micro)
-    )
+    rows, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
+    fits = job[key] < 1 or rows % job.loading_shards == 0
     rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
     if job.is_piped:
+        fits = fits and rows == job.sizes.micro
         rule = (
             f"the training batch of one forward pass, {job.sizes.micro}, for whose"
             " shape the pipeline is built"
         )
-    return (
-        fits,
-        (
-            f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule};"
-            " MaxText does not check it"
-        ),
-    )
+    if rows < 1 or not fits:
+        near = around(job[EVAL] or job[END], job.unit)
+        yield job.broken(
+            "eval_batch",
+            (EVAL, "eval_interval"),
+            f"{product_text(job, key)} ({rows} rows of evaluation) must be {rule};"
+            " MaxText does not check it",
+            candidates=[0, job[END], *near],
+        )
 
 
-RULES: list[Rule[MaxTextJob]] = [
-    known_keys("maxtext", END),
-    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
-    Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
-        message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
-        candidates=partial(_sizes_near, END)),
-    Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
-        holds=lambda job: job.increment_divides, message=lambda job: (
-            f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
-            f"{INCREMENT}={show(job[INCREMENT])}"
-            + (
-                f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
-                if (job[END] - job[START]) % job[INCREMENT] == 0
-                else ""
-            )), candidates=_increments_near),
-    Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
-        holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
-        message=lambda job: f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
-            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
-        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
-    Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
-        holds=lambda job: job[ACCUMULATION] <= 1,
-        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
-    Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
-        when=lambda job: job.is_piped, holds=lambda job: (
-            min(job.layer_product, job.layers) >= 1
-            and (job.layers == job.layer_product or (job[REPEATS] == AUTO and job.layers % job.layer_product == 0))),
-        message=lambda job: (
-            f"{LAYERS}={job.layers:,} must be "
-            + product({"num_stages": job.stages} | ({} if job[REPEATS] == AUTO else {REPEATS: job[REPEATS]})
-                      | {STAGE_LAYERS: job[STAGE_LAYERS]}).text
-            + (", or a multiple" if job[REPEATS] == AUTO else "")),
-        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1]),
-    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, 1, when=lambda job: job.is_piped,
-        note=", or -1 for automatic"),
-    multiple("maxtext.microbatches_multiple_of_stages", (MICROBATCHES,), _MICROBATCHES,
-        ("the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {}", lambda job: job.stages),
-        when=lambda job: job.is_piped and job.microbatches >= 1),
-    multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
-        lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
-        _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
-        candidates=partial(_sizes_near, END)),
-    at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
-        ("2 * stages = {}", lambda job: job.least_microbatches),
-        when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
-    *found_by_run([
-        # pyconfig accepts any mesh; create_device_mesh asserts that it has as many
-        # devices as the run.
-        Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
-            message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
-            candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
-        Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1, message=lambda job: (
-                f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),
-            candidates=partial(_sizes_near, END)),
-        Rule(name="maxtext.empty_first_batch", keys=(START,), when=lambda job: job.ramps and job.grows,
-            holds=lambda job: job.global_size(START) >= 1, message=lambda job: (
-                f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"),
-            candidates=partial(_sizes_near, START)),
-        Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
-            when=lambda job: job.ramps and job.grows and job.increment_divides,
-            holds=lambda job: job.global_size(INCREMENT) >= 1,
-            message=lambda job: f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least "
-                "1: MaxText divides by zero, hangs, or keeps the first batch indefinitely", candidates=_increments_near),
-        _over_mesh("rows_over_mesh", END),
-        _over_mesh("first_rows_over_mesh", START),
-        _over_mesh("increment_over_mesh", INCREMENT),
-        Rule(name="maxtext.ramp_accumulation", keys=(ACCUMULATION, START, INCREMENT),
-            when=lambda job: job.builds_ramp and job[ACCUMULATION] >= 2, holds=lambda job: (
-                not any(job.global_size(key) % job[ACCUMULATION] for key in job.divided_keys) or not job.ramp_phases),
-            message=lambda job: f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that "
-                f"many parts: {product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it",
-            division=lambda job: (max(job.global_size(START), 1), 1)),
-        Rule(name="maxtext.ramp_in_pipeline", keys=(RAMP, "ici_pipeline_parallelism"), when=lambda job: job.is_piped,
-            holds=lambda job: not job.builds_ramp,
-            message=lambda job: f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's "
-                f"first one of {job.global_size(START)} cannot be given that shape, and the first step fails",
-            candidates=lambda job: (False,)),
-        Rule(name="maxtext.eval_batch", keys=(EVAL, "eval_interval"), when=lambda job: job["eval_interval"] > 0,
-            holds=lambda job: _eval_rule(job)[0], message=lambda job: _eval_rule(job)[1],
-            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], job.unit)]),
-        Rule(name="maxtext.no_steps", keys=("steps",), holds=lambda job: job.total_steps >= 1,
-            message=lambda job: f"the run has steps={job['steps']} "
-                f"(learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"),
-    ]),
-]  # fmt: skip
 DIALECT = Dialect(
     job=MaxTextJob,
-    rules=RULES,
+    rules=_rules,
     meanings=_meanings,
     notes=_notes,
     reader=read_chain,

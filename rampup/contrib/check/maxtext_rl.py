@@ -22,9 +22,9 @@ from rampup.contrib.check.maxtext import (
 )
 from rampup.contrib.check.reading import Launch, Settings, load_entries
 from rampup.contrib.check.rollout import group_note
-from rampup.contrib.check.rules import Dialect, Rule, at_least, multiple
+from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.tunix import PromptJob
-from rampup.contrib.check.verdict import counted
+from rampup.contrib.check.verdict import Term, counted, product
 from rampup.plan.numbers import divisors
 
 BATCH = "batch_size"
@@ -81,6 +81,7 @@ LAUNCH = Launch(
 class MaxTextRlJob(PromptJob):
     """The numbers of an rl.yml. Some are computed in MaxText's floating point."""
 
+    system = "maxtext_rl"
     version = "MaxText of August 2026 (e591f30) with its Tunix"
 
     def __init__(self, settings: Settings) -> None:
@@ -97,8 +98,8 @@ class MaxTextRlJob(PromptJob):
             self.rollout_micro = 1
         self._count_data()
         self._divide_devices()
-        checked = (rule for rule in RULES if rule.found_by == "validator")
-        self.usable = not any(rule.is_broken(self) for rule in checked)
+        rulings = (*_checked(self), *_device_rules(self))
+        self.usable = all(rule.holds or rule.found_by == "run" for rule in rulings)
         if not self.usable:
             return
         self.count(self.batch, self.train_micro, self.iterations)
@@ -241,166 +242,115 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
     yield group_note(job.samples_per_prompt)
 
 
-def _share(key: str) -> Rule[MaxTextRlJob]:
-    return Rule(
-        name=f"maxtext_rl.{key}",
-        keys=(key,),
-        holds=lambda job: 0 < job[key] <= 1,
-        message=lambda job: f"{key}={job[key]:g} must be above 0 and at most 1",
-        candidates=lambda job: (1.0, 0.5, 0.25) if job[key] > 1 else (0.25, 0.5, 1.0),
+def _rules(job: MaxTextRlJob) -> Iterator[Ruling]:
+    """Yield what the check of the configuration and the run ask."""
+    yield from known_keys(job, BATCH)
+    yield from _checked(job)
+    yield from _device_rules(job)
+
+
+def _checked(job: MaxTextRlJob) -> Iterator[Ruling]:
+    """Yield what the check of the configuration asks."""
+    for key in (BATCH, "num_batches", "num_epoch", ITERATIONS, GENERATIONS):
+        least = 2 if key == GENERATIONS else 1
+        name = f"{key.removeprefix('rl.')}_at_least_{least}"
+        yield job.at_least(name, [key], key, least)
+    if job[OLD] is not None:
+        yield job.broken(
+            "older_name",
+            [OLD],
+            f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText"
+            " no longer knows",
+            candidates=[None],
+        )
+    for key in ("train_fraction", *FRACTIONS):
+        if not 0 < job[key] <= 1:
+            said = f"{key}={job[key]:g} must be above 0 and at most 1"
+            near = sorted((0.25, 0.5, 1.0), reverse=job[key] > 1)
+            yield job.broken(key, [key], said, candidates=near)
+    for key, unit in ((TRAIN, "backward pass"), (ROLLOUT, "generate call")):
+        if job[key] != AUTO and job[key] <= 0:
+            yield job.broken(
+                f"{key}_positive",
+                [key],
+                f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for"
+                " automatic",
+                candidates=(AUTO, *divisors(max(job.batch, 1))),
+            )
+        if job.batch >= 1:
+            note = f" (prompts per {unit}; both count prompts)"
+            yield job.multiple(f"{key}_divides_batch", [key, BATCH], BATCH, key, note)
+    epochs = job["num_epoch"]
+    is_counted = min(job.batch, job["num_batches"], epochs) >= 1
+    if is_counted and 0 < job["train_fraction"] <= 1 and job.full_batches < 1:
+        yield job.broken(
+            "dataset_fills_a_batch",
+            (BATCH, "num_prompts", "num_batches", "train_fraction"),
+            f"{job.epoch_prompts:,} prompts * num_epoch={epochs} must fill a batch of"
+            f" {BATCH}={job.batch:,} (prompts); the data set is empty after its last,"
+            " short batch is dropped",
+            division=(job.epoch_prompts * epochs, 1),
+        )
+    if job["rl.use_agentic_rollout"] or job[LOSS] != "sequence-mean":
+        return
+    yield job.broken(
+        "loss_is_known",
+        [LOSS],
+        f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the"
+        " loss, does not know it and stops at the first step",
+        candidates=[name for name in LOSSES if name != "sequence-mean"],
+        found_by="run",
     )
 
 
-def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
-    return Rule(
-        name=f"maxtext_rl.{key}_positive",
-        keys=(key,),
-        holds=lambda job: job[key] == AUTO or job[key] > 0,
-        message=lambda job: (
-            f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for automatic"
-        ),
-        candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))),
-    )
-
-
-def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
-    """Return whether the given axes fit the devices that generate, which they must
-    equal unless one axis is free, and so.
-    """
-    given: dict[str, int] = {
-        axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO
-    }
-    size = math.prod(given.values())
+def _device_rules(job: MaxTextRlJob) -> Iterator[Ruling]:
+    """Yield the rules of the devices that train and that generate."""
+    given = {axis: job[axis] for axis in ROLLOUT_AXES}
     devices = job.sampler_devices or 0
-    is_free = AUTO in job.rollout_axes
-    text = (
-        f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size} must"
-        f" {'divide' if is_free else 'equal'}"
-    )
-    return (
-        devices % size == 0 if is_free else devices == size,
-        f"{text} the {devices} devices that generate",
-    )
+    if not job.axes_valid:
+        shown = ", ".join(f"{axis}={size}" for axis, size in given.items())
+        yield job.broken(
+            "rollout_axes",
+            ROLLOUT_AXES,
+            f"{shown}: each must be -1 or above 0, and at most one -1",
+            candidates=(1, AUTO),
+        )
+    elif job.sampler_devices is not None and job.fractions_valid:
+        # The axes fill the devices, unless one of them is free.
+        fixed = {axis: size for axis, size in given.items() if size != AUTO}
+        size = math.prod(fixed.values())
+        is_free = len(fixed) < len(given)
+        if devices % size or not (is_free or devices == size):
+            yield job.broken(
+                "rollout_devices",
+                ROLLOUT_AXES,
+                f"{product(fixed).text} must {'divide' if is_free else 'equal'} the"
+                f" {devices} devices that generate",
+                division=(devices, 1),
+            )
+    if not job.slices_agree:
+        shown = " and ".join(f"{key}={job[key]}" for key in SLICES)
+        said = f"{shown} must both be -1 or both be above 0"
+        yield job.broken("slices", SLICES, said, candidates=(AUTO, 1))
+    if job.multislice and job["num_devices"] is not None and job[TENSOR] > 1:
+        count = (job.trainer_devices or 0) // job[SLICES[0]]
+        slices = Term(f"the {count} training devices of a slice", count)
+        yield job.multiple("tensor_in_slice", (TENSOR, SLICES[0]), slices, TENSOR)
+    trains = job.trainer_devices
+    if trains is not None and job.fractions_valid and min(trains, devices) < 1:
+        yield job.broken(
+            "devices_left",
+            FRACTIONS,
+            f"num_devices={job['num_devices']} leave {trains} devices to train and"
+            f" {devices} to generate; each needs at least 1",
+            candidates=(0.5, 1.0),
+            found_by="run",
+        )
 
 
-RULES: list[Rule[MaxTextRlJob]] = [
-    known_keys("maxtext_rl", BATCH),
-    *[
-        at_least(
-            f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least
-        )
-        for key, least in {
-            BATCH: 1,
-            "num_batches": 1,
-            "num_epoch": 1,
-            ITERATIONS: 1,
-            GENERATIONS: 2,
-        }.items()
-    ],
-    Rule(
-        name="maxtext_rl.older_name",
-        keys=(OLD,),
-        holds=lambda job: job[OLD] is None,
-        candidates=lambda job: [None],
-        message=lambda job: (
-            f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText no longer knows"
-        ),
-    ),
-    *map(_share, ("train_fraction", *FRACTIONS)),
-    *map(_micro_positive, (TRAIN, ROLLOUT)),
-    *[
-        multiple(
-            f"maxtext_rl.{key}_divides_batch",
-            (key, BATCH),
-            BATCH,
-            key,
-            when=lambda job: job.batch >= 1,
-            note=f" (prompts per {unit}; both count prompts)",
-        )
-        for key, unit in ((TRAIN, "backward pass"), (ROLLOUT, "generate call"))
-    ],
-    Rule(
-        name="maxtext_rl.dataset_fills_a_batch",
-        keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
-        when=lambda job: (
-            min(job.batch, job["num_batches"], job["num_epoch"]) >= 1
-            and 0 < job["train_fraction"] <= 1
-        ),
-        holds=lambda job: job.full_batches >= 1,
-        message=lambda job: (
-            f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of "
-            f"{BATCH}={job.batch:,} (prompts); the data set is empty after its last, short batch is dropped"
-        ),
-        division=lambda job: (job.epoch_prompts * max(job["num_epoch"], 1), 1),
-    ),
-    Rule(
-        name="maxtext_rl.rollout_axes",
-        keys=ROLLOUT_AXES,
-        holds=lambda job: job.axes_valid,
-        message=lambda job: (
-            f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"
-        ),
-        candidates=lambda job: (1, AUTO),
-    ),
-    Rule(
-        name="maxtext_rl.rollout_devices",
-        keys=ROLLOUT_AXES,
-        when=lambda job: (
-            job.axes_valid and job.sampler_devices is not None and job.fractions_valid
-        ),
-        holds=lambda job: _generator_rule(job)[0],
-        message=lambda job: _generator_rule(job)[1],
-        division=lambda job: (job.sampler_devices or 0, 1),
-    ),
-    Rule(
-        name="maxtext_rl.slices",
-        keys=SLICES,
-        holds=lambda job: job.slices_agree,
-        message=lambda job: (
-            f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0"
-        ),
-        candidates=lambda job: (AUTO, 1),
-    ),
-    multiple(
-        "maxtext_rl.tensor_in_slice",
-        (TENSOR, SLICES[0]),
-        (
-            "the {} training devices of a slice",
-            lambda job: (job.trainer_devices or 0) // job[SLICES[0]],
-        ),
-        TENSOR,
-        when=lambda job: (
-            job["num_devices"] is not None and job.multislice and job[TENSOR] > 1
-        ),
-    ),
-    Rule(
-        name="maxtext_rl.loss_is_known",
-        keys=(LOSS,),
-        when=lambda job: not job["rl.use_agentic_rollout"],
-        holds=lambda job: job[LOSS] != "sequence-mean",
-        message=lambda job: (
-            f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know "
-            "it and stops at the first step"
-        ),
-        candidates=lambda job: [name for name in LOSSES if name != "sequence-mean"],
-        found_by="run",
-    ),
-    Rule(
-        name="maxtext_rl.devices_left",
-        keys=FRACTIONS,
-        when=lambda job: job.trainer_devices is not None and job.fractions_valid,
-        holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
-        message=lambda job: (
-            f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and "
-            f"{job.sampler_devices} to generate; each needs at least 1"
-        ),
-        candidates=lambda job: (0.5, 1.0),
-        found_by="run",
-    ),
-]
 DIALECT = Dialect(
     job=MaxTextRlJob,
-    rules=RULES,
+    rules=_rules,
     meanings=_meanings,
     notes=_notes,
     reader=read_chain,

@@ -1,5 +1,9 @@
-"""The rule engine: a dialect as a table, its rules as rows, and the nearest legal
-values of broken rules.
+"""The rule engine: a system as its numbers, its words and its rules, and the nearest
+legal values of broken rules.
+
+The rules of a system are a function that yields what each of them says about a job. A
+rule is written with the methods of `Job`: `multiple`, `at_least`, `equal`, `positive`,
+or `broken` for a rule of another kind that a job breaks.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property, partial, partialmethod
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -30,6 +34,28 @@ _NUM_MULTIPLES = 40
 _MAX_RATIO = 16
 
 
+# A side of a comparison: a key, a constant, or a number with the text that names it.
+Side: TypeAlias = str | int | Term
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What a rule of another system says about one job."""
+
+    name: str  # the id of the rule, such as `maxtext.ramp_grows`
+    # The keys to change; nearest values are those of the first that has any.
+    keys: tuple[str, ...]
+    holds: bool
+    message: str  # the rule, the arithmetic and the numbers
+    found_by: FoundBy = "validator"
+    # Values of the first key to try, nearest first, and after them whole numbers; None
+    # if no value is to be proposed.
+    candidates: Iterable[Any] | None = ()
+    # The two numbers that it compares, such as dividend and divisor: whole numbers to
+    # try are made from them.
+    division: tuple[int, int] | None = None
+
+
 class Job:
     """The numbers that follow from a file, by that system's own formulas, which a
     subclass computes in `__init__`.
@@ -38,6 +64,7 @@ class Job:
     # whether all counts are positive and every model has a replica; else most numbers
     # are not computed
     usable: bool = True
+    system: str = ""  # the system, with which the names of its rules begin
     # the version of the system whose rules the job has, and how to choose another
     version: str = ""
 
@@ -52,6 +79,68 @@ class Job:
         key.
         """
         return self[key]
+
+    def term(self, side: Side) -> Term:
+        """Return a side of a comparison; that of a key is its name and its value."""
+        if isinstance(side, str):
+            return Term(f"{side}={self[side]:,}", int(self[side]))
+        if isinstance(side, int):
+            return Term(f"{side:,}", side)
+        return side
+
+    def compare(
+        self,
+        words: str,
+        test: Callable[[int, int], bool],
+        name: str,
+        keys: Sequence[str],
+        left: Side,
+        right: Side,
+        note: str = "",
+        **options: Any,
+    ) -> Ruling:
+        """Return the rule that two sides pass a test; `note` ends the message, and
+        `options` are those of `Ruling`.
+        """
+        one, other = self.term(left), self.term(right)
+        return Ruling(
+            name=f"{self.system}.{name}",
+            keys=tuple(keys),
+            holds=test(one.number, other.number),
+            message=f"{one.text} {words} {other.text}{note}",
+            division=(one.number, other.number),
+            **options,
+        )
+
+    # A divisor below 1 is another rule's business.
+    multiple = partialmethod(
+        compare, "must be a multiple of", lambda a, b: b < 1 or a % b == 0
+    )
+    at_least = partialmethod(compare, "must be at least", operator.ge)
+    equal = partialmethod(compare, "must equal", operator.eq)
+
+    def broken(
+        self, name: str, keys: Sequence[str], message: str, **options: Any
+    ) -> Ruling:
+        """Return a rule that the job breaks; `options` are those of `Ruling`."""
+        return Ruling(
+            name=f"{self.system}.{name}",
+            keys=tuple(keys),
+            holds=False,
+            message=message,
+            **options,
+        )
+
+    def positive(
+        self, keys: Iterable[str], why: str, **options: Any
+    ) -> Iterator[Ruling]:
+        """Yield the rules that counts are unset or at least 1; `why` says what happens
+        otherwise.
+        """
+        for key in keys:
+            if self[key] is not None and self[key] < 1:
+                said = f"{key}={self[key]:,} must be at least 1: {why}"
+                yield self.broken(f"positive.{key}", (key,), said, **options)
 
     @property
     def outcome(self) -> Run:
@@ -160,7 +249,7 @@ class PretrainingJob(Job):
 J = TypeVar("J", bound=Job)
 # A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its
 # number, or a function that returns both.
-Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
+OldSide: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,13 +277,34 @@ class Rule(Generic[J]):
         """Return whether the rule applies to a job that does not satisfy it."""
         return self.when(job) and not self.holds(job)
 
+    def ruling(self, job: J) -> Ruling:
+        """Return what the rule says about a job."""
+        holds = self.holds(job)
+        candidates: Iterable[Any] | None = ()
+        if self.candidates is not None and not holds:
+            candidates = self.candidates(job)
+        return Ruling(
+            name=self.name,
+            keys=self.keys,
+            holds=holds,
+            message="" if holds else self.message(job),
+            found_by=self.found_by,
+            candidates=candidates,
+            division=self.division and self.division(job),
+        )
+
+
+def table(rules: Sequence[Rule[Any]]) -> Callable[[Any], Iterator[Ruling]]:
+    """Return the rows of a table as a function of a job."""
+    return lambda job: (rule.ruling(job) for rule in rules if rule.when(job))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """Everything that a check needs of one system."""
 
     job: Callable[[Settings], Job]  # from settings to the numbers that follow
-    rules: Sequence[Rule[Any]]
+    rules: Callable[[Any], Iterator[Ruling]]  # what its rules say about a job
     launch: Launch  # its name, its keys, and how it is started
     meanings: Callable[
         [Any], Iterable[tuple[str, str]]
@@ -217,8 +327,8 @@ def _compare(
     test: Callable[[int, int], bool],
     name: str,
     keys: Sequence[str],
-    left: Side[J],
-    right: Side[J],
+    left: OldSide[J],
+    right: OldSide[J],
     *,
     note: str | Callable[[J], str] = "",
     **options: Any,
@@ -227,7 +337,7 @@ def _compare(
     and `note` is the end of the message.
     """
 
-    def term(side: Side[J], job: J) -> Term:
+    def term(side: OldSide[J], job: J) -> Term:
         if isinstance(side, str):
             return Term(f"{side}={job[side]:,}", int(job[side]))
         if isinstance(side, int):
@@ -296,16 +406,23 @@ def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[R
     return [guard(rule) for rule in rules]
 
 
-def found_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+def rows_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
     """Return rules that the system's own check does not know: only the run finds
     them.
     """
     return [dataclasses.replace(rule, found_by="run") for rule in rules]
 
 
-def broken_rules(rules: Iterable[Rule[J]], job: J) -> list[Rule[J]]:
-    """Return the rules that a job breaks, in the order of the table."""
-    return [rule for rule in rules if rule.is_broken(job)]
+def found_by_run(rulings: Iterable[Ruling]) -> Iterator[Ruling]:
+    """Yield rules that the system's own check does not know: only the run finds
+    them.
+    """
+    return (dataclasses.replace(ruling, found_by="run") for ruling in rulings)
+
+
+def broken_names(dialect: Dialect, job: Job) -> set[str]:
+    """Return the names of the rules that a job breaks."""
+    return {ruling.name for ruling in dialect.rules(job) if not ruling.holds}
 
 
 def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
@@ -315,34 +432,26 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     Legal values are found by trial: a value is offered only if the file with it
     satisfies the rule and breaks no other.
     """
-    broken = broken_rules(dialect.rules, job)
-    names = {rule.name for rule in broken}
-    divisions = (
-        [
-            rule.division(job)
-            for rule in dialect.rules
-            if rule.division is not None and rule.when(job)
-        ]
-        if broken
-        else []
-    )
+    rulings = [*dialect.rules(job)]
+    broken = [ruling for ruling in rulings if not ruling.holds]
+    names = {ruling.name for ruling in broken}
+    divisions = [ruling.division for ruling in rulings if ruling.division]
 
-    def attempts(rule: Rule[Any]) -> Iterator[tuple[str, Iterable[Any]]]:
-        own = () if rule.candidates is None else rule.candidates(job)
-        yield rule.keys[0], own or ()
-        for key in rule.keys if own is not None else ():
+    def attempts(rule: Ruling) -> Iterator[tuple[str, Iterable[Any]]]:
+        yield rule.keys[0], rule.candidates or ()
+        for key in rule.keys if rule.candidates is not None else ():
             if dialect.launch.entries[key].key.kind == "int":
-                own_division = () if rule.division is None else (rule.division(job),)
+                own_division = [rule.division] if rule.division else []
                 yield key, _whole_numbers(job.effective(key), own_division, divisions)
 
-    def violation(rule: Rule[Any]) -> Violation:
+    def violation(rule: Ruling) -> Violation:
         found = (
-            (key, _nearest_values(dialect, job, rule, key, tried, names - {rule.name}))
+            (key, _nearest_values(dialect, job, rule.name, key, tried, names))
             for key, tried in attempts(rule)
         )
         first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
         ordered = (first, *(key for key in rule.keys if key != first))
-        message = rule.message(job)
+        message = rule.message
         words = {True: "true", False: "false", None: "null"}
         if nearest:
             shown = (
@@ -402,7 +511,7 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
         return (
             job.usable
             and update_of(job.derived()) == wanted
-            and not broken_rules(dialect.rules, job)
+            and not broken_names(dialect, job)
         )
 
     if keeps(after):
@@ -441,13 +550,13 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
 def _nearest_values(
     dialect: Dialect,
     job: Job,
-    rule: Rule[Any],
+    rule: str,
     key: str,
     candidates: Iterable[Any],
-    tolerated: Collection[str],
+    broken: Collection[str],
 ) -> tuple[Any, ...]:
     """Return up to one legal value of a key below the given one and one above;
-    `tolerated` rules may stay broken.
+    of the `broken` rules, others than `rule` may stay broken.
     """
     before = job[key]
     is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
@@ -465,18 +574,16 @@ def _nearest_values(
             continue
         try:
             changed = dialect.job(job.settings.with_value(key, value))
-            if rule.is_broken(changed):
-                continue
-            still_broken = {
-                other.name for other in broken_rules(dialect.rules, changed)
-            }
+            still_broken = broken_names(dialect, changed)
         except RampupError:
+            continue
+        if rule in still_broken:
             continue
         if not still_broken:
             fixing[is_below] = value
             if False in fixing and (True in fixing or not is_number):
                 break
-        elif still_broken.issubset(tolerated):
+        elif still_broken.issubset(broken):
             helping.setdefault(is_below, value)
     found = fixing or helping
     nearest = [found[is_below] for is_below in (True, False) if is_below in found]

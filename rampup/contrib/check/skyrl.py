@@ -36,13 +36,16 @@ from rampup.contrib.check.rollout import (
 from rampup.contrib.check.rules import (
     Dialect,
     Rule,
-    Side,
     apply_if,
     at_least,
     equal,
     multiple,
     positive,
+    table,
     usable,
+)
+from rampup.contrib.check.rules import (
+    OldSide as Side,
 )
 from rampup.contrib.check.verdict import Run, Term, counted, product, rounded_down
 from rampup.contrib.rl.plan import RolloutPlan
@@ -636,7 +639,7 @@ RULES: list[Rule[SkyRLJob]] = [
 ]
 DIALECT = Dialect(
     job=SkyRLJob,
-    rules=RULES,
+    rules=table(RULES),
     launch=LAUNCH,
     meanings=_meanings,
     notes=_notes,

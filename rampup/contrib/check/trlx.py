@@ -27,17 +27,9 @@ from rampup.contrib.check.reading import (
     read_hydra,
 )
 from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
-from rampup.contrib.check.rules import (
-    Dialect,
-    Rule,
-    apply_if,
-    at_least,
-    multiple,
-    positive,
-    usable,
-)
+from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.verdict import counted, times
+from rampup.contrib.check.verdict import Term, counted, times
 from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ConfigError
 
@@ -45,6 +37,7 @@ TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
 ROLLOUTS = "method.num_rollouts"
 CHUNK = "method.chunk_size"
 INNER = "method.ppo_epochs"
+EPOCHS, STEPS = "train.epochs", "train.total_steps"
 KEYS = load_entries("trlx")
 
 
@@ -115,6 +108,7 @@ class TrlxJob(RolloutJob):
     (trainer/accelerate_base_trainer.py). Sizes are those of one process.
     """
 
+    system = "trlx"
     version = "trlX of January 2024 (3340c2f), its last"
 
     def __init__(self, settings: Settings) -> None:
@@ -138,7 +132,7 @@ class TrlxJob(RolloutJob):
         self.micro_given: int = self[MICRO] or 0
         self.micro = self.micro_given or self.batch
         self.replicas: int = self["num_processes"]
-        self.usable = not any(rule.is_broken(self) for rule in COUNTED)
+        self.usable = all(rule.holds for rule in _counts(self))
         if not self.usable:
             return
         # Passes of an optimizer step, and of the first, which is short if fewer samples
@@ -174,8 +168,8 @@ class TrlxJob(RolloutJob):
         )
         self.mini_batches: int = -(-self.collected // self.batch)
         self.last_batch = self.collected - (self.mini_batches - 1) * self.batch
-        steps = self["train.epochs"] * self.mini_batches * self[INNER]
-        self.planned_steps: int = min(steps, self["train.total_steps"])
+        steps = self[EPOCHS] * self.mini_batches * self[INNER]
+        self.planned_steps: int = min(steps, self[STEPS])
         self.first_passes = -(-min(self.batch, self.collected) // self.micro)
 
     def num_mini_batches(self, _: TrainedModel) -> int:
@@ -300,76 +294,50 @@ def _notes(job: TrlxJob) -> Iterator[str]:
     yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process."
 
 
-COUNTED: list[Rule[TrlxJob]] = [
-    *positive("trlx", [TRAIN], "the trainer divides by it"),
-    *positive(
-        "trlx",
-        [ROLLOUTS, CHUNK, INNER],
-        "nothing would be collected or trained",
-        when=lambda job: job.ppo,
-        found_by="run",
-    ),
-    *positive(
-        "trlx",
-        ["num_processes", "num_prompts"],
-        "there would be nothing to train",
-        found_by="run",
-    ),
-    Rule(
-        name="trlx.micro_not_negative",
-        keys=(MICRO,),
-        holds=lambda job: job.micro_given >= 0,
-        message=lambda job: (
+def _counts(job: TrlxJob) -> Iterator[Ruling]:
+    """Yield the rules without which there are no numbers."""
+    yield from job.positive([TRAIN], "the trainer divides by it")
+    if job.ppo:
+        why = "nothing would be collected or trained"
+        yield from job.positive([ROLLOUTS, CHUNK, INNER], why, found_by="run")
+    why = "there would be nothing to train"
+    yield from job.positive(["num_processes", "num_prompts"], why, found_by="run")
+    if job.micro_given < 0:
+        said = (
             f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made"
-        ),
-        candidates=lambda job: [0],
+        )
+        yield job.broken(
+            "micro_not_negative", [MICRO], said, candidates=[0], found_by="run"
+        )
+
+
+def _rules(job: TrlxJob) -> Iterator[Ruling]:
+    """Yield what trlX's check and its run ask."""
+    yield from _counts(job)
+    if not job.usable:
+        return
+    batch = Term(f"{TRAIN}={job.batch:,}", job.batch)
+    micro = Term(f"{MICRO}={job.micro:,}", job.micro)
+    yield job.multiple("micro_divides_batch", (MICRO, TRAIN), batch, micro)
+    # The first optimizer step must not exceed the limit.
+    is_short = 0 < job.first_passes < job.passes
+    if job[STEPS] < (0 if is_short else 1):
+        yield job.broken(
+            "total_steps_reached",
+            [STEPS],
+            f"{STEPS}={job[STEPS]:,} must be at least 1: the first optimizer step"
+            " already exceeds it, and trlX stops in the middle of that step",
+            found_by="run",
+        )
+    yield job.at_least(
+        *("epochs_train", [EPOCHS], EPOCHS, 1, ": nothing would be trained"),
         found_by="run",
-    ),
-]
+    )
 
 
-def _is_reached(job: TrlxJob) -> bool:
-    """Return whether the limit of steps is not exceeded by the first one."""
-    short = 0 < job.first_passes < job.passes
-    return bool(job["train.total_steps"] >= (0 if short else 1))
-
-
-RULES: list[Rule[TrlxJob]] = [
-    *COUNTED,
-    *apply_if(
-        usable,
-        [
-            multiple(
-                "trlx.micro_divides_batch",
-                (MICRO, TRAIN),
-                (f"{TRAIN}={{:,}}", lambda job: job.batch),
-                (f"{MICRO}={{:,}}", lambda job: job.micro),
-            ),
-            Rule(
-                name="trlx.total_steps_reached",
-                keys=("train.total_steps",),
-                holds=_is_reached,
-                message=lambda job: (
-                    f"train.total_steps={job['train.total_steps']:,} must be at least"
-                    " 1: the first optimizer step already exceeds it, and trlX stops in"
-                    " the middle of that step"
-                ),
-                found_by="run",
-            ),
-            at_least(
-                "trlx.epochs_train",
-                ("train.epochs",),
-                "train.epochs",
-                1,
-                note=": nothing would be trained",
-                found_by="run",
-            ),
-        ],
-    ),
-]
 DIALECT = Dialect(
     job=TrlxJob,
-    rules=RULES,
+    rules=_rules,
     meanings=_meanings,
     notes=_notes,
     reader=read,

@@ -36,6 +36,7 @@ from rampup.contrib.check.rules import (
     at_least,
     multiple,
     positive,
+    table,
     usable,
 )
 from rampup.contrib.check.verdict import Term, counted, times
@@ -494,7 +495,7 @@ RULES: list[Rule[TunixJob]] = [
 ]
 DIALECT = Dialect(
     job=TunixJob,
-    rules=RULES,
+    rules=table(RULES),
     meanings=_meanings,
     notes=_notes,
     reader=read,

@@ -47,14 +47,17 @@ from rampup.contrib.check.rollout import (
 from rampup.contrib.check.rules import (
     Dialect,
     Rule,
-    Side,
     apply_if,
     at_least,
     equal,
-    found_by_run,
     multiple,
     positive,
+    rows_by_run,
+    table,
     usable,
+)
+from rampup.contrib.check.rules import (
+    OldSide as Side,
 )
 from rampup.contrib.check.verdict import Term, counted, product, rounded_down
 from rampup.contrib.rl.plan import RolloutPlan
@@ -1566,11 +1569,11 @@ RULES: Rules = [
         found_by="run",
     ),
     *[rule for model in PREFIXES for rule in _model_starts(model)],
-    *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
+    *apply_if(usable, [*_CHECK, *rows_by_run(_RUN)]),
 ]
 DIALECT = Dialect(
     job=VerlJob,
-    rules=RULES,
+    rules=table(RULES),
     meanings=_meanings,
     notes=_notes,
     reader=read,
