@@ -277,26 +277,31 @@ def cell(found: Interval | None, form: str = "{:.0%}") -> str:
     if found is None:
         return "not known"
     value, low, high = (form.format(each).replace("-0%", "0%") for each in found)
-    return value if low == high == value else f"{value}<br>({low},{high})"
+    return value if low == high == value else f"{value} ({low}, {high})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"|{'|'.join(line)}|" for line in lines) + "\n"
+    lines = [
+        "|" + "".join(f" {each} |" if each else " |" for each in line)
+        for line in (header, *rows)
+    ]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines) + "\n"
 
 
 def overhead_table(report: Report) -> str:
-    """Return the token overhead of every constant batch: as it came out, and as it was
-    predicted.
+    """Return the token overhead of every constant batch, as it came out and, in a table
+    of its own, as it was predicted.
     """
-    rows, length = [], report.study.length
+    rows, predicted, length = [], [], report.study.length
     for size in report.study.sizes:
         name = f"constant {size}"
-        predicted = [
+        overheads = [
             cell(report.predicted_overhead(source, size))
             for source in (*SOURCES, "laws")
         ]
+        predicted.append([f"{size * length:,}", *overheads])
         loss, rate = f"{mean_loss(report.runs, name):.3f}", f"{report.rate(size):.1e}"
         rows.append(
             [
@@ -305,21 +310,10 @@ def overhead_table(report: Report) -> str:
                 rate,
                 loss,
                 cell(report.overhead(name)),
-                *predicted,
             ]
         )
-    return table(
-        [
-            "Tokens",
-            "Steps",
-            "Best rate",
-            "Loss",
-            "Measured cost",
-            *SOURCES.values(),
-            "Laws",
-        ],
-        rows,
-    )
+    measured = table(["Tokens", "Steps", "Best rate", "Loss", "Measured cost"], rows)
+    return measured + "\n" + table(["Tokens", *SOURCES.values(), "Laws"], predicted)
 
 
 def rate_table(report: Report) -> str:
@@ -357,7 +351,9 @@ def schedule_table(report: Report) -> str:
     """Return the schedules: predicted and measured loss, and the loss of a constant
     batch with as many steps.
     """
-    study, small, rows = report.study, f"constant {report.study.pilot}", []
+    study, small = report.study, f"constant {report.study.pilot}"
+    rows: list[list[str]] = []
+    compared: list[list[str]] = []
 
     def add(
         name: str, prefix: str, source: str, schedule: Sequence[Sequence[int]]
@@ -366,22 +362,20 @@ def schedule_table(report: Report) -> str:
         rows.append(
             [
                 name.replace("by plain", "by noise scale"),
-                ",".join(f"{start}:{size}" for start, size in schedule),
+                " ".join(f"{start}:{size}" for start, size in schedule),
                 f"{runs[0]['steps']:,}",
                 cell(report.penalty(source, schedule), "{:+.3f}"),
                 cell(report.difference(prefix, small), "{:+.3f}"),
-                (
-                    cell(report.difference(tuned, small), "{:+.3f}")
-                    if report.runs_of(tuned)
-                    else ""
-                ),
-                (
-                    ""
-                    if name.startswith("constant")
-                    else cell(report.above_constants(prefix), "{:+.3f}")
-                ),
             ]
         )
+        if not name.startswith("constant"):
+            tuned_loss = (
+                cell(report.difference(tuned, small), "{:+.3f}")
+                if report.runs_of(tuned)
+                else ""
+            )
+            above = cell(report.above_constants(prefix), "{:+.3f}")
+            compared.append([rows[-1][0], tuned_loss, above])
 
     for size in study.sizes:
         if size != study.pilot:
@@ -402,7 +396,6 @@ def schedule_table(report: Report) -> str:
         "Steps",
         "Predicted",
         "Measured",
-        "Best rates",
     ]
     slopes = [f"{slope:.2f}" for slope in report.slopes]
     text = (
@@ -410,7 +403,8 @@ def schedule_table(report: Report) -> str:
         f" {mean_loss(report.runs, small):.4f}. Loss per factor e of tokens: "
     )
     text += f"{slopes[0]} in the last half of the tokens, predicted {slopes[1]}.\n\n"
-    return text + table([*header, "Above constant"], rows) + auto_rows(report)
+    both = ["Schedule", "With best rates", "Above the constant batch"]
+    return f"{text}{table(header, rows)}\n{table(both, compared)}{auto_rows(report)}"
 
 
 def schedule_of(report: Report, candidate: Mapping[str, Any]) -> list[tuple[int, int]]:
