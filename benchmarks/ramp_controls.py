@@ -3,7 +3,8 @@
     python benchmarks/ramp_controls.py --work runs/ramp_controls             # the runs that are missing in the file of results
     python benchmarks/ramp_controls.py --quick --work runs/quick      # all of it at the size of a toy, in a minute
 
-Every run is one line of benchmarks/ramp_controls.jsonl; an interrupted study resumes. The text
+Every run is one line of benchmarks/ramp_controls.jsonl; an interrupted study resumes, and
+benchmarks/ramp_controls_report.py prints its tables. The text
 is the Python source of four pinned wheels, so that any machine can repeat a run.
 
 Every run trains the same 8,192 samples of 64 bytes with AdamW. All have a warm-up of 40
@@ -523,36 +524,8 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def constant_table(rows: Sequence[dict[str, Any]], shape: str) -> list[str]:
-    """Return a table of the constant batches whose fresh seeds have run, in Markdown."""
-    found: dict[tuple[int, float], dict[int, list[dict[str, Any]]]] = {}
-    for row in rows:
-        words = row["name"].split()
-        if (
-            words[:2] == [shape, "constant"]
-            and "rate" in words
-            and "samples" not in row
-        ):
-            key = (int(words[2]), row.get("b2", 0.99))
-            found.setdefault(key, {}).setdefault(row["seed"], []).append(row)
-    lines = ["| Batch | Steps | b2 | Best rate | Loss |", "|---|---|---|---|---|"]
-    for (size, b2), by_seed in sorted(
-        found.items(), key=lambda item: (item[0][0], -item[0][1])
-    ):
-        fresh = [by_seed[seed][0] for seed in Study().seeds if seed in by_seed]
-        if len(fresh) < len(Study().seeds):
-            continue
-        losses = [row["loss"] for row in fresh]
-        error = float(np.std(losses, ddof=1)) / len(losses) ** 0.5
-        lines.append(
-            f"| {size} | {fresh[0]['steps']:,} | {b2:g} | {fresh[0]['peak']:.1e} |"
-            f" {np.mean(losses):.3f} ± {error:.3f} |"
-        )
-    return lines
-
-
 def main() -> None:
-    """Run the parts of the study that are missing, or print what there is."""
+    """Run the parts of the study that are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -560,14 +533,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="the size of a toy")
-    parser.add_argument(
-        "--report", action="store_true", help="print the constant batches so far"
-    )
     args = parser.parse_args()
-    if args.report:
-        for shape in SHAPES:
-            print(shape, *constant_table(read(RESULTS), shape), sep="\n")
-        return
     jax.config.update("jax_num_cpu_devices", 1)
     args.work.mkdir(parents=True, exist_ok=True)
     results = args.work / RESULTS.name if args.quick else RESULTS

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import ramp_controls
+import ramp_controls_report as report
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,11 +24,43 @@ def test_rates_have_a_warm_up_in_steps_and_decay_by_samples():
     assert math.isclose(cosine[512], 0.55)
 
 
-def test_the_page_has_the_numbers_of_the_results():
-    """Every row of the page's table is in the report, and the report has no others."""
+def test_the_page_has_the_tables_of_the_results():
+    """Every table that the report prints is on the page as it is."""
     page = (ROOT / "docs/explanation/does_a_ramp_pay.md").read_text()
-    rows = ramp_controls.read(ramp_controls.RESULTS)
-    assert "\n".join(ramp_controls.constant_table(rows, "wsd")) in page
+    for shape in report.SHAPES:
+        study = report.Study(report.read(), shape)
+        for title, lines in report.tables(study).items():
+            assert "\n".join(lines) in page, (shape, title)
+
+
+def test_hours_follow_from_losses_by_the_slope():
+    """A ramp that ends where a constant batch ends saves what its steps save."""
+    rows = [
+        {"name": f"wsd constant {size} rate 1 seed{seed}", "schedule": f"0:{size}"}
+        | {"seed": seed, "peak": 1.0, "steps": 8192 // size, "loss": 2.0 + extra}
+        for size, extra in ((8, 0.0), (64, 1.0))
+        for seed in report.SEEDS
+    ]
+    rows += [
+        {"name": f"wsd constant 8 rate 1 samples=4096 seed{seed}", "schedule": "0:8"}
+        | {"seed": seed, "samples": 4096, "peak": 1.0, "steps": 512}
+        | {"loss": 2.0 + math.log(2)}
+        for seed in report.SEEDS
+    ]
+    ramp = "0:8 4096:64"
+    rows += [
+        {"name": f"wsd ramp {ramp} rule seed{seed}", "schedule": ramp, "seed": seed}
+        | {"peak": 1.0, "steps": 576, "loss": 2.0}
+        for seed in report.SEEDS
+    ]
+    study = report.Study(rows, "wsd")
+    assert math.isclose(study.slope, 1.0)
+    assert study.hours("0:8", 64) == 1024 * 1.125
+    assert study.hours(ramp, 64) == 512 * 1.125 + 64 * 2
+    # The batch of 64 would need e times its 256, less than the batch of 8.
+    expected = 1 - (512 * 1.125 + 128) / (256 * math.e)
+    for saved in study.saved(ramp, "rule", 64).values():
+        assert math.isclose(saved, expected)
 
 
 @pytest.mark.bench
