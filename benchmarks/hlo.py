@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rampup.contrib.lab.account import MATMUL_CALL, account_of
-from rampup.contrib.lab.hlo import Program, times
+from rampup.contrib.lab.collectives import collectives_of
+from rampup.contrib.lab.hlo import Program
+
+# a library's matrix product
+MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
 
 
 class Reductions(NamedTuple):
@@ -42,8 +46,8 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
         ... )
         Reductions(number=4, num_bytes=212, in_loops=1)
     """
-    found = [c for c in account_of(Program(hlo)).collectives if c.kind == "all-reduce"]
-    counts = [times(c.runs, c.open_loops, (unknown_trips,)) for c in found]
+    found = [c for c in collectives_of(Program(hlo)) if c.kind == "all-reduce"]
+    counts = [c.count((unknown_trips,)) for c in found]
     num_bytes = sum(count * c.num_bytes for count, c in zip(counts, found, strict=True))
     return Reductions(sum(counts), num_bytes, sum(c.in_loop for c in found))
 

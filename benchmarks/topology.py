@@ -1,15 +1,17 @@
 """The last step of a ramp on an absent TPU slice, compiled: rampup, a jit per batch
-size, optax and a scan.
+size, optax and a scan. With --hours, the hours of whole runs on paper.
 
     python benchmarks/topology.py --topology v5e:4x4
+    python benchmarks/topology.py --hours
 
-Nothing runs: memory, reductions and executables are the compiler's. It needs the extra
-`tpu-compile`.
+Nothing runs: memory, reductions and executables are the compiler's. The first needs the
+extra `tpu-compile`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +33,15 @@ from contenders import (
 from measure import BenchResult, Measurements, OnRow, ignore_row, print_result
 from rich.console import Console
 
-from rampup.contrib.lab.account import account_of
+from rampup.contrib.lab.collectives import collective_rows, collectives_of
+from rampup.contrib.lab.design_model import (
+    PUBLISHED_GROWTH,
+    DesignModel,
+    NoiseCurve,
+    StepTimes,
+)
 from rampup.contrib.lab.hlo import Program
+from rampup.contrib.lab.scaling_laws import ADVISED, OVERHEADS, suggest_batch
 from rampup.contrib.lab.topology import (
     compile_for,
     compiler_version,
@@ -45,6 +54,7 @@ from rampup.engine.offload import program_memory
 from rampup.engine.state import TrainState
 from rampup.engine.step import train_step
 from rampup.lm.transformer import LanguageModel
+from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
@@ -65,6 +75,17 @@ MODEL = LanguageModel(
     dtype="bfloat16",
 )
 TOKENS = 128
+
+# Whole runs on paper: the presets by their parameters, with samples so short that many
+# chips can share a small batch.
+PRESETS = {"1B": "llama_1b_v5e", "8B": "llama_8b_v5p"}
+SHORT, TOKENS_PER_PARAMETER = 1024, 20
+COMPILED_FOR, NUM_CHIPS = "v5p:4x4x4", (64, 256, 1024)
+CHIP_ROWS = (1, 2, 4, 8, 16, 32)
+# Of a step with one sample on each of 64 chips, in seconds, by a roofline estimate of
+# its compiled program at published peaks: computing or memory, whichever is longer,
+# collectives that the chip waits for, and collectives that overlap.
+ONE_SAMPLE = {"1B": (0.0, 0.0, 0.0), "8B": (0.0, 0.0, 0.0)}
 
 
 def run(
@@ -106,10 +127,10 @@ def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
     """Return the row of one system."""
     compiled, calls, trips, executables = compile_system(name, problem, topology)
     mesh = (("data", topology.num_devices),)
-    account = account_of(Program(compiled.as_text()), mesh)
+    collectives = collectives_of(Program(compiled.as_text()), mesh)
     reduced = [
         row
-        for row in account.collective_rows(trips)
+        for row in collective_rows(collectives, trips)
         if row["kind"] in ("all-reduce", "reduce-scatter")
     ]
     return {
@@ -197,6 +218,100 @@ def compile_system(
     return compile_for(lowered, kind=chip), calls, (k,), executables
 
 
+def hours() -> BenchResult:
+    """Return the hours of constant batches and of the fastest ramp to the loss that a
+    very small batch has after 20N tokens.
+    """
+    rows = [
+        hours_row(params, chips, step_seconds(params))
+        for params in PRESETS
+        for chips in NUM_CHIPS
+    ]
+    return BenchResult(
+        name="hours",
+        title=f"whole runs on paper, their steps {NOT_RUN_ON}",
+        rows=rows,
+        notes=[
+            (
+                f"libtpu 0.0.50.1; {COMPILED_FOR}; {', '.join(PRESETS.values())}"
+                f" with samples of {SHORT:,} tokens."
+            ),
+            (
+                "Steps are roofline estimates at published peaks. Compiled: one sample"
+                " for each of 64 chips. More samples multiply the computation but not"
+                " the exposed exchange of weights. On more chips, both take as long."
+            ),
+            (
+                "Batches in tokens, and hours. small: a sample for each chip. fastest:"
+                f" of all constant batches. large: that of +{ADVISED} tokens in `rampup"
+                " suggest`, the geometric mean of its range."
+            ),
+            (
+                f"The noise scale is {1 / OVERHEADS[ADVISED]:g} times the large batch"
+                f" at the end, and grows with the power {PUBLISHED_GROWTH} of the"
+                " progress. saved: from the hours of the fastest, over the range."
+            ),
+        ],
+    )
+
+
+def step_seconds(params: str) -> dict[int, float]:
+    """Return the estimated seconds of a step by the samples of a chip, from the parts
+    of that of one sample.
+    """
+    busy, exposed, overlapped = ONE_SAMPLE[params]
+    return {rows: max(rows * busy, overlapped) + exposed for rows in CHIP_ROWS}
+
+
+def hours_row(params: str, chips: int, seconds: Mapping[int, float]) -> dict[str, Any]:
+    """Return the row of a model on a number of chips, from the seconds of a step by the
+    samples of a chip.
+    """
+    tokens = TOKENS_PER_PARAMETER * int(params.removesuffix("B")) * 10**9
+    low, high = suggest_batch(tokens, params)["critical_batch_tokens"]
+    times = StepTimes.fit({chips * rows: time for rows, time in seconds.items()})
+    sizes, samples = [chips * rows for rows in seconds], tokens / SHORT
+    found, saved = dict[str, Any](), list[float]()
+    for advised in (
+        low / SHORT,
+        high / SHORT,
+        math.sqrt(low * high) / SHORT,
+    ):  # the cells are of the last one
+        noise = advised / OVERHEADS[ADVISED]
+        first = noise * samples**-PUBLISHED_GROWTH
+        model = DesignModel(
+            noise=NoiseCurve(
+                knots=((1.0, first), (samples, noise)), growth=PUBLISHED_GROWTH
+            ),
+            times=times,
+        )
+        ramp = model.best_schedule(sizes, progress=samples)
+        spent = {
+            size: model.run(((0, size),), progress=samples).seconds / SECONDS_PER_HOUR
+            for size in sizes
+        }
+        fastest, large = (
+            min(spent, key=spent.__getitem__),
+            min(sizes, key=lambda size: abs(math.log(size / advised))),
+        )
+        constants = {"small": sizes[0], "large": large, "fastest": fastest}
+        found = {
+            name: f"{size * SHORT:,}: {spent[size]:.3g}"
+            for name, size in constants.items()
+        }
+        ramp_hours = model.run(ramp, progress=samples).seconds / SECONDS_PER_HOUR
+        found["ramp"] = (
+            f"{ramp[0][1] * SHORT:,} to {ramp[-1][1] * SHORT:,}: {ramp_hours:.3g}"
+        )
+        saved.append(1 - ramp_hours / spent[fastest])
+    return {
+        "model": params,
+        "chips": chips,
+        **found,
+        "saved": f"{min(saved):.1%} to {max(saved):.1%}",
+    }
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -205,9 +320,14 @@ def main() -> None:
     parser.add_argument(
         "--topology", default="v5e:4x4", help="TPU slices (default v5e:4x4)"
     )
+    parser.add_argument(
+        "--hours",
+        action="store_true",
+        help="the hours of whole runs, from steps compiled for " + COMPILED_FOR,
+    )
     args = parser.parse_args()
     use_cpu_as_host()
-    result = run(Topology.parse(args.topology))
+    result = hours() if args.hours else run(Topology.parse(args.topology))
     print_result(result, Console(highlight=False, markup=False))
 
 

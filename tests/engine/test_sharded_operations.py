@@ -451,12 +451,8 @@ def test_gradients_are_reduced_over_the_replicas_once():
         state = rampup.create_state(given, tx, where, shard_optimizer_over_data=zero)
         options = {"shard_optimizer_over_data": zero, "measure_gradient_noise": zero}
         step = make_step(loss_of([labels]), tx, plan, where, **options)
-        account = rampup.contrib.lab.inspect(
-            step, state, next(step.batches(rows))
-        ).account
-        crossing = [
-            c for c in account.collectives if c.axes is None or "data" in c.axes
-        ]
+        found = rampup.contrib.lab.inspect(step, state, next(step.batches(rows)))
+        crossing = [c for c in found.collectives if c.axes is None or "data" in c.axes]
         reductions = [
             c
             for c in crossing

@@ -3,8 +3,9 @@
 
 The branches are the phases of one plan, one after the other, and each phase reads the
 same samples: step, data and compilation are those of any ramp. The run's folder is only
-read. Evaluations and checkpoints of the branches are in a folder next to it, from which
-an interrupted measurement resumes. `rampup.contrib.lab.critical` judges the branches.
+read. The evaluations of every complete branch are kept in a folder next to it, so that
+an interrupted measurement goes on with the branch that was interrupted.
+`rampup.contrib.lab.critical` judges the branches.
 """
 
 from __future__ import annotations
@@ -34,11 +35,9 @@ from rampup.contrib.lab.critical import (
     Verdict,
     critical_bound,
     implied_noise_scale,
-    is_losing,
     judge,
     samples_for_gain,
     smoothed_loss,
-    tolerance_of,
 )
 from rampup.contrib.lab.design_model import format_schedule
 from rampup.data.batches import BatchLoader, SampleOrder
@@ -59,8 +58,6 @@ from rampup.lm.train import (
 )
 from rampup.loop.checkpoint import (
     CHECKSUMS_FILE,
-    CheckpointOptions,
-    Checkpoints,
     checkpoint_steps,
     damage,
     find_checkpoint,
@@ -68,17 +65,16 @@ from rampup.loop.checkpoint import (
     read_state,
 )
 from rampup.loop.lock import own_run
-from rampup.loop.loop import stop_requests
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
     CRITICAL_RESULT,
     CRITICAL_SUFFIX,
     METRICS_FILE,
-    StepLog,
     absolute_path,
     is_bucket,
     read_lines,
+    write_whole,
 )
 from rampup.plan.learning_rate import RateRule, learning_rate_scale
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
@@ -87,10 +83,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
-EVALUATIONS_FILE = "evaluations.jsonl"
-SAVES_PER_BRANCH = (
-    4  # checkpoints of a branch that is not interrupted, each with a line of progress
-)
+REPORTS_PER_BRANCH = 4  # lines of progress
 # the noise scale and the critical batch disagree if one is more than this many times
 # the other
 DISAGREEMENT = 2.0
@@ -105,8 +98,8 @@ class CriticalBatch:
         decisive: whether the window could tell a batch that wastes half of its samples
             from one that wastes none: the gain is above three of its standard errors,
             and the tolerance is at most half of the gain and at least two standard
-            errors of every branch that was not stopped. If not, the next three are
-            None.
+            errors of every branch that has not clearly lost. If not, the next three
+            are None.
         critical_batch_size: the largest batch, in samples, whose loss is within the
             tolerance.
         bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was
@@ -115,17 +108,13 @@ class CriticalBatch:
             from there on, in the run's unit.
         gain: nats by which the window lowered the loss of the smallest branch; None if
             that is not finite.
-        deciding_tokens: tokens of a window that could decide, if this one could not and
-            it can be estimated.
-        half_window_size: what the first half of the window shows, in samples, if it
-            contradicts the whole.
+        learning_rates: of each branch.
         tolerance: nats by which a branch may be worse than a smaller one.
         tokens: tokens that every branch trained on.
         noise_scale_samples: the gradient noise scale that the run last measured before
             the checkpoint, or None.
         num_compilations: executables built for the training step.
         folder: the folder of the measurement.
-        smaller: the half and the quarter of the smallest multiple, if they are legal.
     """
 
     step: int
@@ -135,68 +124,58 @@ class CriticalBatch:
     bound: Bound | None
     batch_size_schedule: str | None
     gain: float | None
-    deciding_tokens: int | None
-    half_window_size: int | None
     learning_rates: tuple[float, ...]
     tolerance: float
     tokens: int
     noise_scale_samples: NoiseEstimate | None
     num_compilations: int
     folder: Path
-    smaller: tuple[Fraction, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as `rampup critical --json` prints it."""
-        names = (
-            "global_batch_size",
-            "loss",
-            "standard_error",
-            "stopped",
-            "token_overhead",
-        )
-        branches = [
-            {
-                "multiple": plain_number(branch.multiple),
-                **{name: getattr(branch, name) for name in names},
-                "learning_rate": rate,
-            }
-            for branch, rate in zip(self.branches, self.learning_rates, strict=True)
-        ]
-        names = (
+        branches = []
+        for branch, rate in zip(self.branches, self.learning_rates, strict=True):
+            row = {"multiple": plain_number(branch.multiple)}
+            for name in (
+                "global_batch_size",
+                "loss",
+                "standard_error",
+                "token_overhead",
+            ):
+                row[name] = getattr(branch, name)
+            branches.append(row | {"learning_rate": rate})
+        facts = {"step": self.step, "branches": branches}
+        for name in (
             "decisive",
             "critical_batch_size",
             "bound",
             "batch_size_schedule",
             "tolerance",
             "gain",
-        )
-        names += ("tokens", "deciding_tokens", "half_window_size")
-        return {"step": self.step, "branches": branches} | {
-            name: getattr(self, name) for name in names
-        }
+            "tokens",
+        ):
+            facts[name] = getattr(self, name)
+        return facts
 
     @property
     def disagreement(self) -> str | None:
         """How the measured noise scale differs by more than a factor of 2 from that
         which follows from the critical batch.
         """
-        noise = self.noise_scale_samples
-        size = self.critical_batch_size
-        if (
-            noise is None
-            or size is None
-            or not self.gain
-            or not (value := noise.low if noise.value is None else noise.value)
-        ):
+        noise, size = self.noise_scale_samples, self.critical_batch_size
+        if noise is None or size is None or not self.gain:
             return None
         implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
-        ratio = value / implied
+        ratio = (noise.value or noise.low or 0.0) / implied
         # A lower bound does not contradict a larger number, nor an upper one a smaller
         # number.
-        not_below = (
-            ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
+        is_above = ratio > DISAGREEMENT and self.bound != "at_least"
+        is_below = (
+            0 < ratio < 1 / DISAGREEMENT
+            and noise.value is not None
+            and self.bound != "at_most"
         )
-        if not_below and (ratio <= DISAGREEMENT or self.bound == "at_least"):
+        if not is_above and not is_below:
             return None
         factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
         return (
@@ -236,8 +215,8 @@ def find_critical_batch_size(
         tolerance: nats by which the loss of a larger batch may be above that of a
             smaller one; None = a sixth of the gain, which a batch loses that needs 20%
             more tokens.
-        work_folder: folder for evaluations and checkpoints of branches; None =
-            RUN.critical next to the run's folder.
+        work_folder: folder for the evaluations of branches; None = RUN.critical next
+            to the run's folder.
         report: called with each line of progress.
 
     Returns:
@@ -245,7 +224,7 @@ def find_critical_batch_size(
 
     Raises:
         RampupError: the run cannot be branched like this.
-        KeyboardInterrupt: it was interrupted; the same call resumes.
+        KeyboardInterrupt: it was interrupted; the same call goes on with the branch.
 
     Example:
         >>> find_critical_batch_size("runs/nothing")
@@ -267,7 +246,7 @@ def find_critical_batch_size(
     ]
     branches = _Branches(config, record, multiples, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
-    work = _work_folder(folder, work_folder, branches, tolerance)
+    work = _work_folder(folder, work_folder, branches)
     window, length = branches.window, config.max_target_length
     report(
         f"step {step}: branches of {', '.join(map(str, window.sizes))} samples,"
@@ -275,19 +254,14 @@ def find_critical_batch_size(
         f" {window.num_evaluations} times; kept in {work}"
     )
     with own_run(work):
-        curves, checkpoint = _train_branches(branches, folder, work, tolerance, report)
-    position = branches.run_plan.position(step)
-    verdict = judge(window, curves, checkpoint, tolerance, position.consumed_samples)
-    deciding, earlier = verdict.deciding_samples, verdict.earlier
-    smaller = (window.multiples[0] / 4, window.multiples[0] / 2)
+        curves, checkpoint = _train_branches(branches, folder, work, report)
+    verdict = judge(window, curves, checkpoint, tolerance)
     found = CriticalBatch(
         step=step,
         branches=verdict.branches,
         decisive=verdict.decisive,
         **_answer(config, branches, verdict),
         gain=verdict.gain,
-        deciding_tokens=None if deciding is None else deciding * length,
-        half_window_size=None if earlier is None else window.sizes[earlier],
         learning_rates=branches.learning_rates,
         tolerance=verdict.tolerance,
         tokens=window.samples * length,
@@ -296,9 +270,9 @@ def find_critical_batch_size(
         ),
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
-        smaller=_legal_multiples(branches.run_plan, step, smaller),
     )
     # For `rampup design`, which reads the results of all checkpoints of a run.
+    position = branches.run_plan.position(step)
     place = {
         "consumed_samples": position.consumed_samples,
         "global_batch_size": position.split.global_batch_size,
@@ -308,10 +282,7 @@ def find_critical_batch_size(
 
 
 def _work_folder(
-    folder: Path,
-    work_folder: str | Path | None,
-    branches: _Branches,
-    tolerance: float | None,
+    folder: Path, work_folder: str | Path | None, branches: _Branches
 ) -> Path:
     """Return the folder of a measurement, which another one of the same branches from
     the same checkpoint resumes.
@@ -321,12 +292,8 @@ def _work_folder(
     # written.
     name = "_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE
     checkpoint = (folder / CHECKPOINT_FOLDER / str(step) / name).read_bytes()
-    identity = branches.identity | {
-        "checkpoint": hashlib.sha256(checkpoint).hexdigest(),
-        "tolerance": tolerance,
-    }
-    text = json.dumps(identity, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    identity = json.dumps(branches.identity, sort_keys=True).encode()
+    digest = hashlib.sha256(identity + checkpoint).hexdigest()[:8]
     beside = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}")
     parent = absolute_path(work_folder or beside, follow=False)
     if parent == folder or folder in parent.parents:
@@ -364,39 +331,32 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
     """
     steps = checkpoint_steps(folder / CHECKPOINT_FOLDER)
     if not steps:
-        problem = f"{folder} has no checkpoint to branch from"
-        fix = (
-            "name the folder of a run of `rampup train` with enable_checkpointing=true"
-            " that has done checkpoint_period steps"
-        )
-        raise ConfigError(f"{problem}; {fix}", key="run")
-    if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be"
-            " branched",
+            f"{folder} has no checkpoint to branch from",
+            fix="name the folder of a run of `rampup train` with"
+            " enable_checkpointing=true that has done checkpoint_period steps",
             key="run",
         )
     if step is None:
         saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
         assert saved is not None
         record = saved.record
-    elif step not in steps:
-        problem = (
-            f"step={step}: {folder} has checkpoints of the steps"
-            f" {', '.join(map(str, steps))}"
-        )
-        fix = "max_num_checkpoints_to_keep says how many a run keeps"
-        raise ConfigError(
-            f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps)
-        )
-    else:
+    elif step in steps:
         checkpoint = folder / CHECKPOINT_FOLDER / str(step)
         if problem := damage(checkpoint):
             raise ResumeMismatchError(
                 f"the checkpoint {checkpoint} is damaged: {problem}", key="step"
             )
         record = read_record(checkpoint)
-    if RAMP_RECORD not in record:
+    else:
+        raise ConfigError(
+            f"step={step}: {folder} has checkpoints of the steps"
+            f" {', '.join(map(str, steps))}",
+            fix="max_num_checkpoints_to_keep says how many a run keeps",
+            key="step",
+            nearest=nearest_in(step, steps),
+        )
+    if RAMP_RECORD not in record or not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{folder} was trained by a loop of its own: only runs of `rampup train`"
             " can be branched",
@@ -467,6 +427,10 @@ class _Branches:
             "microbatch_size": plan.splits[0].microbatch_size,
             "num_devices": plan.num_devices,
         }
+
+    def first_step(self, number: int) -> int:
+        """Return the first step of a branch, in the plan of all of them."""
+        return self.setup.plan.ramp.phases[number].start_step
 
     def start(self, state: Any, first_step: int) -> Any:
         """Return the state on the devices from which a branch starts, in its first step
@@ -659,79 +623,66 @@ def _legal_multiples(
 
 
 def _train_branches(
-    branches: _Branches,
-    folder: Path,
-    work: Path,
-    tolerance: float | None,
-    report: Callable[[str], None],
+    branches: _Branches, folder: Path, work: Path, report: Callable[[str], None]
 ) -> tuple[list[list[Evaluation]], Evaluation]:
-    """Train the missing parts of the branches, smallest batch first; return all
+    """Train the branches that are missing, smallest batch first; return all
     evaluations, and that of the checkpoint.
     """
-    window = branches.window
-    curves, checkpoint = _earlier_evaluations(work, len(window.sizes))
-
-    def is_done(number: int) -> bool:
-        return _is_done(window, curves, checkpoint, number, tolerance)
-
-    missing = [number for number in range(len(window.sizes)) if not is_done(number)]
-    if not missing:
-        assert checkpoint is not None  # evaluated before the first branch
-        return curves, checkpoint
-    start = _start_state(branches, folder)
-    options = CheckpointOptions(max_to_keep=1)
-    with (
-        Checkpoints(work / CHECKPOINT_FOLDER, options) as checkpoints,
-        stop_requests(
-            lambda: report("stopping after this step; the same command resumes")
-        ) as stop_requested,
-    ):
-        if checkpoint is None:
-            checkpoint = _evaluate_checkpoint(branches, start, work)
-        for number in missing:
-            training = _BranchTraining(branches, number, work, checkpoints)
-            training.run(start, curves[number], is_done, stop_requested, report)
-        checkpoints.wait()
-    branches.setup.step.close()
-    return curves, checkpoint
+    files = [work / f"branch-{size}.json" for size in branches.window.sizes]
+    before = work / "checkpoint.json"
+    if not all(file.exists() for file in (before, *files)):
+        start = _start_state(branches, folder)
+        if not before.exists():
+            # On the rows of the last evaluations of the branches.
+            state = branches.start(start, branches.first_step(0))
+            found = branches.evaluate(state, branches.window.num_evaluations)
+            _keep(before, [found])
+        for number, file in enumerate(files):
+            if not file.exists():
+                _keep(file, _train_branch(branches, number, start, report))
+        branches.setup.step.close()
+    return [_kept(file) for file in files], _kept(before)[0]
 
 
-def _earlier_evaluations(
-    work: Path, num_branches: int
-) -> tuple[list[list[Evaluation]], Evaluation | None]:
-    """Return the evaluations of earlier calls, which were interrupted: of each branch,
-    and of the checkpoint, which is on the rows of the last ones.
-    """
-    curves: list[list[Evaluation]] = [[] for _ in range(num_branches)]
-    checkpoint: Evaluation | None = None
-    for line in read_lines(work / EVALUATIONS_FILE):
-        losses = tuple(math.nan if loss is None else loss for loss in line["losses"])
-        found = Evaluation(losses, tuple(line["weights"]))
-        if line["branch"] is None:
-            checkpoint = found
-        else:
-            curves[line["branch"]].append(found)
-    return curves, checkpoint
+def _train_branch(
+    branches: _Branches, number: int, start: Any, report: Callable[[str], None]
+) -> list[Evaluation]:
+    """Train a branch from the state of the checkpoint, and return its evaluations."""
+    window, first = branches.window, branches.first_step(number)
+    size, total = window.sizes[number], window.num_evaluations
+    per_evaluation = window.interval // size
+    state = branches.start(start, first)
+    curve: list[Evaluation] = []
+    for batch in branches.loader.batches(first, first + per_evaluation * total):
+        state, _ = branches.setup.step(state, batch)
+        done = batch.position.step + 1 - first
+        if done % per_evaluation == 0:
+            curve.append(branches.evaluate(state, done // per_evaluation))
+            if len(curve) % -(-total // REPORTS_PER_BRANCH) == 0:
+                report(
+                    f"batch {size:,}: {len(curve)}/{total} of the window, smoothed"
+                    f" loss {smoothed_loss(curve):.4f}"
+                )
+    return curve
 
 
-def _is_done(
-    window: BranchWindow,
-    curves: Sequence[Sequence[Evaluation]],
-    checkpoint: Evaluation | None,
-    number: int,
-    tolerance: float | None,
-) -> bool:
-    """Return whether a branch is complete, or has clearly lost."""
-    whole = [
-        curve
-        for curve in curves[:number]
-        if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)
+def _keep(file: Path, curve: Sequence[Evaluation]) -> None:
+    rows = [
+        {"losses": list(map(finite_or_none, each.losses)), "weights": each.weights}
+        for each in curve
     ]
-    if tolerance is None:
-        tolerance = tolerance_of(curves, checkpoint, window.num_evaluations)
-    return len(curves[number]) == window.num_evaluations or is_losing(
-        curves[number], whole, window.num_evaluations, tolerance
-    )
+    write_whole(file, json.dumps(rows).encode())
+
+
+def _kept(file: Path) -> list[Evaluation]:
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    return [
+        Evaluation(
+            tuple(math.nan if loss is None else loss for loss in row["losses"]),
+            tuple(row["weights"]),
+        )
+        for row in rows
+    ]
 
 
 def _start_state(branches: _Branches, folder: Path) -> Any:
@@ -745,100 +696,3 @@ def _start_state(branches: _Branches, folder: Path) -> Any:
     if isinstance(start.opt_state, optax.MultiStepsState):
         start = replace(start, opt_state=start.opt_state.inner_opt_state)
     return start
-
-
-def _evaluate_checkpoint(branches: _Branches, start: Any, work: Path) -> Evaluation:
-    """Evaluate the run's checkpoint, and keep that."""
-    first = branches.setup.plan.ramp.phases[0].start_step
-    state = branches.start(start, first)
-    found = branches.evaluate(state, branches.window.num_evaluations)
-    log = StepLog(work / EVALUATIONS_FILE, keep_below=0)
-    log.write(
-        {"step": 0, "branch": None, "losses": found.losses, "weights": found.weights}
-    )
-    log.close()
-    return found
-
-
-class _BranchTraining:
-    """The training of one branch, which resumes from its own checkpoint."""
-
-    def __init__(
-        self, branches: _Branches, number: int, work: Path, checkpoints: Checkpoints
-    ) -> None:
-        self._branches, self._number, self._work = branches, number, work
-        self._checkpoints = checkpoints
-        window = branches.window
-        self._size = window.sizes[number]
-        self._first = branches.setup.plan.ramp.phases[number].start_step
-        self._per_evaluation = window.interval // self._size
-        self._last = self._first + self._per_evaluation * window.num_evaluations
-        # evaluations between two checkpoints
-        self._period = -(-window.num_evaluations // SAVES_PER_BRANCH)
-
-    def run(
-        self,
-        start: Any,
-        curve: list[Evaluation],
-        is_done: Callable[[int], bool],
-        stop_requested: Callable[[], bool],
-        report: Callable[[str], None],
-    ) -> None:
-        """Train the branch to its end, and add its evaluations to the curve."""
-        state, done = self._resume(start, len(curve))
-        # Evaluations after the checkpoint are repeated, with the same result.
-        del curve[(done - self._first) // self._per_evaluation :]
-        log = StepLog(self._work / EVALUATIONS_FILE, keep_below=done + 1)
-        try:
-            for batch in self._branches.loader.batches(done, self._last):
-                state, _ = self._branches.setup.step(state, batch)
-                done = batch.position.step + 1
-                number, rest = divmod(done - self._first, self._per_evaluation)
-                saves = rest == 0 and number % self._period == 0
-                if rest == 0:
-                    curve.append(self._branches.evaluate(state, number))
-                    log.write(self._line(done, curve[-1]))
-                    has_ended = is_done(self._number)
-                    if saves or has_ended:
-                        report(self._progress(curve))
-                    if has_ended:
-                        break
-                if stop_requested() or saves:
-                    log.sync()
-                    self._checkpoints.save(done, state, {"branch": self._number})
-                if stop_requested():
-                    self._checkpoints.wait()
-                    raise KeyboardInterrupt
-            log.sync()
-        finally:
-            log.close()
-
-    def _resume(self, start: Any, num_evaluations: int) -> tuple[Any, int]:
-        """Return the state of the branch's checkpoint and its step, or those of its
-        start.
-        """
-        state = self._branches.start(start, self._first)
-        saved = find_checkpoint(self._work / CHECKPOINT_FOLDER)
-        if (
-            saved is None
-            or not self._first < saved.step < self._last
-            or num_evaluations < (saved.step - self._first) // self._per_evaluation
-        ):
-            return state, self._first
-        return self._checkpoints.restore(saved, state), saved.step
-
-    def _line(self, done: int, found: Evaluation) -> dict[str, Any]:
-        losses = [finite_or_none(loss) for loss in found.losses]
-        return {
-            "step": done,
-            "branch": self._number,
-            "losses": losses,
-            "weights": found.weights,
-        }
-
-    def _progress(self, curve: Sequence[Evaluation]) -> str:
-        total = self._branches.window.num_evaluations
-        return (
-            f"batch {self._size:,}: {len(curve)}/{total} of the window, smoothed loss"
-            f" {smoothed_loss(curve):.4f}"
-        )

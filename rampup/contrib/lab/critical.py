@@ -1,5 +1,4 @@
-"""The critical batch size by branches: which branches, when one is losing, and what
-their losses mean.
+"""The critical batch size by branches: which branches, and what their losses mean.
 
 The method is that of Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv
 2505.23971): branches from one checkpoint train on the same samples, and the critical
@@ -37,9 +36,7 @@ TOLERANCE_SHARE = (
 # A measurement decides if its tolerance is at most this share of the gain, so that a
 # batch which wastes half of its samples fails, and at least so many standard errors.
 DECISIVE_SHARE, DECISIVE_ERRORS = 0.5, 2.0
-# A branch can be stopped after this fraction of its window, if it then loses by this
-# many tolerances and standard errors.
-LEAST_PROGRESS = Fraction(1, 3)
+# A branch has clearly lost if it is worse by this many tolerances and standard errors.
 CLEAR_TOLERANCES, CLEAR_ERRORS = 2.0, 3.0
 MAX_MULTIPLE, MAX_MULTIPLES = 10**6, 32
 # Factors of the run's batch if none are given, as far as they give a legal batch.
@@ -81,36 +78,31 @@ class BranchWindow:
             exact_fraction(multiple, what="multiples", key="multiples")
             for multiple in multiples
         )
-        if wrong := [factor for factor in factors if not 0 < factor <= MAX_MULTIPLE]:
-            rule = f"multiples: {wrong[0]} must be above 0 and at most {MAX_MULTIPLE:,}"
-            raise ConfigError(rule, key="multiples", nearest=(1,))
-        if not 2 <= len(factors) <= MAX_MULTIPLES or len(set(factors)) < len(factors):
-            single = (
-                ": a single branch has nothing to be compared with"
-                if len(factors) == 1
-                else ""
-            )
-            rule = (
-                f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as"
-                f" 1,2,4,8{single}"
-            )
-            raise ConfigError(rule, key="multiples")
         for factor in factors:
+            if not 0 < factor <= MAX_MULTIPLE:
+                raise ConfigError(
+                    f"multiples: {factor} must be above 0 and at most {MAX_MULTIPLE:,}",
+                    key="multiples",
+                    nearest=(1,),
+                )
             if (size := factor * global_batch_size).denominator != 1:
-                nearest = [
-                    Fraction(n, global_batch_size)
-                    for n in (math.floor(size), math.ceil(size))
-                    if n
-                ]
+                whole = [n for n in (math.floor(size), math.ceil(size)) if n]
+                nearest = [str(Fraction(n, global_batch_size)) for n in whole]
                 raise BatchDivisibilityError(
                     f"multiples: {factor} * the run's batch of {global_batch_size} ="
                     f" {float(size):g} is not a whole batch; nearest:"
-                    f" {', '.join(map(str, nearest))}",
+                    f" {', '.join(nearest)}",
                     value=size.numerator,
                     divisor=size.denominator,
                     key="multiples",
-                    nearest=[str(number) for number in nearest],
+                    nearest=nearest,
                 )
+        if not 2 <= len(set(factors)) == len(factors) <= MAX_MULTIPLES:
+            raise ConfigError(
+                f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as"
+                " 1,2,4,8",
+                key="multiples",
+            )
         sizes = tuple(int(factor * global_batch_size) for factor in factors)
         # After this many samples, every branch has taken a whole number of steps.
         unit = math.lcm(*sizes)
@@ -192,34 +184,6 @@ def smoothed_difference(
     return total, math.sqrt(variance)
 
 
-def is_losing(
-    curve: Sequence[Evaluation],
-    smaller: Sequence[Sequence[Evaluation]],
-    num_evaluations: int,
-    tolerance: float,
-) -> bool:
-    """Return whether a branch has clearly lost against complete branches of smaller
-    batches: its window need not be run on.
-    """
-    done = len(curve)
-    if done and not math.isfinite(curve[-1].mean):
-        return True
-    if done < 2 or done < LEAST_PROGRESS * num_evaluations or done == num_evaluations:
-        return False
-    for other in smaller:
-        # Even if the difference keeps closing as fast as in the second half so far; one
-        # that closes exponentially is slower.
-        gap, error = smoothed_difference(curve, other)
-        before, _ = smoothed_difference(curve[: done // 2], other)
-        closing = min((gap - before) / (done - done // 2), 0.0)
-        if (
-            gap + closing * (num_evaluations - done) - CLEAR_ERRORS * error
-            > CLEAR_TOLERANCES * tolerance
-        ):
-            return True
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchResult:
     """One branch, as in `rampup critical --json`."""
@@ -227,10 +191,9 @@ class BranchResult:
     multiple: Fraction  # its batch by that of the run
     global_batch_size: int  # its batch, in samples
     loss: float | None  # its smoothed loss; None if it is not finite
-    standard_error: (
-        float | None
-    )  # of its difference from the best smaller branch; 0 for the smallest, None if not finite
-    stopped: bool  # whether it was stopped early
+    # of its difference from the best smaller branch; 0 for the smallest, None if not
+    # finite
+    standard_error: float | None
     difference: float | None  # from the best smaller branch, or None
     # The share of additional tokens that its batch needs, compared with the best
     # smaller branch: the estimate, and the ends of its interval of two standard errors.
@@ -245,31 +208,23 @@ def find_critical(
     of that with the critical batch.
     """
     results: list[BranchResult] = []
-    complete: list[Sequence[Evaluation]] = []
+    smaller: list[Sequence[Evaluation]] = []  # those whose loss is finite
     critical = 0
     for number, curve in enumerate(curves):
-        stopped = len(curve) < window.num_evaluations or not math.isfinite(
-            curve[-1].mean
-        )
-        gap, error = max(
-            (smoothed_difference(curve, other) for other in complete),
-            default=(0.0, 0.0),
-        )
-        if not stopped:
-            critical = number if gap <= tolerance else critical
-            complete.append(curve)
+        pairs = [smoothed_difference(curve, other) for other in smaller]
+        gap, error = max(pairs, default=(0.0, 0.0))
         results.append(
             BranchResult(
                 multiple=window.multiples[number],
                 global_batch_size=window.sizes[number],
                 loss=finite_or_none(smoothed_loss(curve)),
                 standard_error=finite_or_none(error),
-                stopped=stopped,
-                difference=(
-                    finite_or_none(gap) if len(complete) > (not stopped) else None
-                ),
+                difference=finite_or_none(gap) if smaller else None,
             )
         )
+        if math.isfinite(curve[-1].mean):
+            critical = number if gap <= tolerance else critical
+            smaller.append(curve)
     return tuple(results), critical
 
 
@@ -280,21 +235,12 @@ class Verdict:
     branches: tuple[BranchResult, ...]  # smallest batch first
     critical: int  # the number of the branch with the critical batch
     tolerance: float  # nats by which a branch may be worse than a smaller one
-    gain: (
-        float | None
-    )  # nats by which the window lowered the loss of the smallest branch; None if it was stopped
+    # nats by which the window lowered the loss of the smallest branch; None if that is
+    # not finite
+    gain: float | None
     # whether the window could tell a batch that wastes half of its samples from one
     # that wastes none
     decisive: bool
-    deciding_samples: int | None = (
-        # samples of a window that could, if this one could not; None = nothing says so
-        None
-    )
-    earlier: int | None = (
-        # the number of the branch that the first half of the window shows, if it is
-        # another one
-        None
-    )
 
 
 def judge(
@@ -302,57 +248,50 @@ def judge(
     curves: Sequence[Sequence[Evaluation]],
     checkpoint: Evaluation,
     tolerance: float | None,
-    consumed_samples: int,
 ) -> Verdict:
     """Return what the branches from a checkpoint show, and whether they could have
     shown something else.
     """
-    gain, gain_error = _gain(curves[0], checkpoint, window.num_evaluations)
+    gain, gain_error = smoothed_difference([checkpoint], [curves[0][-1]])
+    if not math.isfinite(gain):
+        results, critical = find_critical(window, curves, tolerance or 0.0)
+        return Verdict(
+            branches=results,
+            critical=critical,
+            tolerance=tolerance or 0.0,
+            gain=None,
+            decisive=False,
+        )
     # A gain that is not clear may be as large as its error.
-    likely = max(gain or 0.0, gain_error)
+    likely = max(gain, gain_error)
     progress = _progress(window.num_evaluations)
     if tolerance is None:
         tolerance = TOLERANCE_SHARE * likely * progress
     results, critical = find_critical(window, curves, tolerance)
-    if gain is None or likely == 0:
-        return Verdict(
-            branches=results,
-            critical=critical,
-            tolerance=tolerance,
-            gain=gain,
-            decisive=False,
-        )
-    errors = [branch.standard_error or 0.0 for branch in results if not branch.stopped]
-    # How many times as much the window would have to gain. A longer one gains, and is
-    # evaluated on rows, in proportion.
-    needed = max(
-        tolerance / (DECISIVE_SHARE * likely),
-        (DECISIVE_ERRORS * max(errors) / tolerance) ** (2 / 3),
-        (CLEAR_ERRORS * gain_error / likely) ** (2 / 3),
-    )
+    # A batch that has clearly lost may be known less precisely.
+    errors = [
+        branch.standard_error
+        for branch in results
+        if branch.standard_error is not None and not _has_lost(branch, tolerance)
+    ]
     is_clear = gain > CLEAR_ERRORS * gain_error
-    is_decisive = is_clear and needed <= 1
-    half = [curve[: -(-window.num_evaluations // 2)] for curve in curves]
-    earlier = find_critical(
-        replace(window, num_evaluations=len(half[0])), half, tolerance
-    )[1]
+    if is_clear:
+        results = tuple(_with_overhead(each, gain * progress) for each in results)
     return Verdict(
-        branches=(
-            tuple(_with_overhead(branch, gain * progress) for branch in results)
-            if is_clear
-            else results
-        ),
+        branches=results,
         critical=critical,
         tolerance=tolerance,
         gain=gain,
-        decisive=is_decisive,
-        deciding_samples=(
-            None
-            if is_decisive
-            else longer_window(window.samples, consumed_samples, max(needed, 1.0))
-        ),
-        earlier=None if earlier == critical else earlier,
+        decisive=is_clear
+        and DECISIVE_ERRORS * max(errors) <= tolerance <= DECISIVE_SHARE * likely,
     )
+
+
+def _has_lost(branch: BranchResult, tolerance: float) -> bool:
+    if branch.difference is None or branch.standard_error is None:
+        return False
+    least = branch.difference - CLEAR_ERRORS * branch.standard_error
+    return least > CLEAR_TOLERANCES * tolerance
 
 
 def samples_for_gain(
@@ -373,49 +312,9 @@ def samples_for_gain(
     _, slope, _ = weighted_line([(math.log(n), loss, 1.0) for n, loss in second_half])
     # A slope that promises the gain only after a hundred times the samples promises
     # nothing.
-    return (
-        math.ceil(consumed_samples * math.expm1(gain / -slope))
-        if slope < 0 and gain / -slope < math.log(100)
-        else 0
-    )
-
-
-def longer_window(samples: int, consumed_samples: int, times: float) -> int:
-    """Return the samples of a window that gains `times` as much as one of `samples`:
-    losses fall with ln(samples).
-    """
-    consumed = max(consumed_samples, 1)
-    exponent = min(times * math.log1p(samples / consumed), 60.0)
-    return max(math.ceil(consumed * math.expm1(exponent)), math.ceil(times * samples))
-
-
-def _gain(
-    smallest: Sequence[Evaluation], checkpoint: Evaluation, num_evaluations: int
-) -> tuple[float | None, float]:
-    """Return what the window lowered the loss of the smallest branch, and its standard
-    error.
-    """
-    if len(smallest) < num_evaluations or not math.isfinite(smallest[-1].mean):
-        return None, 0.0
-    return smoothed_difference([checkpoint], [smallest[-1]])
-
-
-def tolerance_of(
-    curves: Sequence[Sequence[Evaluation]],
-    checkpoint: Evaluation | None,
-    num_evaluations: int,
-) -> float:
-    """Return the default tolerance as far as it is known: infinite before the smallest
-    branch is complete.
-    """
-    gain = (
-        None if checkpoint is None else _gain(curves[0], checkpoint, num_evaluations)[0]
-    )
-    return (
-        TOLERANCE_SHARE * gain * _progress(num_evaluations)
-        if gain is not None and gain > 0
-        else math.inf
-    )
+    if slope >= 0 or gain / -slope >= math.log(100):
+        return 0
+    return math.ceil(consumed_samples * math.expm1(gain / -slope))
 
 
 def _progress(num_evaluations: int) -> float:
@@ -431,14 +330,12 @@ def _progress(num_evaluations: int) -> float:
 def _with_overhead(branch: BranchResult, gain: float) -> BranchResult:
     if branch.difference is None or branch.standard_error is None:
         return branch
-    wasted = [
-        (branch.difference + errors * branch.standard_error) / gain
-        for errors in (0, -2, 2)
-    ]
-    value, low, high = (
-        None if share >= 1 else max(share, 0.0) / (1 - max(share, 0.0))
-        for share in wasted
-    )
+    found = list[float | None]()
+    for errors in (0, -2, 2):
+        difference = branch.difference + errors * branch.standard_error
+        share = max(difference / gain, 0.0)
+        found.append(None if share >= 1 else share / (1 - share))
+    value, low, high = found
     return replace(branch, token_overhead=(value, low, high))
 
 
@@ -449,13 +346,9 @@ def critical_bound(sizes: Sequence[int], critical: int) -> Bound:
     """Return what the critical batch of branches says: a bound if it is the largest or
     the smallest that was tried.
     """
-    return (
-        "at_most"
-        if critical == min(sizes)
-        else "at_least"
-        if critical == max(sizes)
-        else "exact"
-    )
+    if critical == min(sizes):
+        return "at_most"
+    return "at_least" if critical == max(sizes) else "exact"
 
 
 def implied_noise_scale(size: float, *, tolerance: float, gain: float) -> float:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rampup.cli.common import FAKE_DEVICES, Result, arg, use_fake_devices
-from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
 from rampup.show.console import PLAIN, print_notes, print_table
 from rampup.show.format import format_value
@@ -44,8 +43,7 @@ CRITICAL = {
     ),
     "--work": arg(
         "DIR",
-        "folder from which an interrupted measurement resumes, RUN_DIR.critical by"
-        " default",
+        "folder in which complete branches are kept, RUN_DIR.critical by default",
     ),
     **FAKE_DEVICES,
 }
@@ -53,28 +51,14 @@ CRITICAL = {
 
 def critical(args: argparse.Namespace) -> Result:
     """Train the branches, or what is missing of them."""
-    multiples = None
+    multiples = tolerance = tokens = None
     if args.multiples is not None:
-        multiples = [
-            exact_fraction(part, what="multiples", key="multiples")
-            for part in args.multiples.split(",")
-        ]
-    tolerance = (
-        None
-        if args.tolerance is None
-        else float(exact_fraction(args.tolerance, what="tolerance", key="tolerance"))
-    )
-    tokens = (
-        None
-        if args.tokens is None
-        else parse_count(args.tokens, what="tokens", key="tokens")
-    )
-    if args.step is not None and args.step < 1:
-        raise ConfigError(
-            f"step={args.step} must be at least 1: there is no checkpoint of step 0",
-            key="step",
-            nearest=(1,),
-        )
+        multiples = args.multiples.split(",")
+    if args.tolerance is not None:
+        text = exact_fraction(args.tolerance, what="tolerance", key="tolerance")
+        tolerance = float(text)
+    if args.tokens is not None:
+        tokens = parse_count(args.tokens, what="tokens", key="tokens")
     use_fake_devices(args.fake_devices)
     from rampup.contrib.lab.branches import find_critical_batch_size
 
@@ -95,38 +79,21 @@ def critical(args: argparse.Namespace) -> Result:
 
 
 def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
-    rows, close = [], []
+    """Print the branches, the critical batch if there is one, and how to go on."""
     branches = list(zip(found.branches, found.learning_rates, strict=True))
-    for branch, rate in branches:
-        # The smallest branch has no difference, and so no error of it.
-        measured = (
-            branch.loss,
-            branch.difference,
-            None if branch.difference is None else branch.standard_error,
-        )
-        cells = [
-            "-" if x is None else f"{x:{form}}"
-            for x, form in zip(measured, (".4f", "+.4f", ".4f"), strict=True)
-        ]
-        sizes = (
+    rows = [
+        (
             f"{branch.multiple}x",
             f"{branch.global_batch_size:,}",
             format_value(rate),
+            _number(branch.loss, ".4f"),
+            _number(branch.difference, "+.4f"),
+            # The smallest branch has no difference, and so no error of it.
+            "-" if branch.difference is None else _number(branch.standard_error, ".4f"),
+            _overhead(branch),
         )
-        rows.append(
-            (
-                *sizes,
-                *cells,
-                _overhead(branch),
-                "stopped early" if branch.stopped else "",
-            )
-        )
-        if None not in measured[1:] and not branch.stopped:
-            close += (
-                [sizes[1]]
-                if abs(branch.difference - found.tolerance) < 2 * branch.standard_error
-                else []
-            )
+        for branch, rate in branches
+    ]
     titles = (
         "branch",
         "batch",
@@ -135,7 +102,6 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
         "worse by",
         "+-",
         "more\ntokens",
-        "",
     )
     print_table(console, titles, rows, left=1)
     if found.gain is not None:
@@ -143,95 +109,60 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             f"{found.tokens:,} tokens lowered the loss of the smallest branch by"
             f" {found.gain:.4f}"
         )
-    if not found.decisive:
-        why = "which is too little to measure"
-        fix = f"a window several times as long, such as --tokens {8 * found.tokens:,}"
-        if found.gain is not None and found.deciding_tokens is not None:
-            why = (
-                f"too little for a tolerance of {found.tolerance:.4g}: a batch that"
-                " wastes half of its samples could pass"
-            )
-            fix = f"--tokens {found.deciding_tokens:,}"
-        console.print(
-            f"undecided at step {found.step:,}: the window gains {why}; {fix} could"
-            " decide"
-        )
+    if found.decisive:
+        _print_decision(found, run, console)
     else:
-        relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[
-            found.bound
-        ]
         console.print(
-            f"critical batch size at step {found.step:,}:"
-            f" {relation}{found.critical_batch_size:,} samples, the largest whose loss"
-            f" is within {found.tolerance:.4g} of every smaller one"
+            f"undecided at step {found.step:,}: the window gains too little for a"
+            f" tolerance of {found.tolerance:.4g}; a window several times as long, such"
+            f" as --tokens {8 * found.tokens:,}, could decide"
         )
-        for branch, rate in branches:
-            if branch.global_batch_size == found.critical_batch_size:
-                tokens = (
-                    f"{_overhead(branch)} more tokens than the best smaller batch, "
-                    * (branch.token_overhead is not None)
-                )
-                console.print(
-                    f"it needs {tokens}a learning rate of {format_value(rate)} at this"
-                    " checkpoint"
-                )
-        notes = []
-        if found.bound == "at_least":
-            largest = found.branches[-1].multiple
-            notes.append(
-                "no larger batch was tried: --multiples"
-                f" {largest / 2},{largest},{2 * largest},{4 * largest}"
-            )
-        if found.bound == "at_most":
-            tried = ",".join(
-                map(
-                    str,
-                    (
-                        *found.smaller,
-                        *(branch.multiple for branch in found.branches[:2]),
-                    ),
-                )
-            )
-            reason = (
-                "there is none below 1"
-                if found.critical_batch_size == 1
-                else "half of it is not legal on these devices"
-            )
-            notes.append(
-                "no smaller batch was tried:"
-                f" {f'--multiples {tried}' if found.smaller else reason}"
-            )
-        if found.half_window_size is not None:
-            shown = (
-                f"the first half of the window shows {found.half_window_size:,}: the"
-                " answer depends on the window"
-            )
-            notes.append(f"{shown}; measure again with --tokens {2 * found.tokens:,}")
-        print_notes(notes, console)
-        console.print(
-            f"to go on with it: rampup train {run} on_plan_change=continue_by_samples"
-            " enable_rampup_batch_size=false "
-            f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if'
-            " the run is finished"
-        )
-    notes = [] if found.disagreement is None else [found.disagreement]
     if found.noise_scale_samples is None:
-        notes = [
-            "the run measured no gradient noise scale to compare with:"
-            " measure_gradient_noise=true"
-        ]
+        noise = "none was measured (measure_gradient_noise=true)"
     else:
-        console.print(
-            f"gradient noise scale measured by the run: {found.noise_scale_samples}"
-            " samples"
-        )
+        noise = f"{found.noise_scale_samples} samples"
+    console.print(f"gradient noise scale of the run: {noise}")
+    close = [branch for branch in found.branches if _is_close(branch, found.tolerance)]
+    notes = [] if found.disagreement is None else [found.disagreement]
     if close:
+        sizes = ", ".join(f"{branch.global_batch_size:,}" for branch in close)
         notes.append(
-            f"within two standard errors of the tolerance: {', '.join(close)}; a longer"
-            " --tokens decides them"
+            f"within two standard errors of the tolerance: {sizes}; a longer --tokens"
+            " decides them"
         )
     print_notes(notes, console)
     console.print(f"kept in {found.folder}")
+
+
+def _print_decision(found: CriticalBatch, run: str, console: Console) -> None:
+    """Print the critical batch, and how to go on with it."""
+    assert found.bound is not None
+    relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}
+    console.print(
+        f"critical batch size at step {found.step:,}:"
+        f" {relation[found.bound]}{found.critical_batch_size:,} samples, the largest"
+        f" whose loss is within {found.tolerance:.4g} of every smaller one"
+    )
+    if found.bound == "at_least":
+        print_notes(["no larger batch was tried: give larger --multiples"], console)
+    if found.bound == "at_most":
+        print_notes(["no smaller batch was tried: give smaller --multiples"], console)
+    console.print(
+        f"to go on with it: rampup train {run} on_plan_change=continue_by_samples"
+        " enable_rampup_batch_size=false "
+        f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if'
+        " the run is finished"
+    )
+
+
+def _is_close(branch: BranchResult, tolerance: float) -> bool:
+    if branch.difference is None or branch.standard_error is None:
+        return False
+    return abs(branch.difference - tolerance) < 2 * branch.standard_error
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _overhead(branch: BranchResult) -> str:

@@ -14,18 +14,18 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rampup.errors import DataError
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0}
-_ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _PARENTHESIS = re.compile(r"[()]")
-_NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
+_NAMES = re.compile(r"%([\w.\-]+)")
 # Operations that pass a value on unchanged, for finding where it comes from.
 _PASS_ON = {
     "copy",
@@ -45,18 +45,13 @@ class Array(NamedTuple):
 
     dtype: str
     dims: tuple[int, ...]
-    # memory: 0 is that of the device (HBM), 1 on-chip memory of a TPU, 5 the host
-    space: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes without the padding of a layout."""
         bits = _BITS.get(self.dtype)
-        bits = (
-            int(re.sub(r"\D.*", "", self.dtype[1:].lstrip("f")) or 0)
-            if bits is None
-            else bits
-        )
+        if bits is None:
+            bits = int(re.sub(r"\D.*", "", self.dtype[1:].lstrip("f")) or 0)
         return math.prod(self.dims) * bits // 8
 
 
@@ -109,12 +104,8 @@ class Computation(NamedTuple):
     @property
     def root(self) -> Instruction:
         """The result."""
-        *_, last = self.instructions.values()
-        return (
-            last
-            if last.is_root
-            else next((i for i in self.instructions.values() if i.is_root), last)
-        )
+        made = list(self.instructions.values())
+        return next((each for each in made if each.is_root), made[-1])
 
     @property
     def parameters(self) -> dict[int, Instruction]:
@@ -169,9 +160,6 @@ class Visit(NamedTuple):
         int  # loops around it whose bound is an argument, which `runs` leaves out
     )
     loops: tuple[str, ...]  # names of all loops around it, from outside in
-    # whether it is part of a fusion, whose operands and result alone are in memory
-    fused: bool
-    in_branch: bool  # whether it is in a branch, which may not be taken
 
 
 class Program:
@@ -181,9 +169,8 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self.entry = ""  # name of the computation that a run starts with
         header = text[: text.find("\n")]
-        self.is_scheduled = (
-            "is_scheduled=true" in header
-        )  # in the order in which they run
+        # in the order in which they run
+        self.is_scheduled = "is_scheduled=true" in header
         # Position in the results -> number of the argument whose memory it takes over:
         # the donated arguments.
         start = header.find("input_output_alias={")
@@ -196,39 +183,38 @@ class Program:
             int(n)
             for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         )
-        # Names and sizes of the axes of the mesh, if the program states them.
-        named = (
-            match.group(1)
-            for match in re.finditer(
-                r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text
-            )
-        )
-        axes = next(
-            (names for names in named if "'axis_" not in names), None
-        )  # axis_0, ...: made up by the compiler
-        self.mesh = axes and tuple(
-            (name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)
-        )
+        # Names and sizes of the axes of the mesh, if the program states them. Axes that
+        # the compiler has made up are called axis_0, axis_1, ...
+        named = re.findall(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text)
+        axes = next((names for names in named if "'axis_" not in names), "")
+        pairs = re.findall(r"'([^']+)'=(\d+)", axes)
+        self.mesh = tuple((name, int(size)) for name, size in pairs) or None
+        self._read(text)
+        # Where a computation is a loop's body or condition, and where else it is called.
+        self._loops: dict[str, tuple[Computation, Instruction]] = {}
+        self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                place = computation, instruction
+                if instruction.opcode == "while":
+                    self._loops.update(dict.fromkeys(loop_parts(instruction), place))
+                elif instruction.opcode in _CALLS:
+                    for inner in self.results(Value(*place)):
+                        self._sites[inner.where.name] = inner.sites[-1]
+
+    def _read(self, text: str) -> None:
+        """Read the computations, or refuse a text that is none or is cut short."""
         current: dict[str, Instruction] | None = None
-        last: Instruction | None = None
         for line in text.splitlines():
             if current is None:
                 if match := _HEADER.match(line):
                     current = {}
-                    self.computations[match.group(2)] = Computation(
-                        match.group(2), current
-                    )
-                    self.entry = match.group(2) if match.group(1) else self.entry
+                    self.computations[match[2]] = Computation(match[2], current)
+                    self.entry = match[2] if match[1] else self.entry
             elif line.rstrip() == "}" or line.startswith('}, execution_thread="'):
-                current = last = None
+                current = None
             elif (instruction := _parse_line(line)) is not None:
-                for name in instruction.operands:
-                    _add_element(current, name)
-                current[instruction.name] = last = instruction
-            elif last is not None:  # the description of a kernel has lines of its own
-                last = current[last.name] = replace(
-                    last, attributes=f"{last.attributes}\n{line}"
-                )
+                current[instruction.name] = instruction
         if not self.entry:
             raise DataError(
                 "this is not the text of a compiled program: no line starts with ENTRY;"
@@ -239,28 +225,6 @@ class Program:
                 "the text of the program is cut short: a computation has no end; write"
                 " it again"
             )
-        # Where a computation is a loop's body or condition, where else it is called,
-        # and where it runs asynchronously.
-        self._loops: dict[str, tuple[Computation, Instruction]] = {}
-        self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
-        self.async_starts: dict[str, tuple[Computation, Instruction]] = {}
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                if instruction.opcode == "while":
-                    self._loops.update(
-                        dict.fromkeys(
-                            loop_parts(instruction), (computation, instruction)
-                        )
-                    )
-                elif instruction.opcode in ASYNC_CALLS:
-                    self.async_starts.update(
-                        dict.fromkeys(instruction.called, (computation, instruction))
-                    )
-                elif instruction.opcode in _CALLS:
-                    self._sites.update(
-                        (v.where.name, v.sites[-1])
-                        for v in self.results(Value(computation, instruction))
-                    )
 
     def body(self, loop: Instruction) -> Computation | None:
         """Return the body of a loop, or None if it is not in the text."""
@@ -328,35 +292,25 @@ class Program:
         computation separately.
         """
         computation = computation or self.computations[self.entry]
-        around = around or Visit(
-            _UNKNOWN, computation, 1, 0, (), fused=False, in_branch=False
-        )
+        around = around or Visit(_UNKNOWN, computation, 1, 0, ())
         for instruction in computation.instructions.values():
             visit = around._replace(instruction=instruction, computation=computation)
             yield visit
             if instruction.opcode == "while":
                 trips = self.trips(instruction.name, computation.name)
+                inside = visit._replace(loops=(*visit.loops, instruction.name))
+                if trips is None:
+                    inside = inside._replace(open_loops=visit.open_loops + 1)
+                else:
+                    inside = inside._replace(runs=visit.runs * trips)
                 if (body := self.body(instruction)) is not None:
-                    more = (
-                        {"open_loops": visit.open_loops + 1}
-                        if trips is None
-                        else {"runs": visit.runs * trips}
-                    )
-                    yield from self.visits(
-                        body,
-                        visit._replace(loops=(*visit.loops, instruction.name), **more),
-                    )
+                    yield from self.visits(body, inside)
             elif instruction.opcode not in REDUCERS:
-                in_branch = visit.in_branch or instruction.opcode == "conditional"
-                inside = visit._replace(
-                    fused=visit.fused or instruction.opcode == "fusion",
-                    in_branch=in_branch,
-                )
                 for name in instruction.called:
                     if name in self.computations:
-                        yield from self.visits(self.computations[name], inside)
+                        yield from self.visits(self.computations[name], visit)
 
-    @functools.cache  # noqa: B019 - programs are few and die with their account
+    @functools.cache  # noqa: B019 - programs are few
     def trips(self, loop: str, computation: str) -> int | None:
         """Return the iterations of a loop, or None if its bound is an argument of the
         program.
@@ -422,10 +376,6 @@ class Program:
 
 
 _CALLS = {"fusion", "call", "conditional"}
-ASYNC_CALLS = {
-    "async-start",
-    "call-start",
-}  # starts of operations that run asynchronously, as computations of their own
 # Operations whose computation works on single numbers.
 REDUCERS = {"reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
 REDUCERS |= {"all-reduce", "all-reduce-start", "reduce-scatter"}
@@ -470,48 +420,21 @@ def _parse_line(line: str) -> Instruction | None:
     if opcode is None:
         return None
     close = _closing(line, opcode.end() - 1)
-    inner, arrays = line[opcode.end() : close], list[Array]()
-    operands = _NAMES.findall(inner)
-    if not operands and opcode.group(1) not in (
-        "constant",
-        "parameter",
-        "iota",
-    ):  # names without a percent sign
-        bare = re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)
-        operands = re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", bare)
-    for dtype, sizes, layout in _ARRAY.findall(line[start:end]):
-        space = re.search(r"S\((\d+)\)", layout)
-        dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
-        arrays.append(Array(dtype, dims, int(space.group(1)) if space else 0))
-    is_root = match.group(1) is not None
+    inner = line[opcode.end() : close]
     return Instruction(
-        match.group(2),
-        opcode.group(1),
-        tuple(arrays),
-        tuple(operands),
-        inner,
-        line[close + 1 :],
-        is_root,
+        name=match[2],
+        opcode=opcode[1],
+        arrays=tuple(
+            Array(
+                dtype, tuple(int(n.removeprefix("<=")) for n in sizes.split(",") if n)
+            )
+            for dtype, sizes in _ARRAY.findall(line[start:end])
+        ),
+        operands=tuple(_NAMES.findall(inner)),
+        inner=inner,
+        attributes=line[close + 1 :],
+        is_root=match[1] is not None,
     )
-
-
-def _add_element(instructions: dict[str, Instruction], name: str) -> None:
-    """Add the `get-tuple-element` that a dump of newer versions of XLA writes as
-    `%tuple#0`, where it is used.
-    """
-    whole, sign, index = name.rpartition("#")
-    if sign and name not in instructions:
-        _add_element(instructions, whole)
-        arrays = instructions.get(whole, _UNKNOWN).arrays[int(index) :][:1]
-        instructions[name] = Instruction(
-            name,
-            "get-tuple-element",
-            arrays,
-            (whole,),
-            "",
-            f"index={index}",
-            is_root=False,
-        )
 
 
 def _closing(line: str, start: int) -> int:

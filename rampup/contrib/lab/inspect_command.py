@@ -9,7 +9,7 @@ from rampup.errors import ConfigError
 
 INSPECT = {
     "program": arg(
-        "FILE", "the text of a compiled program: compiled.as_text(), or XLA's dump"
+        "FILE", "the text of a compiled program, as compiled.as_text() gives it"
     ),
     "--mesh": arg(
         "AXES",

@@ -4,11 +4,10 @@ whatever way of sharding it has.
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,12 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from rampup.contrib.lab.account import Account, Collective, MeshShape, account_of
+from rampup.contrib.lab.collectives import (
+    Collective,
+    MeshShape,
+    collective_rows,
+    collectives_of,
+)
 from rampup.contrib.lab.hlo import (
     REDUCERS,
     Array,
@@ -32,14 +36,10 @@ from rampup.engine.offload import ProgramMemory, program_memory
 from rampup.engine.step import TrainStep
 from rampup.errors import ConfigError, DataError, a_type
 
-MAX_TEXT_BYTES = 2**30
 _FLOATS = ("f", "bf", "c")
 _SMALL_BYTES = 64 * 1024  # buffers below this size are not worth a remark
 _LISTED = 4
-_CALLBACK = re.compile(
-    r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"'
-)
-_HOST_SPACE = 5
+_CALLBACK = re.compile(r'custom_call_target="([^"]*callback[^"]*)"')
 _EMPTY = 'custom_call_target="AllocateBuffer"'
 # Operations whose result may be one of these operands plus a term, whole or in part.
 _ADDS_TO = {
@@ -76,7 +76,7 @@ class Inspection:
     Attributes:
         num_devices: devices of the program.
         loop_trips: iterations of the loops whose bound is an argument, as given.
-        account: collectives, FLOPs and memory traffic.
+        collectives: the exchanges between devices, in the order of the program.
         gradient_reductions: the collectives that reduce gradients over the replicas.
         repeated_reductions: those of them that run in every iteration of a loop that
             accumulates.
@@ -89,7 +89,8 @@ class Inspection:
         num_donated: arguments whose memory results take over.
         donated_bytes: their bytes.
         not_donated: arguments whose memory a result could take over, the largest first.
-        f32_matmuls: FLOPs of matrix products with float32 operands, by precision.
+        flops: floating-point operations by the compiler, which counts the body of a
+            loop once; None for a program's text.
         host_transfers: exchanges with the host, and whether they are in a loop.
         memory: memory of a device, or None for a program's text.
         findings: remarks, in sentences.
@@ -102,12 +103,12 @@ class Inspection:
         accumulators of loops: none
         updates of the training state in a run: 1
         donated: 0 buffers, 0 bytes
-        matrix products: none; memory traffic: 96 bytes
+        one iteration of every loop: 8 FLOP
     """
 
     num_devices: int
     loop_trips: tuple[int, ...]
-    account: Account
+    collectives: tuple[Collective, ...]
     gradient_reductions: tuple[Collective, ...]
     repeated_reductions: tuple[Collective, ...]
     repeated_bytes: int
@@ -117,8 +118,8 @@ class Inspection:
     num_donated: int
     donated_bytes: int
     not_donated: tuple[Buffer, ...]
-    f32_matmuls: Mapping[str, int]
     host_transfers: tuple[tuple[str, bool], ...]
+    flops: float | None = None
     memory: ProgramMemory | None = None
     findings: tuple[str, ...] = ()
 
@@ -131,96 +132,71 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""
-        by_type: dict[str, dict[str, int]] = {}
-        for a in self.accumulators:
-            arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
-            by_type[a.dtype] = {
-                "arrays": arrays + 1,
-                "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes,
-            }
+        trips, repeated = self.loop_trips, self.repeated_reductions
+        memory = None
+        if self.memory is not None:
+            memory = {**asdict(self.memory), "total": self.memory.total}
         return {
             "num_devices": self.num_devices,
-            "loop_trips": list(self.loop_trips),
-            "collectives": self.account.collective_rows(self.loop_trips),
+            "loop_trips": list(trips),
+            "collectives": collective_rows(self.collectives, trips),
             "gradient_reductions": sum(
-                c.count(self.loop_trips) for c in self.gradient_reductions
+                c.count(trips) for c in self.gradient_reductions
             ),
-            "gradient_reductions_in_loops": sum(
-                c.count(self.loop_trips) for c in self.repeated_reductions
-            ),
-            "gradient_bytes_in_loops": sum(
-                c.count(self.loop_trips) * c.num_bytes for c in self.repeated_reductions
-            ),
+            "gradient_reductions_in_loops": sum(c.count(trips) for c in repeated),
+            "gradient_bytes_in_loops": _num_bytes(repeated, trips),
             "reduces_once": self.reduces_once,
-            "accumulators": by_type,
+            "accumulators": self._accumulators_by_type(),
             "optimizer_updates": self.optimizer_updates,
             "uses_multi_steps": self.uses_multi_steps,
             "donated": {"buffers": self.num_donated, "bytes": self.donated_bytes},
             "not_donated": [buffer._asdict() for buffer in self.not_donated],
-            "flops": self.account.total_flops(self.loop_trips),
-            "f32_matmul_flops": dict(self.f32_matmuls),
-            "memory_bytes": self.account.total_memory_bytes(self.loop_trips),
+            "flops": self.flops,
             "host_transfers": [
                 {"what": what, "in_loop": in_loop}
                 for what, in_loop in self.host_transfers
             ],
-            "memory": (
-                self.memory and {**asdict(self.memory), "total": self.memory.total}
-            ),
+            "memory": memory,
             "findings": list(self.findings),
         }
 
-    def __str__(self) -> str:
-        facts, cells = self.to_dict(), []
-        accumulators = ", ".join(
-            f"{row['arrays']} of {dtype}"
-            for dtype, row in facts["accumulators"].items()
-        )
-        updates = (
-            "unknown" if self.optimizer_updates is None else self.optimizer_updates
-        )
-        flops = ", ".join(
-            f"{number:.4g} FLOP in {dtype}" for dtype, number in facts["flops"].items()
-        )
-        for row in facts["collectives"]:
-            axes = (
-                "unknown axes"
-                if row["axes"] is None
-                else f"over {' and '.join(row['axes']) or 'no axis'}"
-            )
-            where = ("in a loop" if row["in_loop"] else "outside loops") + (
-                ", in a branch" if row["in_branch"] else ""
-            )
-            counts = (
-                f"{row['group_size'] or 'unknown'} devices",
-                f"{row['count']:,} times",
-                f"{row['bytes']:,} bytes",
-            )
-            first = row["kind"], "between slices" if row["between_slices"] else axes
-            cells.append(
-                (*first, *counts, where, "overlapped" if row["overlapped"] else "")
-            )
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            *(f"- {finding}" for finding in self.findings),
-            "collectives of a run, for each device:" if cells else "no collectives",
-            *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells),
-            f"accumulators of loops: {accumulators or 'none'}",
-            f"updates of the training state in a run: {updates}",
-            f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
-            (
-                f"matrix products: {flops or 'none'}; memory traffic:"
-                f" {facts['memory_bytes']:,} bytes"
-            ),
-        ]
-        return "\n".join(lines)
+    def _accumulators_by_type(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for each in self.accumulators:
+            row = found.setdefault(each.dtype, {"arrays": 0, "bytes": 0})
+            row["arrays"] += 1
+            row["bytes"] += Array(each.dtype, each.dims).num_bytes
+        return found
 
-    def _repr_html_(self) -> str:
-        return (
-            "<ul>"
-            + "".join(f"<li>{html.escape(text)}</li>" for text in self.findings)
-            + "</ul>"
+    def __str__(self) -> str:
+        lines = [f"- {finding}" for finding in self.findings]
+        rows = collective_rows(self.collectives, self.loop_trips)
+        lines.append(
+            "collectives of a run, for each device:" if rows else "no collectives"
         )
+        for row in rows:
+            axes = "unknown axes"
+            if row["axes"] is not None:
+                axes = f"over {' and '.join(row['axes']) or 'no axis'}"
+            if row["between_slices"]:
+                axes = "between slices"
+            where = "in a loop" if row["in_loop"] else "outside loops"
+            lines.append(
+                f"  {row['kind']}  {axes}  {row['group_size'] or 'unknown'} devices"
+                f"  {row['count']:,} times  {row['bytes']:,} bytes  {where}"
+            )
+        sums = self._accumulators_by_type().items()
+        arrays = ", ".join(f"{row['arrays']} of {dtype}" for dtype, row in sums)
+        updates = self.optimizer_updates
+        lines += [
+            f"accumulators of loops: {arrays or 'none'}",
+            "updates of the training state in a run:"
+            f" {'unknown' if updates is None else updates}",
+            f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
+        ]
+        if self.flops is not None:
+            lines.append(f"one iteration of every loop: {self.flops:,.4g} FLOP")
+        return "\n".join(lines)
 
 
 def inspect(
@@ -234,7 +210,7 @@ def inspect(
     Args:
         step: a function, jitted or not; a `TrainStep`; a lowered or compiled program;
             or the text of one, or the path of a file with it, as `compiled.as_text()`
-            or `XLA_FLAGS=--xla_dump_to=DIR` write it (`*after_optimizations.txt`).
+            gives it.
         args: its arguments, or their shapes and shardings. For a `TrainStep` the state
             and a batch.
         mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if
@@ -258,7 +234,7 @@ def inspect(
         ...     jnp.zeros(8),
         ...     jnp.ones(4),
         ... )
-        >>> found.num_donated, found.account.collectives, found.reduces_once
+        >>> found.num_donated, found.collectives, found.reduces_once
         (1, (), True)
     """
     if isinstance(step, TrainStep):
@@ -272,15 +248,16 @@ def inspect(
     program = Program(_read(step) if compiled is None else compiled.as_text())
     if not program.is_scheduled:
         raise DataError(
-            "this program is not compiled yet and has no collectives; give the dump's"
-            " *after_optimizations.txt"
+            "this program is not compiled yet and has no collectives; give"
+            " `compiled.as_text()`"
         )
     trips = _checked_trips(loop_trips)
-    account = account_of(program, _mesh_of(program, mesh or _mesh_seen(args)))
+    mesh_shape = _mesh_of(program, mesh or _mesh_seen(args))
+    collectives = collectives_of(program, mesh_shape)
     visits = list(program.visits())
     accumulators = tuple(_accumulators(program, visits))
     results = _results(program)
-    reductions = _gradient_reductions(program, account, args, accumulators, results)
+    reductions = _gradient_reductions(program, collectives, args, accumulators, results)
     accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
     repeated = tuple(c for c in reductions if accumulating & set(c.loops))
     donated = _donated(program)
@@ -288,7 +265,7 @@ def inspect(
     found = Inspection(
         num_devices=program.num_partitions,
         loop_trips=trips,
-        account=account,
+        collectives=collectives,
         gradient_reductions=reductions,
         repeated_reductions=repeated,
         repeated_bytes=_bytes_per_iteration(program, visits, repeated, accumulating),
@@ -298,15 +275,14 @@ def inspect(
         num_donated=len(donated),
         donated_bytes=sum(p.num_bytes for p in donated.values()),
         not_donated=tuple(_not_donated(program, results)),
-        f32_matmuls={
-            dtype: n
-            for dtype, n in account.total_flops(trips).items()
-            if dtype.startswith("f32")
-        },
         host_transfers=tuple(_host_transfers(visits)),
-        memory=None if compiled is None else program_memory(compiled),
     )
-    return replace(found, findings=tuple(_findings(found)))
+    if compiled is not None:
+        cost = compiled.cost_analysis() or {}
+        memory = program_memory(compiled)
+        found = replace(found, flops=cost.get("flops"), memory=memory)
+    open_loops = max(visit.open_loops for visit in visits)
+    return replace(found, findings=tuple(_findings(found, open_loops)))
 
 
 def _checked_trips(loop_trips: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -368,7 +344,7 @@ def _donated(program: Program) -> dict[int, Instruction]:
 
 def _gradient_reductions(
     program: Program,
-    account: Account,
+    collectives: Sequence[Collective],
     args: Sequence[Any],
     accumulators: Sequence[Accumulator],
     results: Sequence[tuple[str, Array]],
@@ -394,9 +370,7 @@ def _gradient_reductions(
         if p.arrays and (number in donated or arrays.intersection(p.arrays))
     ]
     return tuple(
-        c
-        for c in account.collectives
-        if _reduces_gradients(c, of_batch - of_params, shapes)
+        c for c in collectives if _reduces_gradients(c, of_batch - of_params, shapes)
     )
 
 
@@ -478,11 +452,6 @@ def _read(source: str | Path) -> str:
     path = Path(source)
     if not path.is_file():
         raise DataError(f"there is no file {str(source)[:200]}")
-    if path.stat().st_size > MAX_TEXT_BYTES:
-        raise DataError(
-            f"{source} has {path.stat().st_size:,} bytes; a program's text of at most"
-            f" {MAX_TEXT_BYTES:,} is read"
-        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -628,148 +597,118 @@ def _state_updates(
 
 def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
     for visit in visits:
-        i, in_loop = visit.instruction, bool(visit.loops)
-        is_to_host = (
-            "is_host_transfer=true" in i.attributes and "megascale" not in i.attributes
-        )  # that is between slices
-        if i.opcode in ("infeed", "outfeed") or (
-            i.opcode in ("send", "recv") and is_to_host
-        ):
-            yield i.opcode, in_loop
-        elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
-            yield match.group(1), in_loop
-        elif i.opcode in ("copy-start", "copy") and not visit.fused:
-            spaces = {
-                array.space
-                for each in (i, *visit.computation.operands(i))
-                for array in each.arrays
-            }
-            if _HOST_SPACE in spaces and spaces - {_HOST_SPACE}:
-                yield "copy between host and device memory", in_loop
+        made = visit.instruction
+        if made.opcode in ("send", "recv", "infeed", "outfeed"):
+            # A TPU program sends to other slices through its host, too.
+            is_to_host = "is_host_transfer=true" in made.attributes
+            if made.opcode.endswith("feed") or (
+                is_to_host and "megascale" not in made.attributes
+            ):
+                yield made.opcode, bool(visit.loops)
+        elif match := _CALLBACK.search(made.attributes):
+            yield match[1], bool(visit.loops)
 
 
-def _findings(found: Inspection) -> Iterator[str]:
-    once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
+def _num_bytes(collectives: Iterable[Collective], trips: Sequence[int]) -> int:
+    return sum(c.num_bytes * c.count(trips) for c in collectives)
 
-    def num_bytes(collectives: Sequence[Collective]) -> int:
-        return sum(c.num_bytes * c.count(found.loop_trips) for c in collectives)
 
-    def continues(c: Collective) -> bool:
-        # Whether a reduce-scatter gets its part from another one over the same axes:
-        # that of another side of a torus.
-        others = (
-            o
-            for o in found.gradient_reductions
-            if c.kind == "reduce-scatter" and o.group != c.group
-        )
-        return any(
-            (o.kind, o.axes, o.num_bytes)
-            == (c.kind, c.axes, c.num_bytes * o.group_size)
-            for o in others
-        )
-
-    total = num_bytes([c for c in found.gradient_reductions if not continues(c)])
-    if found.uses_multi_steps:
-        reduces = (
-            f", and reduces {total:,} bytes of gradients in every microbatch"
-            if found.gradient_reductions
-            else ""
-        )
+def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
+    """Yield what to know about a program, in sentences."""
+    yield from _reduction_findings(found)
+    if narrow := {a.dtype for a in found.accumulators} & {"bf16", "f16"}:
         yield (
-            "the state is that of optax.MultiSteps: each call is one microbatch and"
-            f" runs the optimizer{reduces}"
+            f"gradients are summed in {' and '.join(sorted(narrow))}, which loses small"
+            " ones after some hundred microbatches"
         )
-    elif found.repeated_reductions:
-        other = num_bytes(once)
-        where = _describe_axes(found.repeated_reductions)
-        arrays = (
-            f"{sum(len(c.shapes) for c in found.repeated_reductions)} gradients"
-            f" ({found.repeated_bytes:,} bytes)"
-        )
-        yield (
-            f"{arrays} are reduced{where} in every microbatch, inside the loop that"
-            " adds them up"
-        )
-        if (
-            any(not c.has_numbers_only for c in once)
-            and other > found.repeated_bytes / 100
-        ):
-            names = []
-            for c in found.repeated_reductions[:_LISTED]:
-                shapes = ", ".join(
-                    f"{dtype}[{','.join(map(str, dims))}]"
-                    for dtype, dims in c.shapes[:_LISTED]
-                )
-                names.append(f"{shapes} ({c.op_name})" if c.op_name else shapes)
-            lost = (
-                "so these may have lost their reduction tag or local accumulation:"
-                f" {', '.join(names)}"
-            )
-            yield (
-                f"other gradients ({other:,} bytes) are reduced once after the loop,"
-                f" {lost}"
-            )
-    elif found.gradient_reductions and any(
-        math.prod(a.dims) > 1 for a in found.accumulators
-    ):
-        yield (
-            f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after"
-            " the loop that adds them up"
-        )
-    elif found.gradient_reductions:
-        how = (
-            "in every iteration of the loop with the optimizer"
-            if (found.optimizer_updates or 0) > 1
-            else "once"
-        )
-        yield (
-            f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)}"
-            f" {how}; no loop accumulates"
-        )
-    if narrow := sorted(
-        {a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")}
-    ):
-        yield (
-            f"gradients are summed in {' and '.join(narrow)}, which loses small ones"
-            " after some hundred microbatches"
-        )
-    if found.optimizer_updates is not None and found.optimizer_updates > 1:
+    if (found.optimizer_updates or 0) > 1:
         yield (
             f"the training state is replaced {found.optimizer_updates} times in a run:"
             " the optimizer runs inside a loop"
         )
     if found.not_donated:
-        names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
         missing = sum(buffer.num_bytes for buffer in found.not_donated)
-        more = (
-            f" and {len(found.not_donated) - _LISTED} more"
-            if len(found.not_donated) > _LISTED
-            else ""
-        )
+        names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
         yield (
             f"{missing:,} bytes of arguments are not donated although results could"
-            f" take their place: {names}{more}"
+            f" take their place, the largest: {names}"
         )
-    if f32 := sum(found.f32_matmuls.values()):
-        share = f32 / sum(found.account.total_flops(found.loop_trips).values())
-        yield (
-            f"{share:.0%} of the FLOPs of matrix products have float32 operands"
-            f" ({', '.join(found.f32_matmuls)})"
-        )
-    for inside, start in ((True, "inside a loop the program"), (False, "the program")):
-        if what := sorted(
-            {what for what, in_loop in found.host_transfers if in_loop == inside}
-        ):
-            yield f"{start} exchanges data with the host: {', '.join(what)}"
-    if len(found.account.flops) - 1 > (
-        0 if set(found.loop_trips) == {1} else len(found.loop_trips)
-    ):
+    for inside, where in ((True, "inside a loop the program"), (False, "the program")):
+        what = {what for what, in_loop in found.host_transfers if in_loop == inside}
+        if what:
+            yield f"{where} exchanges data with the host: {', '.join(sorted(what))}"
+    if open_loops > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
         yield (
             "a loop's bound is an argument of the program: counts are those of one"
             " iteration; give loop_trips"
         )
 
 
-def _describe_axes(collectives: Sequence[Collective]) -> str:
+def _reduction_findings(found: Inspection) -> Iterator[str]:
+    """Yield where gradients are reduced, and how often."""
+    once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
+    total = _num_bytes(_first_sides(found.gradient_reductions), found.loop_trips)
+    if found.uses_multi_steps:
+        yield (
+            "the state is that of optax.MultiSteps: each call is one microbatch and"
+            f" runs the optimizer, and reduces {total:,} bytes of gradients in every"
+            " microbatch"
+        )
+    elif found.repeated_reductions:
+        number = sum(len(c.shapes) for c in found.repeated_reductions)
+        yield (
+            f"{number} gradients ({found.repeated_bytes:,} bytes) are reduced"
+            f"{_over(found.repeated_reductions)} in every microbatch, inside the loop"
+            " that adds them up"
+        )
+        other = _num_bytes(once, found.loop_trips)
+        if other > found.repeated_bytes / 100:
+            lost = found.repeated_reductions[:_LISTED]
+            yield (
+                f"other gradients ({other:,} bytes) are reduced once after the loop,"
+                " so these may have lost their reduction tag or local accumulation:"
+                f" {', '.join(map(_origin, lost))}"
+            )
+    elif found.gradient_reductions:
+        if any(math.prod(a.dims) > 1 for a in found.accumulators):
+            yield (
+                f"gradients ({total:,} bytes) are reduced{_over(once)} once, after"
+                " the loop that adds them up"
+            )
+        else:
+            how = "once"
+            if (found.optimizer_updates or 0) > 1:
+                how = "in every iteration of the loop with the optimizer"
+            yield (
+                f"gradients ({total:,} bytes in a run) are reduced{_over(once)}"
+                f" {how}; no loop accumulates"
+            )
+
+
+def _first_sides(collectives: Sequence[Collective]) -> list[Collective]:
+    """Return the collectives without the reduce-scatters that continue another one over
+    the same axes: that of another side of a torus.
+    """
+
+    def continues(c: Collective) -> bool:
+        return c.kind == "reduce-scatter" and any(
+            (o.kind, o.axes) == (c.kind, c.axes)
+            and o.num_bytes == c.num_bytes * o.group_size
+            and o.group != c.group
+            for o in collectives
+        )
+
+    return [c for c in collectives if not continues(c)]
+
+
+def _origin(c: Collective) -> str:
+    """Return the arrays of a collective and where they come from."""
+    shapes = ", ".join(
+        f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED]
+    )
+    return f"{shapes} ({c.op_name})" if c.op_name else shapes
+
+
+def _over(collectives: Sequence[Collective]) -> str:
     axes = sorted({name for c in collectives for name in c.axes or ()})
     return f" over {' and '.join(axes)}" if axes else ""

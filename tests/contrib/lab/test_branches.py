@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import signal
 from dataclasses import replace
 from fractions import Fraction
 
@@ -102,20 +101,12 @@ def test_critical_json(run, work, capsys):
         "bound",
         "batch_size_schedule",
     ]
-    assert list(found) == [
-        *names,
-        "tolerance",
-        "gain",
-        "tokens",
-        "deciding_tokens",
-        "half_window_size",
-    ]
+    assert list(found) == [*names, "tolerance", "gain", "tokens"]
     keys = [
         "multiple",
         "global_batch_size",
         "loss",
         "standard_error",
-        "stopped",
         "token_overhead",
         "learning_rate",
     ]
@@ -129,11 +120,7 @@ def test_critical_json(run, work, capsys):
     rates = [branch["learning_rate"] for branch in found["branches"]]
     assert [rate / rates[0] for rate in rates] == pytest.approx([1, 2**0.5, 2])
     assert all(branch["standard_error"] > 0 for branch in found["branches"][1:])
-    sizes = {
-        branch["global_batch_size"]
-        for branch in found["branches"]
-        if not branch["stopped"]
-    }
+    sizes = {branch["global_batch_size"] for branch in found["branches"]}
     assert found["critical_batch_size"] in sizes
     assert (
         found["bound"]
@@ -201,11 +188,7 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
         work_folder=tmp_path / "work",
     )
     assert found.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
-    (line,) = [
-        line
-        for line in read_lines(found.folder / "evaluations.jsonl")
-        if line["branch"] == 0 and line["step"] == 8
-    ]
+    line = json.loads((found.folder / "branch-16.json").read_text())[-1]
     branches = _Branches(config, record, (1, 2), 8 * 16 * 16)
     assert branches.window.num_evaluations == 4
     params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
@@ -225,29 +208,28 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
 
 @pytest.mark.slow
 def test_interrupted_measurement_resumes(run, work, tmp_path):
-    """After SIGTERM in the middle of a branch, the same call continues, and gives the
-    same numbers as without it.
+    """After Ctrl-C in the middle of a branch, the same call goes on with that branch,
+    and gives the same numbers as without it.
     """
     options = {"multiples": (1, 2, 4), "tokens": 4096}
     whole = find_critical_batch_size(run, work_folder=work, **options)
-    lines, more = [], []
+    more = []
 
     def interrupt(line):
-        lines.append(line)
         if line.startswith("batch 32: 2/"):
-            signal.raise_signal(signal.SIGTERM)
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         find_critical_batch_size(
             run, work_folder=tmp_path / "again", report=interrupt, **options
         )
-    assert any("resumes" in line for line in lines)
     with own_run(run):  # a run that is training can be branched
         again = find_critical_batch_size(
             run, work_folder=tmp_path / "again", report=more.append, **options
         )
     assert again.num_compilations == 1
-    assert not any(line.startswith(("batch 16:", "batch 32: 2/")) for line in more)
+    assert not any(line.startswith("batch 16:") for line in more)
+    assert any(line.startswith("batch 32: 2/") for line in more)
     assert again.to_dict() == whole.to_dict()
     assert [replace(branch, multiple=0) for branch in again.branches] == [
         replace(b, multiple=0) for b in whole.branches
@@ -301,7 +283,7 @@ def test_smaller_batches_are_tried_if_they_are_legal(run):
 def result(folder, **changes):
     """Return a measurement of two branches of 8 and 16 samples."""
     multiples = {Fraction(n): 8 * n for n in (1, 2)}
-    own = {"loss": 1.0, "standard_error": 0.0, "stopped": False, "difference": None}
+    own = {"loss": 1.0, "standard_error": 0.0, "difference": None}
     costs = {8: None, 16: (0.2, 0.1, 0.3)}
     branches = tuple(
         BranchResult(
@@ -320,8 +302,6 @@ def result(folder, **changes):
         "decisive": True,
         "bound": "exact",
         "gain": 0.1,
-        "deciding_tokens": None,
-        "half_window_size": None,
     }
     some |= {
         "learning_rates": (0.1, 0.2),
@@ -333,69 +313,34 @@ def result(folder, **changes):
     return CriticalBatch(**some | changes)
 
 
-COSTS = (
-    "it needs 20% (10% to 30%) more tokens than the best smaller batch, a learning rate"
-    " of 0.2 at this checkpoint"
-)
-
-
 @pytest.mark.parametrize(
-    ("bound", "size", "smaller", "words"),
+    ("bound", "size", "words"),
     [
-        (
-            "exact",
-            8,
-            (),
-            ["step 9: 8 samples", "it needs a learning rate of 0.1 at this checkpoint"],
-        ),
+        ("exact", 8, ["step 9: 8 samples"]),
         (
             "at_least",
             16,
-            (),
             [
                 "step 9: at least 16 samples",
-                COSTS,
-                "no larger batch was tried: --multiples 1,2,4,8",
+                "20% (10% to 30%)",
+                "no larger batch was tried: give larger --multiples",
             ],
         ),
         (
             "at_most",
             8,
-            ("1/4", "1/2"),
             [
                 "step 9: at most 8 samples",
-                "no smaller batch was tried: --multiples 1/4,1/2,1,2",
+                "no smaller batch was tried: give smaller --multiples",
             ],
-        ),
-        (
-            "at_most",
-            8,
-            (),
-            [
-                "at most 8 samples",
-                "no smaller batch was tried: half of it is not legal on these devices",
-            ],
-        ),
-        (
-            "at_most",
-            1,
-            (),
-            ["at most 1 samples", "no smaller batch was tried: there is none below 1"],
         ),
     ],
 )
-def test_critical_says_what_is_only_a_bound(
-    bound, size, smaller, words, tmp_path, capsys
-):
+def test_critical_says_what_is_only_a_bound(bound, size, words, tmp_path, capsys):
     """A batch that wins at the edge of what was tried is a bound, with what to try
     next.
     """
-    found = result(
-        tmp_path,
-        bound=bound,
-        critical_batch_size=size,
-        smaller=tuple(map(Fraction, smaller)),
-    )
+    found = result(tmp_path, bound=bound, critical_batch_size=size)
     _print_result(found, "runs/demo", Console(width=400))
     printed = " ".join(capsys.readouterr().out.split())
     assert [each for each in words if each not in printed] == []
@@ -407,8 +352,8 @@ def test_critical_says_what_is_only_a_bound(
     assert command in printed
 
 
-@pytest.mark.parametrize(("gain", "tokens"), [(0.01, 50_000), (None, None)])
-def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, capsys):
+@pytest.mark.parametrize("gain", [0.01, None])
+def test_critical_that_decided_nothing_names_no_batch(gain, tmp_path, capsys):
     """It says what the window gained and which window could decide, and gives no batch
     to go on with.
     """
@@ -418,11 +363,11 @@ def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, ca
         "bound": None,
         "batch_size_schedule": None,
     }
-    found = result(tmp_path, **nothing, gain=gain, deciding_tokens=tokens)
+    found = result(tmp_path, **nothing, gain=gain)
     _print_result(found, "runs/demo", Console(width=400))
     printed = capsys.readouterr().out
     assert "undecided at step 9" in printed
-    assert f"--tokens {tokens or 8000:,}" in printed
+    assert "--tokens 8,000" in printed
     assert "critical" not in printed.replace(str(tmp_path), "")
     assert "rampup train" not in printed
 

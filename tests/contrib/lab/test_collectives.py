@@ -1,16 +1,10 @@
-"""Tests of the account of programs written by hand: groups of devices, trips, traffic,
-overlap.
-"""
-
-import json
-from dataclasses import asdict
+"""Tests of the collectives of programs written by hand: groups of devices, trips, bytes."""
 
 import pytest
 
 import rampup
-from rampup.contrib.lab.account import Account, account_of
+from rampup.contrib.lab.collectives import collective_rows, collectives_of
 from rampup.contrib.lab.hlo import Array, Program
-from rampup.plan.topology import Topology
 
 MESH = (("data", 2), ("fsdp", 2), ("tensor", 2))
 LINE = "  ROOT %a = f32[64,64]{{1,0}} {kind}(%x), {groups}, to_apply=%add\n"
@@ -52,9 +46,9 @@ def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
     """Lists, reshaped ranges and axes, also those that the compiler made up, give the
     axes of the mesh.
     """
-    (found,) = account_of(
+    (found,) = collectives_of(
         Program(ENTRY.format(kind="all-reduce", groups=groups)), MESH
-    ).collectives
+    )
     assert (found.axes, found.group_size, found.num_bytes) == (axes, size, 64 * 64 * 4)
 
 
@@ -88,7 +82,7 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
   ROOT %w = (s32[], f32[8]{{0}}) while(%t), condition=%cond, body=%body
 }}
 """
-    (found,) = account_of(Program(text)).collectives
+    (found,) = collectives_of(Program(text))
     assert (found.runs, found.open_loops, found.loops) == (trips, 0, ("w",))
     for name, number in (("n", 7), ("start", 2), ("one", 1)):
         unknown = text.replace(
@@ -102,10 +96,8 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
     )
 
 
-def test_overlap_is_read_from_the_schedule():
-    """A collective overlaps if the schedule computes between its start and its end;
-    bytes are those of its result.
-    """
+def test_an_asynchronous_collective_counts_once():
+    """The start of one counts, with the bytes of its result."""
     text = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
   %x = f32[16]{0} parameter(0)
@@ -115,19 +107,8 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
   ROOT %e = f32[32]{0} all-gather-done(%s)
 }
 """
-    account = account_of(Program(text))
-    (found,) = account.collectives
-    assert (found.kind, found.num_bytes, found.is_async, found.overlapped) == (
-        "all-gather",
-        128,
-        True,
-        True,
-    )
-    dot = next(line for line in text.splitlines() if " dot(" in line)
-    (waiting,) = account_of(Program(text.replace(dot + "\n", ""))).collectives
-    assert not waiting.overlapped
-    assert account.total_flops((1,)) == {"f32": 2 * 8 * 8 * 8}
-    assert Account.from_json(json.loads(json.dumps(asdict(account)))) == account
+    (found,) = collectives_of(Program(text))
+    assert (found.kind, found.num_bytes) == ("all-gather", 128)
 
 
 def test_collectives_of_a_sparse_core_start_with_their_operands():
@@ -149,27 +130,18 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
   ROOT %e = f32[8]{0} call-done(%u)
 }
 """
-    account = account_of(Program(text), (("data", 4),))
-    (found,) = account.collectives
+    (found,) = collectives_of(Program(text), (("data", 4),))
     assert (found.kind, found.num_bytes, found.axes, found.group) == (
         "reduce-scatter",
         64,
         ("data",),
         (0, 2),
     )
-    assert (found.is_async, found.overlapped) == (True, False)
-    update = next(line for line in text.splitlines() if " call-update(" in line)
-    early = text.replace(update + "\n", "").replace(
-        "  %d = f32", update + "\n  %d = f32"
-    )
-    assert account_of(Program(early)).collectives[0].overlapped
-    # The dot, and what the reduce-scatter reads and writes.
-    assert account.total_memory_bytes((1,)) == 3 * 8 * 8 * 4 + 64 + 32
 
 
 def test_exchanges_between_slices_are_collectives():
     """A TPU program sends arrays to other slices through its host. That is no transfer
-    to the host, and not in the roofline.
+    to the host.
     """
     text = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
@@ -182,50 +154,15 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   ROOT %e = f32[8,128]{1,0} get-tuple-element(%v), index=0
 }
 """
-    account = account_of(Program(text))
-    (found,) = account.collectives
+    (found,) = collectives_of(Program(text))
     assert (found.kind, found.num_bytes, found.runs, found.between_slices) == (
         "all-reduce",
         4096,
         1,
         True,
     )
-    assert (found.is_async, found.overlapped) == (True, False)
-    assert account.roofline(Topology.parse("2*v5e:2x2"), (1,)).exposed_seconds == 0
-    assert account.collective_rows((1,))[0]["between_slices"]
+    assert collective_rows([found], (1,))[0]["between_slices"]
     assert rampup.contrib.lab.inspect(text).host_transfers == ()
-
-
-@pytest.mark.parametrize(("space", "sides"), [(1, 1), (0, 2)])
-def test_a_slice_that_is_fetched_moves_its_own_bytes(space, sides):
-    """An asynchronous slice counts with what it takes of an array, and only where that
-    is in device memory.
-    """
-    text = f"""HloModule m
-ENTRY %main (x: f32[8,128]) -> f32[2,128] {{
-  %x = f32[8,128]{{1,0}} parameter(0)
-  %s = (f32[8,128]{{1,0}}, f32[2,128]{{1,0:S({space})}}, s32[]) slice-start(%x), slice={{[0:2], [0:128]}}
-  ROOT %d = f32[2,128]{{1,0:S({space})}} slice-done(%s)
-}}
-"""
-    assert account_of(Program(text)).memory_bytes == (sides * 2 * 128 * 4,)
-
-
-def test_a_roofline_adds_what_comes_one_after_the_other():
-    """The longest of computing, memory and overlapped collectives, and the collectives
-    that wait.
-    """
-    chip = Topology.parse("v5e:1x1")
-    account = Account(
-        collectives=(),
-        flops=({}, {"bf16": 197 * 10**9, "f32 highest": 10**9}),
-        memory_bytes=(819 * 10**6, 0),
-    )
-    roofline = account.roofline(chip, (4,))
-    compute = 4 * (197e9 + 6e9) / 197e12
-    assert roofline.compute_seconds == pytest.approx(compute)
-    assert roofline.memory_seconds == pytest.approx(1e-3)
-    assert roofline.seconds == pytest.approx(compute + 1e-3)
 
 
 def test_arrays_have_the_bytes_of_their_type():
