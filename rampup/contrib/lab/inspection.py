@@ -29,7 +29,6 @@ from rampup.contrib.lab.hlo import (
     Program,
     Value,
     Visit,
-    times,
 )
 from rampup.engine.mesh import axis_names
 from rampup.engine.offload import ProgramMemory, program_memory
@@ -39,7 +38,6 @@ from rampup.errors import ConfigError, DataError, a_type
 _FLOATS = ("f", "bf", "c")
 _SMALL_BYTES = 64 * 1024  # buffers below this size are not worth a remark
 _LISTED = 4
-_CALLBACK = re.compile(r'custom_call_target="([^"]*callback[^"]*)"')
 _EMPTY = 'custom_call_target="AllocateBuffer"'
 # Operations whose result may be one of these operands plus a term, whole or in part.
 _ADDS_TO = {
@@ -82,8 +80,6 @@ class Inspection:
             accumulates.
         repeated_bytes: bytes that they reduce in one iteration of that loop.
         accumulators: arrays that loops add to.
-        optimizer_updates: how often a run replaces the training state, or None if it
-            returns none.
         uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run
             is one microbatch.
         num_donated: arguments whose memory results take over.
@@ -91,7 +87,6 @@ class Inspection:
         not_donated: arguments whose memory a result could take over, the largest first.
         flops: floating-point operations by the compiler, which counts the body of a
             loop once; None for a program's text.
-        host_transfers: exchanges with the host, and whether they are in a loop.
         memory: memory of a device, or None for a program's text.
         findings: remarks, in sentences.
 
@@ -101,7 +96,6 @@ class Inspection:
         >>> print(found)
         no collectives
         accumulators of loops: none
-        updates of the training state in a run: 1
         donated: 0 buffers, 0 bytes
         one iteration of every loop: 8 FLOP
     """
@@ -113,12 +107,10 @@ class Inspection:
     repeated_reductions: tuple[Collective, ...]
     repeated_bytes: int
     accumulators: tuple[Accumulator, ...]
-    optimizer_updates: int | None
     uses_multi_steps: bool
     num_donated: int
     donated_bytes: int
     not_donated: tuple[Buffer, ...]
-    host_transfers: tuple[tuple[str, bool], ...]
     flops: float | None = None
     memory: ProgramMemory | None = None
     findings: tuple[str, ...] = ()
@@ -147,15 +139,10 @@ class Inspection:
             "gradient_bytes_in_loops": _num_bytes(repeated, trips),
             "reduces_once": self.reduces_once,
             "accumulators": self._accumulators_by_type(),
-            "optimizer_updates": self.optimizer_updates,
             "uses_multi_steps": self.uses_multi_steps,
             "donated": {"buffers": self.num_donated, "bytes": self.donated_bytes},
             "not_donated": [buffer._asdict() for buffer in self.not_donated],
             "flops": self.flops,
-            "host_transfers": [
-                {"what": what, "in_loop": in_loop}
-                for what, in_loop in self.host_transfers
-            ],
             "memory": memory,
             "findings": list(self.findings),
         }
@@ -187,11 +174,8 @@ class Inspection:
             )
         sums = self._accumulators_by_type().items()
         arrays = ", ".join(f"{row['arrays']} of {dtype}" for dtype, row in sums)
-        updates = self.optimizer_updates
         lines += [
             f"accumulators of loops: {arrays or 'none'}",
-            "updates of the training state in a run:"
-            f" {'unknown' if updates is None else updates}",
             f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
         ]
         if self.flops is not None:
@@ -270,12 +254,10 @@ def inspect(
         repeated_reductions=repeated,
         repeated_bytes=_bytes_per_iteration(program, visits, repeated, accumulating),
         accumulators=accumulators,
-        optimizer_updates=_state_updates(program, results, parameters, trips),
         uses_multi_steps=_uses_multi_steps(args, parameters),
         num_donated=len(donated),
         donated_bytes=sum(p.num_bytes for p in donated.values()),
         not_donated=tuple(_not_donated(program, results)),
-        host_transfers=tuple(_host_transfers(visits)),
     )
     if compiled is not None:
         cost = compiled.cost_analysis() or {}
@@ -557,58 +539,6 @@ def _reduces_gradients(
     return any(signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
 
 
-def _state_updates(
-    program: Program,
-    outputs: Sequence[tuple[str, Array]],
-    arguments: Mapping[int, Instruction],
-    trips: tuple[int, ...],
-) -> int | None:
-    """Return how often a run replaces its state: the largest count over arrays that are
-    results and arguments alike.
-    """
-    shapes = {(a.dtype, a.dims) for p in arguments.values() for a in p.arrays}
-    entry, counts = program.computations[program.entry], []
-    for number, (name, array) in enumerate(outputs):
-        is_state = (
-            number in program.aliases
-            if program.aliases
-            else (array.dtype, array.dims) in shapes
-        )
-        if not (is_state and array.dtype.startswith(_FLOATS) and array.dims):
-            continue
-        # Once, or in every iteration of a loop that does more than add to it.
-        value = program.origin(Value(entry, entry.instructions[name]))
-        runs = 1
-        open_loops = 0
-        while (
-            value.made.opcode == "while"
-            and (body := program.body(value.made)) is not None
-        ):
-            known = program.trips(value.made.name, value.where.name)
-            runs, open_loops = (
-                (runs, open_loops + 1) if known is None else (runs * known, open_loops)
-            )
-            value = program.origin(Value(body, body.root, value.element))
-        counts.append(
-            0 if value.made.opcode == "parameter" else times(runs, open_loops, trips)
-        )
-    return max(counts) if counts else None
-
-
-def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
-    for visit in visits:
-        made = visit.instruction
-        if made.opcode in ("send", "recv", "infeed", "outfeed"):
-            # A TPU program sends to other slices through its host, too.
-            is_to_host = "is_host_transfer=true" in made.attributes
-            if made.opcode.endswith("feed") or (
-                is_to_host and "megascale" not in made.attributes
-            ):
-                yield made.opcode, bool(visit.loops)
-        elif match := _CALLBACK.search(made.attributes):
-            yield match[1], bool(visit.loops)
-
-
 def _num_bytes(collectives: Iterable[Collective], trips: Sequence[int]) -> int:
     return sum(c.num_bytes * c.count(trips) for c in collectives)
 
@@ -621,11 +551,6 @@ def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
             f"gradients are summed in {' and '.join(sorted(narrow))}, which loses small"
             " ones after some hundred microbatches"
         )
-    if (found.optimizer_updates or 0) > 1:
-        yield (
-            f"the training state is replaced {found.optimizer_updates} times in a run:"
-            " the optimizer runs inside a loop"
-        )
     if found.not_donated:
         missing = sum(buffer.num_bytes for buffer in found.not_donated)
         names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
@@ -633,10 +558,6 @@ def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
             f"{missing:,} bytes of arguments are not donated although results could"
             f" take their place, the largest: {names}"
         )
-    for inside, where in ((True, "inside a loop the program"), (False, "the program")):
-        what = {what for what, in_loop in found.host_transfers if in_loop == inside}
-        if what:
-            yield f"{where} exchanges data with the host: {', '.join(sorted(what))}"
     if open_loops > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
         yield (
             "a loop's bound is an argument of the program: counts are those of one"
@@ -676,12 +597,9 @@ def _reduction_findings(found: Inspection) -> Iterator[str]:
                 " the loop that adds them up"
             )
         else:
-            how = "once"
-            if (found.optimizer_updates or 0) > 1:
-                how = "in every iteration of the loop with the optimizer"
             yield (
-                f"gradients ({total:,} bytes in a run) are reduced{_over(once)}"
-                f" {how}; no loop accumulates"
+                f"gradients ({total:,} bytes in a run) are reduced{_over(once)};"
+                " no loop accumulates"
             )
 
 

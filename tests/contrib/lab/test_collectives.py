@@ -2,7 +2,6 @@
 
 import pytest
 
-import rampup
 from rampup.contrib.lab.collectives import collective_rows, collectives_of
 from rampup.contrib.lab.hlo import Array, Program
 
@@ -140,9 +139,7 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
 
 
 def test_exchanges_between_slices_are_collectives():
-    """A TPU program sends arrays to other slices through its host. That is no transfer
-    to the host.
-    """
+    """A TPU program sends arrays to other slices through its host."""
     text = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %x = f32[8,128]{1,0} parameter(0)
@@ -162,7 +159,6 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
         True,
     )
     assert collective_rows([found], (1,))[0]["between_slices"]
-    assert rampup.contrib.lab.inspect(text).host_transfers == ()
 
 
 def test_arrays_have_the_bytes_of_their_type():
