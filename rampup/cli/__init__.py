@@ -73,6 +73,10 @@ GONE_OPTIONS = {
         'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
         " -o FILE` draws a candidate"
     ),
+    "rampup suggest --tuned": (
+        "--tuned is gone; a tuned rate times the square root of the ratio of the"
+        " batches is that of another batch"
+    ),
     "rampup tune -o": "tune draws no picture; its table has the memory of every size",
     "rampup tune --memory-options": (
         "--memory-options is gone; set a key that saves memory, such as"

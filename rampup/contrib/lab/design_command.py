@@ -172,14 +172,13 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
         "devices",
         "write",
     )
-    if others := [name for name in names if getattr(args, name) not in (None, [])]:
-        rule = (
-            "is for ramps of pre-training; leave it out for a run of reinforcement"
-            " learning"
-        )
-        raise common.usage_error(
-            f"--{others[0].replace('_', '-')} {rule}", key=others[0]
-        )
+    for name in names:
+        if getattr(args, name) not in (None, []):
+            raise common.usage_error(
+                f"--{name.replace('_', '-')} is for ramps of pre-training; leave it out"
+                " for a run of reinforcement learning",
+                key=name,
+            )
     cost = args.cost_per_prompt or 0.0
     if not 0 <= cost < math.inf:
         raise common.usage_error(
@@ -187,71 +186,54 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
             key="cost-per-prompt",
             nearest=(0,),
         )
-    config = rl.load_rollout_config(
-        folder / files.CONFIG_FILE, args.overrides, environ=os.environ
-    )
-    # Without the settings of this command: the noise scale in the lines is that of the
-    # responses that the run had.
-    key = "rl.num_generations"
-    responses = config.num_generations
-    measured = rl.load_rollout_config(folder / files.CONFIG_FILE)
-    if responses != measured.num_generations:
-        rule = (
-            "is not that of the run, whose noise scale is for"
-            f" {measured.num_generations} responses"
+    # The settings of this command apply, but for the responses: the noise scale in the
+    # lines is that of the responses that the run had.
+    file = folder / files.CONFIG_FILE
+    config = rl.load_rollout_config(file, args.overrides, environ=os.environ)
+    responses = rl.load_rollout_config(file).num_generations
+    if config.num_generations != responses:
+        raise common.usage_error(
+            f"rl.num_generations={config.num_generations} is not that of the run, whose"
+            f" noise scale is for {responses} responses; leave it out: the command"
+            " lists other numbers of responses",
+            key="rl.num_generations",
+            nearest=(responses,),
         )
-        problem = (
-            f"{key}={responses} {rule}; leave it out: the command lists other numbers"
-            " of responses"
-        )
-        raise common.usage_error(problem, key=key, nearest=(measured.num_generations,))
-    lines = (
-        line
-        for line in reversed(list(files.read_lines(folder / files.METRICS_FILE)))
-        if line.get("noise_between_prompts") is not None
-    )
+    lines = reversed(list(files.read_lines(folder / files.METRICS_FILE)))
+    measured = (x for x in lines if x.get("noise_between_prompts") is not None)
     facts = advice_from_line(
-        next(lines, {}),
+        next(measured, {}),
         responses=responses,
         reuse=config.num_iterations,
         cost_per_prompt=cost,
     )
-    facts["mini_batch_prompts"] = (
-        config.batch_size if config.mini_batch_size == AUTO else config.mini_batch_size
+    facts["mini_batch_prompts"] = config.mini_batch_size
+    if config.mini_batch_size == AUTO:
+        facts["mini_batch_prompts"] = config.batch_size
+    return Result(facts=facts, show=lambda console: _print_sizes(facts, console))
+
+
+def _print_sizes(facts: Mapping[str, Any], console: Console) -> None:
+    """Print the noise scale in prompts, and other numbers of responses."""
+    scale = NoiseEstimate(**facts["noise_scale_prompts"])
+    console.print(
+        f"noise scale: {scale} prompts, with {facts['num_generations']} responses each"
+        f" and {facts['reuse']} updates on each at the same learning rate"
     )
-
-    def show(console: Any) -> None:
-        scale = NoiseEstimate(**facts["noise_scale_prompts"])
-        prompts = facts["mini_batch_prompts"]
-        reused = f" and {facts['reuse']} updates on each at the same learning rate" * (
-            facts["reuse"] > 1
-        )
+    console.print(
+        f"a mini batch has {facts['mini_batch_prompts']} prompts; above the noise scale,"
+        " more prompts pay less and less"
+    )
+    console.print(
+        "for the same noise, with the mean gradient taken as fixed; it falls with"
+        " fewer responses, which are not listed:"
+    )
+    for row in facts["choices"]:
+        prompts = "unknown" if row["prompts"] is None else f"{row['prompts']:,.3g}"
         console.print(
-            f"noise scale: {scale} prompts, with {responses} responses each{reused}"
+            f"{row['num_generations']:3} responses: {prompts} prompts,"
+            f" {row['relative_cost']:.2f} of the cost"
         )
-        console.print(
-            f"a mini batch has {prompts} prompts; above the noise scale, more prompts"
-            " pay less and less"
-        )
-        for name, what in (
-            ("between", "between prompts"),
-            ("within", "within a prompt's responses"),
-        ):
-            console.print(
-                f"variance {what}: {NoiseEstimate(**facts[f'noise_{name}_prompts'])}"
-            )
-        console.print(
-            "for the same noise, with the mean gradient taken as fixed; it falls with"
-            " fewer responses, which are not listed:"
-        )
-        for row in facts["choices"]:
-            some = "" if row["prompts"] is None else f"{row['prompts']:,.3g} prompts, "
-            console.print(
-                f"{row['num_generations']:3} responses:"
-                f" {some}{row['relative_cost']:.2f} of the cost"
-            )
-
-    return Result(facts=facts, show=show)
 
 
 def print_design(

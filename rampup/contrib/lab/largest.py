@@ -117,7 +117,7 @@ def largest_microbatch(
                 return _runs(step, state, row, plan)
             rows = AHEAD_ON_DEVICE * 2 * size * _row_bytes(row)
             found[size] = program_memory(compiled).total + rows
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             found[size] = math.inf

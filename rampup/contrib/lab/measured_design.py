@@ -49,6 +49,20 @@ ANNEAL = 0.5
 # growth is named
 MOST_GROWTH = 4.0
 RAMP = "fastest ramp"
+_ALWAYS = (
+    "a sample in a batch B does 1 / (1 + B/N) of the work of one in a tiny batch, N the"
+    " noise scale (arXiv 1812.06162)",
+    "N depends on the progress of the training only, and every batch has its best"
+    " learning rate; the rule printed with a schedule (batch_scaling) comes close to it"
+    " only from a rate that was tuned for its reference batch, and while the batch is"
+    " below the noise scale",
+    "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556),"
+    " from the loss and the slope that the run measured, at the learning rates of its"
+    " second half; the intervals have 0.37 too, the refit of arXiv 2404.10102, the error"
+    " of the line through the loss, and what an anneal can take away",
+    "what the noise of a step costs is lost for good: the model cannot judge a switch of"
+    " the batch before an anneal (arXiv 2601.05034, 2602.14208)",
+)
 
 
 def design_ramp(
@@ -484,37 +498,25 @@ def _assumptions(
     """Return in sentences what the model assumes."""
     noise, progress = forecast.models[0].noise, forecast.references[0]
     last = noise.knots[-1][0]
-    kind = (
-        "the measured noise scale is that of plain gradients; with Adam the true one"
-        " can be very different: `rampup critical` at a few checkpoints is a second"
-        " measurement"
-    )
+    found = list(_ALWAYS)
     if measured.source == "critical":
-        kind = (
+        found.append(
             "from the critical batch of `rampup critical` and its additional tokens"
             " follows the noise scale, at 100% more tokens"
         )
-    found = [
-        (
-            "a sample in a batch B does 1 / (1 + B/N) of the work of one in a tiny"
-            " batch, N the noise scale (arXiv 1812.06162)"
-        ),
-        kind,
-        (
-            "N depends on the progress of the training only, and every batch has its"
-            " best learning rate; the rule printed with a schedule (batch_scaling)"
-            " comes close to it only from a rate that was tuned for its reference"
-            " batch, and while the batch is below the noise scale"
-        ),
-    ]
+    else:
+        found.append(
+            "the measured noise scale is that of plain gradients; with Adam the true"
+            " one can be very different: `rampup critical` at a few checkpoints is a"
+            " second measurement"
+        )
     if progress > last:
-        capped = ", to which the measured one is capped" if noise.is_capped else ""
         found.append(
             f"N was last measured at a progress of {last:,.0f} samples (those that a"
             " tiny batch needs to get as far), and grows with the power"
-            f" {noise.growth:.2f} of it{capped} from there to {progress:,.0f};"
-            f" published powers are 0 (arXiv 2505.23971) to {PUBLISHED_GROWTH} (arXiv"
-            " 2410.21676)"
+            f" {noise.growth:.2f} of it from there to {progress:,.0f}; published powers"
+            f" are 0 (arXiv 2505.23971) to {PUBLISHED_GROWTH} (arXiv 2410.21676), to"
+            " which a measured one is capped"
         )
     timed = sorted(measured.seconds)
     if len(timed) == 1:
@@ -530,17 +532,4 @@ def _assumptions(
             " on a line through them, and their interval is from the nearest timed"
             " step to a time in proportion to the batch"
         )
-    return [
-        *found,
-        (
-            "the reducible loss falls with the power 0.28 of the samples (arXiv"
-            " 2203.15556), from the loss and the slope that the run measured, at the"
-            " learning rates of its second half; the intervals have 0.37 too, the refit"
-            " of arXiv 2404.10102, the error of the line through the loss, and what an"
-            " anneal can take away"
-        ),
-        (
-            "what the noise of a step costs is lost for good: the model cannot judge a"
-            " switch of the batch before an anneal (arXiv 2601.05034, 2602.14208)"
-        ),
-    ]
+    return found

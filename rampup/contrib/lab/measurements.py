@@ -40,6 +40,7 @@ SAMPLES, TOKENS = (
 COUNTS = ("consumed_samples", "global_batch_size")
 # larger than any number of a step, and small enough that squares of squares are finite
 LARGEST = 1e50
+SIGNED = ("loss", TRACE, SQUARED_NORM)  # may be negative
 LEAST_BIN = 16  # steps that S and G2 are averaged over at least
 # S over the standard error of G2, by the lower end of the 90% interval of a G2 that is
 # as large as that error.
@@ -130,17 +131,17 @@ class Measurements(NamedTuple):
 def _tuned_seconds(path: Path) -> dict[int, float]:
     """Return the step times in a file with the output of `rampup tune --json`."""
     try:
-        phases = json.loads(path.read_text(encoding="utf-8"))["phases"]
-        timed = {
-            int(row["global_batch_size"]): float(row["step_seconds"])
-            for row in phases
-            if row["step_seconds"]
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        phases = json.loads(path.read_text(errors="replace"))["phases"]
+    except (json.JSONDecodeError, KeyError) as error:
         raise ConfigError(
             f"{path} is not the output of `rampup tune --json`: {error!r}",
             key="measured",
         ) from error
+    timed = {
+        row["global_batch_size"]: row["step_seconds"]
+        for row in phases
+        if row["step_seconds"]
+    }
     if not timed:
         raise ConfigError(f"{path}: tune has timed no phase", key="measured")
     return timed
@@ -200,25 +201,17 @@ def _bound_notes(found: Measurements) -> list[str]:
     """Return in sentences where the noise scale is only known to be at least or at most
     a number.
     """
-    what, larger = "noise scale", "measure over more samples, or in a larger batch"
-    if found.source == "critical":
-        what, larger = "critical batch", "measure again with larger --multiples"
+    what = "critical batch" if found.source == "critical" else "noise scale"
     kinds = {
-        "at least": (
-            [point for point in found.noise if point.high == math.inf],
-            larger,
-        ),
-        "at most": (
-            [point for point in found.noise if point.low == 0],
-            "try smaller --multiples",
-        ),
+        "at least": [point for point in found.noise if point.high == math.inf],
+        "at most": [point for point in found.noise if point.low == 0],
     }
     return [
         f"at {len(bounds)} of {len(found.noise)} places the {what} is only known to be"
         f" {relation} a number, {bounds[-1].noise:,.0f} the last time, after"
         f" {bounds[-1].samples:,.0f} samples: the design follows other estimates, held"
-        f" to these bounds; {fix}"
-        for relation, (bounds, fix) in kinds.items()
+        " to these bounds; measure over more samples, or other batches"
+        for relation, bounds in kinds.items()
         if bounds
     ]
 
@@ -233,20 +226,12 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
             require_count(line, key, str(folder))
         where = f"{folder}, step {line['step']} of its {METRICS_FILE}"
         for key in ("loss", TRACE, SQUARED_NORM, *SAMPLES, *TOKENS):
-            value = line.get(key)
-            number = (
-                isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and abs(value) < LARGEST
-            )
-            if value is not None and not (
-                number and (value >= 0 or key in ("loss", TRACE, SQUARED_NORM))
-            ):
-                rule = (
-                    f"{key}={reprlib.repr(value)} is damaged; it must be a number or"
-                    " null"
+            if not _is_number(line.get(key), signed=key in SIGNED):
+                raise DataError(
+                    f"{where}: {key}={reprlib.repr(line[key])} is damaged; it must be"
+                    " a number or null",
+                    key="measured",
                 )
-                raise DataError(f"{where}: {rule}", key="measured")
         samples, size = (line[key] for key in COUNTS)
         if size < 1 or samples <= before:
             rule = (
@@ -256,6 +241,17 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
             raise DataError(f"{where}: {rule}, that of the line before", key="measured")
         before = samples
     return lines
+
+
+def _is_number(value: Any, *, signed: bool) -> bool:
+    """Return whether a value is a number that squares of squares are finite of, or
+    null.
+    """
+    if value is None:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < LARGEST and (signed or value >= 0)
 
 
 def _run_seconds(
@@ -318,45 +314,38 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
-            if not found["decisive"]:
-                continue
-            step, tokens, size = (
-                int(found[key]) for key in ("step", "tokens", "critical_batch_size")
-            )
-            sizes = [int(branch["global_batch_size"]) for branch in found["branches"]]
-            share = {key: float(found[key]) for key in ("tolerance", "gain")}
-            bound = critical_bound(sizes, size)
-            if (
-                min(*sizes, found["consumed_samples"], found["global_batch_size"]) < 1
-                or share["gain"] <= share["tolerance"]
-            ):
-                raise ValueError("a size below 1, or a gain below the tolerance")
-            # The critical batch is between the largest that is good enough and the next
-            # one that was tried.
-            high = (
-                math.inf
-                if bound == "at_least"
-                else float(min(other for other in sizes if other > size))
-            )
-            low = 0.0 if bound == "at_most" else float(size)
-            value, low, high = (
-                implied_noise_scale(each, **share) for each in (size, low, high)
-            )
-            point = NoisePoint(
-                int(found["consumed_samples"]),
-                int(found["global_batch_size"]),
-                value,
-                low,
-                high,
-            )
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
-            problem = f"{file} is not a result of `rampup critical`: {error!r}"
+            step, tokens = found["step"], found["tokens"]
+            point = _critical_point(found) if found["decisive"] else None
+        except (json.JSONDecodeError, KeyError) as error:
             raise ConfigError(
-                f"{problem}; delete its folder, and measure again", key="measured"
+                f"{file} is not a result of `rampup critical`: {error!r}; delete its"
+                " folder, and measure again",
+                key="measured",
             ) from error
+        if point is None:
+            continue
         if step not in by_step or tokens > by_step[step][0]:
             by_step[step] = tokens, point
     return [point for _, (_, point) in sorted(by_step.items())]
+
+
+def _critical_point(found: Mapping[str, Any]) -> NoisePoint:
+    """Return the noise scale that follows from a result of `rampup critical`."""
+    size = found["critical_batch_size"]
+    sizes = [branch["global_batch_size"] for branch in found["branches"]]
+    bound = critical_bound(sizes, size)
+    # The critical batch is between the largest that is good enough and the next one
+    # that was tried.
+    low, high = float(size), math.inf
+    if bound == "at_most":
+        low = 0.0
+    if bound != "at_least":
+        high = float(min(other for other in sizes if other > size))
+    noise = [
+        implied_noise_scale(each, tolerance=found["tolerance"], gain=found["gain"])
+        for each in (size, low, high)
+    ]
+    return NoisePoint(found["consumed_samples"], found["global_batch_size"], *noise)
 
 
 def _average(steps: Steps) -> NoiseScale:

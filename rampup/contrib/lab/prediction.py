@@ -36,6 +36,8 @@ COMPARED = tuple(
     and not name.endswith("_seed")
 )
 QUANTITIES = ("loss", "steps", "hours", "noise_scale")
+# What a comparison needs of a design.
+_NEEDED = ("config", "candidates", "tokens_per_sample", "noise_source")
 
 
 class Comparison(NamedTuple):
@@ -86,17 +88,15 @@ def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
     prediction.
     """
     off = row["off"]
-    name = row["quantity"]
-    predicted = row["predicted"]
-    share = (
-        ""
-        if off is None
-        else (
-            f"{off:+.3f}"
-            if name == "loss" or not predicted
-            else f"{off / predicted:+.0%}"
-        )
-    )
+    name, predicted = row["quantity"], row["predicted"]
+    if off is None:
+        text = ""
+    elif name == "loss" or not predicted:
+        text = f"{off:+.3f}"
+    else:
+        text = f"{off / predicted:+.0%}"
+    if row["inside"] is False:
+        text += ", outside of the interval"
     return {
         "quantity": name.replace("_", " "),
         "tokens": row["tokens"],
@@ -104,7 +104,7 @@ def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
         "measured": with_ends(
             row["measured"], row["measured_low"], row["measured_high"]
         ),
-        "off by": share + ", outside of the interval" * (row["inside"] is False),
+        "off by": text,
     }
 
 
@@ -112,18 +112,13 @@ def with_ends(value: float | None, low: float | None, high: float | None) -> str
     """Return a number as text, with its interval if that shows."""
     if low is None:
         return "not known" if value is None else format_value(value)
+    ends = f"{format_value(low)} to "
     ends = (
-        f"at least {format_value(low)}"
-        if high is None
-        else f"{format_value(low)} to {format_value(high)}"
+        f"at least {format_value(low)}" if high is None else ends + format_value(high)
     )
-    return (
-        ends
-        if value is None
-        else format_value(value)
-        if low == high
-        else f"{format_value(value)} ({ends})"
-    )
+    if value is None:
+        return ends
+    return format_value(value) if low == high else f"{format_value(value)} ({ends})"
 
 
 def write_prediction(folder: Path, config: Config, design: Mapping[str, Any]) -> None:
@@ -145,25 +140,15 @@ def compare_prediction(
     if not file.exists():
         return None
     try:
-        return _compare(json.loads(file.read_text(encoding="utf-8")), config, run)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        rule = (
-            f"{file} is damaged: it is not what `rampup design --write` writes"
-            f" ({error!r})"
-        )
+        design = json.loads(file.read_text(encoding="utf-8"))
+        found = {key: design[key] for key in _NEEDED}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise DataError(
-            f"{rule}; delete it, and the report is without a prediction",
+            f"{file} is damaged: it is not what `rampup design --write` writes"
+            f" ({error!r}); delete it, and the report is without a prediction",
             key="prediction",
         ) from error
+    return _compare(found, config, run)
 
 
 def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comparison:
@@ -252,10 +237,8 @@ def _row(
     high: float | None,
 ) -> dict[str, Any]:
     """Return a prediction beside what was measured, with both intervals."""
-    predicted, least, most = (
-        _number(point.get(f"{quantity}{end}")) for end in ("", "_low", "_high")
-    )
-    assert predicted is not None
+    predicted = point[quantity]
+    least, most = point.get(f"{quantity}_low"), point.get(f"{quantity}_high")
     # Whether the intervals of prediction and measurement overlap. An end of None has no
     # limit.
     first, last = (value, value) if low is None else (low, high)
@@ -274,14 +257,3 @@ def _row(
         "off": None if value is None else value - predicted,
         "inside": inside,
     }
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number or None, or refuse the file with it."""
-    if value is not None and (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) < math.inf
-    ):
-        raise ValueError(f"{value!r} is not a number")
-    return value

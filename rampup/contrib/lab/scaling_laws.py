@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.errors import ConfigError
 from rampup.plan.numbers import parse_count
 
 # The shares of additional tokens for which each critical law is evaluated. `ADVISED`
@@ -190,8 +190,6 @@ NO_RATES = "--params adds the peak learning rate of each batch"
 def suggest_batch(
     train_tokens: str | int,
     params: str | int | None = None,
-    *,
-    tuned: str | None = None,
 ) -> dict[str, Any]:
     """Return the batch sizes that published scaling laws give for a run, as `rampup
     suggest --train-tokens --json` prints them.
@@ -200,9 +198,6 @@ def suggest_batch(
         train_tokens: tokens of the run; a number, or text such as "20B".
         params: parameters of the model without its embeddings; None leaves out the
             laws and the rates that need them.
-        tuned: a peak learning rate and the batch in tokens for which it was tuned, such
-            as "3e-4@0.5M": each law then has the rate for its batch by the square-root
-            rule (Malladi et al. 2022, arXiv 2205.10287).
 
     Returns:
         `laws`, one row each with `batch_tokens`, and with `outside` where the run is
@@ -211,7 +206,7 @@ def suggest_batch(
         beside the range of both kinds of laws.
 
     Raises:
-        RampupError: a number is not a count, or `tuned` is no pair; it names the key.
+        RampupError: a number is not a count; it names the key.
 
     Example:
         >>> found = suggest_batch("20B", "1B")
@@ -220,24 +215,10 @@ def suggest_batch(
         >>> suggest_batch("20B", "8B")["laws"][1]["outside"]
         'outside of 60M to 1B parameters'
     """
-    problems: list[RampupError] = []
-
-    def count(value: str | int, key: str) -> int:
-        try:
-            if (number := parse_count(value, what=key, key=key)) < 1:
-                problem = f"{key}={value} must be at least 1"
-                problems.append(ConfigError(problem, key=key, nearest=(1,)))
-            return number
-        except RampupError as error:
-            problems.append(error)
-            return 0
-
-    d = count(train_tokens, "train-tokens")
-    n = None if params is None else count(params, "params")
-    pair = None if tuned is None else _tuned_pair(tuned, problems)
-    raise_together(problems)
+    d = _count(train_tokens, "train-tokens")
+    n = None if params is None else _count(params, "params")
     known = [law for law in LAWS if n is not None or not law.needs_params]
-    rows = [_evaluate(law, d, n, pair) for law in known]
+    rows = [_evaluate(law, d, n) for law in known]
     sizes = {
         kind: [_advised(row) for row in rows if row["kind"] == kind]
         for kind in ("optimal", "critical")
@@ -252,11 +233,6 @@ def suggest_batch(
             f" {', '.join(left_out)}",
         )
     notes.append(RATES if n is not None else NO_RATES)
-    if pair is None:
-        notes.append(
-            "--tuned RATE@BATCH adds the rate of each batch by the square-root rule,"
-            " from a pair that was tuned"
-        )
     return {
         "train_tokens": d,
         "params": n,
@@ -268,20 +244,11 @@ def suggest_batch(
     }
 
 
-def _tuned_pair(tuned: str, problems: list[RampupError]) -> tuple[float, int]:
-    """Return the rate and its batch; what is no such pair is added to the problems."""
-    rate, _, batch = tuned.partition("@")
-    try:
-        pair = float(rate), parse_count(batch, what="tuned", key="tuned")
-    except (ValueError, RampupError):
-        pair = 0.0, 0
-    if not (0 < pair[0] < float("inf") and pair[1] >= 1):
-        problem = f"tuned={tuned} must be a learning rate and its batch in tokens"
-        fix = "such as 3e-4@0.5M"
-        problems.append(
-            ConfigError(f"{problem}, {fix}", key="tuned", nearest=("3e-4@0.5M",))
-        )
-    return pair
+def _count(value: str | int, key: str) -> int:
+    if (number := parse_count(value, what=key, key=key)) < 1:
+        problem = f"{key}={value} must be at least 1"
+        raise ConfigError(problem, key=key, nearest=(1,))
+    return number
 
 
 def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
@@ -306,9 +273,7 @@ def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
     )
 
 
-def _evaluate(
-    law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None
-) -> dict[str, Any]:
+def _evaluate(law: ScalingLaw, d: int, n: int | None) -> dict[str, Any]:
     """Return a law's row for D tokens and N parameters; one without a rate of its own
     has that of Step Law, for its batch.
     """
@@ -335,9 +300,6 @@ def _evaluate(
     elif n is not None and law.learning_rate is None and not STEP_LAW.outside(d, n):
         row["learning_rate"] = STEP_LAW.rate_at(_advised(row), d, n)
         row["learning_rate_formula"] = BORROWED_RATE
-    if tuned is not None:
-        tuned_rate, batch = tuned
-        row["learning_rate_from_tuned"] = tuned_rate * (_advised(row) / batch) ** 0.5
     return row
 
 

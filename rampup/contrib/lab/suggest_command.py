@@ -24,11 +24,6 @@ SUGGEST = {
         " --system",
     ),
     "--train-tokens": arg("D", "tokens of a pre-training run, such as 300B"),
-    "--tuned": arg(
-        "RATE@BATCH",
-        "with --train-tokens: a tuned learning rate and its batch in tokens, such as"
-        " 3e-4@0.5M",
-    ),
     "--system": arg(
         "NAME", "for reinforcement learning: trlx, skyrl, verl or maxtext_rl"
     ),
@@ -50,12 +45,10 @@ def suggest(args: argparse.Namespace) -> Result:
     if args.train_tokens is not None:
         if args.memory_gib is not None:
             raise usage_error("--memory-gib needs --system", key="memory-gib")
-        found = suggest_batch(args.train_tokens, args.params, tuned=args.tuned)
+        found = suggest_batch(args.train_tokens, args.params)
         return Result(
             facts=found, show=lambda console: print_batch_range(found, console)
         )
-    if args.tuned is not None:
-        raise usage_error("--tuned needs --train-tokens", key="tuned")
     if args.params is None:
         raise usage_error("--system needs --params", key="params")
     suggestion = starting_sizes.suggest(
@@ -78,23 +71,16 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
             if kind == "optimal"
             else [f"+{name}" for name in laws[0]["batch_tokens_at_overhead"]]
         )
-        rates = {
-            "learning_rate": "rate",
-            "learning_rate_from_tuned": "rate of\nyour pair",
-        }
-        columns = {
-            name: title
-            for name, title in rates.items()
-            if any(name in law for law in laws)
-        }
+        rates = ["rate"] if any("learning_rate" in law for law in laws) else []
         steps = "steps" if kind == "optimal" else f"steps\nat +{ADVISED}"
-        table = make_table(console, [kind, *shares, steps, *columns.values()], left=1)
+        table = make_table(console, [kind, *shares, steps, *rates], left=1)
         for law in laws:
             sizes = law.get("batch_tokens_at_overhead", {"": law["batch_tokens"]})
             count = (
                 law["steps"] if kind == "optimal" else law["steps_at_overhead"][ADVISED]
             )
-            own = [f"{law[name]:.2g}" if name in law else "" for name in columns]
+            rate = law.get("learning_rate")
+            own = ["" if rate is None else f"{rate:.2g}"] if rates else []
             formula = f"{law['name']}: {law['formula']} ({law['source']})"
             if law["outside"] is not None:
                 formula += f"; {law['outside']}"
