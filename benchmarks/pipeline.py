@@ -30,7 +30,7 @@ from measure import (
     take_turns,
 )
 
-from rampup.contrib.lab.programs import fit_line
+from rampup.contrib.lab.design_model import weighted_line
 from rampup.engine.mesh import STAGE, make_mesh
 from rampup.engine.pipeline import (
     LAYERS,
@@ -531,13 +531,13 @@ class CostModelCheck:
             >>> round(float(check.fitted_overhead), 9)
             3.0
         """
-        start, slope = fit_line(
-            [
-                (self.samples / m, t / pass_ticks(self.num_stages, m))
-                for (m, v), t in self.seconds.items()
-                if v == 1
-            ]
-        )
+        points = [
+            (self.samples / m, t / pass_ticks(self.num_stages, m))
+            for (m, v), t in self.seconds.items()
+            if v == 1
+        ]
+        # The line with the least squared errors relative to the times.
+        start, slope, _ = weighted_line([(x, y, 1 / y**2) for x, y in points])
         # Rounding errors of the fit may leave h = 0 slightly negative.
         overhead = start / slope if slope > 0 else -1.0
         return Fraction(max(overhead, 0.0)) if overhead > -1e-9 else None

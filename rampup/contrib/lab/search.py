@@ -1,19 +1,17 @@
 """Find the largest microbatch that fits in memory and the settings that make the run
 fastest.
 
-`tune` works in three steps. Programs that are compiled and not run tell the largest
-microbatch that fits, so nothing runs out of memory. The sizes near it then run a few
-steps on synthetic rows. The measured times rank the proposals: settings that leave the
-ramp unchanged and only split its batches differently. With a topology nothing runs: a
-size fits if the compiler for these absent TPU slices accepts its program.
+`tune` tries configurations that leave the ramp unchanged and only split its batches
+differently. Their programs are compiled and not run, smallest microbatch first, so
+nothing runs out of memory. Those with the largest microbatches that fit then run a few
+steps on synthetic rows, and the measured times rank them. With a topology nothing runs:
+a configuration fits if the compiler for these absent TPU slices accepts its programs.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -22,38 +20,25 @@ import jax
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
 from rampup.contrib.lab.largest import MARGIN, largest_of, memory_limit
-from rampup.contrib.lab.programs import (
-    Programs,
-    Report,
-    Size,
-    Timing,
-    fit_line,
-    fit_tick_overhead,
-    take_turns,
-)
+from rampup.contrib.lab.programs import Report, Timing, Trial, take_turns
 from rampup.contrib.lab.topology import compiler_version, topology_devices
 from rampup.engine.compile import enable_compilation_cache
-from rampup.engine.offload import peak_bytes
+from rampup.engine.offload import peak_bytes, room_to_run
 from rampup.errors import ConfigError, RampupError
 from rampup.lm.train import unconstrained
 from rampup.plan.numbers import (
-    AUTO,
     GIB,
-    divisors,
     finite_or_none,
     parse_memory_gib,
     to_yaml_number,
 )
 from rampup.plan.plan import RampPlan
-from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
-SEARCH_FACTOR = 64  # the search ends at this many times the largest batch of the plan
-MAX_TIMED_SIZES = 8
-# Relative differences below this are ties. The proposal with fewer shapes then wins.
+# Relative differences of times below this are ties. The configuration with fewer
+# programs then wins.
 TIE_TOLERANCE = 0.05
-NEAR_THE_TOP = 3  # the largest sizes, per kind of proposal, that are worth timing
-MAX_SHAPES = 8
+NEAR_THE_TOP = 3  # the largest microbatches that are worth timing
 # Of `RampPlan.phase_rows`.
 PHASE_KEYS = (
     "start_step",
@@ -65,55 +50,8 @@ PHASE_KEYS = (
 )
 # The result as JSON: docs/reference/json_output.md says what its keys mean.
 Facts = dict[str, Any]
-# By microbatch size and number of microbatches.
-Times = Mapping[tuple[int, int], Timing]
-StepTime = Callable[[int, int], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Settings, and the plan that they give."""
-
-    settings: Mapping[str, Any]  # the keys that differ from the configuration
-    plan: RampPlan  # the same ramp, split into other microbatches
-    # predicted time of all steps of the run; infinite if one of its sizes was not timed
-    run_seconds: float = math.inf
-
-    @property
-    def reached(self) -> tuple[BatchSplit, ...]:
-        """The splits of the phases that the run reaches."""
-        pairs = zip(self.plan.ramp.phases, self.plan.splits, strict=True)
-        return tuple(
-            split for phase, split in pairs if phase.start_step < self.plan.total_steps
-        )
-
-    @property
-    def sizes(self) -> frozenset[int]:
-        """The microbatch sizes that the run uses."""
-        return frozenset(split.microbatch_size for split in self.reached)
-
-    def seconds(self, step_time: StepTime) -> float:
-        """Return the time of all steps of the run without compilation, from that of a
-        step by microbatch size and number.
-        """
-        starts = [phase.start_step for phase in self.plan.ramp.phases]
-        ends = [*starts[: len(self.reached)], self.plan.total_steps]
-        steps = [end - start for start, end in itertools.pairwise(ends)]
-        return sum(
-            number * step_time(split.microbatch_size, split.num_microbatches)
-            for number, split in zip(steps, self.reached, strict=True)
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as they are written in a configuration file."""
-        return {
-            key: to_yaml_number(value) if isinstance(value, Fraction) else value
-            for key, value in self.settings.items()
-        }
-
-    def __str__(self) -> str:
-        pairs = (f"{key}={value}" for key, value in self.to_dict().items())
-        return " ".join(pairs) or "the configuration as it is"
+# Of a trial, by the first steps of the phases that were timed.
+Times = Mapping[int, Timing]
 
 
 def tune(
@@ -127,50 +65,6 @@ def tune(
     """Return what `rampup tune --json` prints. `memory_gib` is that of one device;
     None = the devices' own.
     """
-    _refuse(config)
-    if topology is None:
-        devices = _devices_here(num_devices)
-        limit, margin = memory_limit(memory_gib, devices), MARGIN
-        enable_compilation_cache(config.jax_cache_dir)
-        programs = Programs(config, devices, report)
-    else:
-        programs, limit = _absent(config, topology, memory_gib, num_devices, report)
-        margin = Fraction(0)  # the compiler itself keeps what it needs
-    usable = int(limit * (1 - margin))
-    largest, next_larger = find_largest(programs, usable)
-    choices: tuple[Proposal, ...] = ()
-    if largest is not None:
-        choices = proposals(config, programs.plan, largest)
-    times = _timed(programs, choices, usable, report)
-    facts: Facts = {
-        "device": programs.devices[0].device_kind,
-        "num_devices": len(programs.devices),
-        "memory_gib": limit / GIB,
-        "memory_is_named": memory_gib is not None,
-        "margin": float(margin),
-        "usable_bytes": usable,
-        "largest_microbatch": largest,
-        "next_larger": next_larger,
-        "measured_peak_bytes": peak_bytes(programs.devices) if times else None,
-        "pipeline_tick_overhead": _tick_overhead(programs, times),
-        "settings": None,
-        "run_seconds": None,
-        "phases": [],
-        "alternatives": [],
-        "notes": [],
-    }
-    if programs.topology is not None:
-        facts["topology"] = programs.topology.name
-        facts["compiled_for"] = f"{NOT_RUN_ON}, so no time is known"
-        facts["compiler"] = compiler_version()
-    if choices:
-        facts |= _chosen(programs, choices, times)
-    facts["candidates"] = _candidates(programs, times, usable)
-    return facts
-
-
-def _refuse(config: Config) -> None:
-    """Refuse a configuration that has no microbatch to search for."""
     if config.gradient_accumulation != "fused":
         raise ConfigError(
             f"gradient_accumulation={config.gradient_accumulation} is not tuned, only"
@@ -178,13 +72,48 @@ def _refuse(config: Config) -> None:
             key="gradient_accumulation",
             nearest=("fused",),
         )
-    if config.rampup_microbatch == "whole":
-        raise ConfigError(
-            "tune searches for a microbatch, but with rampup_microbatch=whole each"
-            " is one",
-            key="rampup_microbatch",
-            nearest=("fixed",),
-        )
+    slices = Topology.parse(topology) if isinstance(topology, str) else topology
+    if slices is None:
+        devices = _devices_here(num_devices)
+        limit, margin = memory_limit(memory_gib, devices), MARGIN
+        enable_compilation_cache(config.jax_cache_dir)
+    else:
+        config = with_slices(config, slices)
+        limit = _limit_of(slices, memory_gib, num_devices)
+        devices = topology_devices(slices)
+        margin = Fraction(0)  # the compiler itself keeps what it needs
+    usable = int(limit * (1 - margin))
+    search = _Search(config, devices, usable, slices, report)
+    largest, next_larger = search.run()
+    timed = [] if slices else search.worth_timing()
+    times = _times(timed, report)
+    facts: Facts = {
+        "device": devices[0].device_kind,
+        "num_devices": len(devices),
+        "memory_gib": limit / GIB,
+        "memory_is_named": memory_gib is not None,
+        "margin": float(margin),
+        "usable_bytes": usable,
+        "largest_microbatch": largest,
+        "next_larger": next_larger,
+        "measured_peak_bytes": peak_bytes(devices) if times else None,
+        "candidates": [
+            _candidate(trial, times.get(id(trial), {}), usable)
+            for trial in sorted(search.trials, key=lambda each: each.microbatch_size)
+        ],
+        "settings": None,
+        "run_seconds": None,
+        "phases": [],
+        "alternatives": [],
+        "notes": [],
+    }
+    if slices is not None:
+        facts["topology"] = slices.name
+        facts["compiled_for"] = f"{NOT_RUN_ON}, so no time is known"
+        facts["compiler"] = compiler_version()
+    if fitting := timed or search.fitting():
+        facts |= _recommended(config, fitting, times)
+    return facts
 
 
 def _devices_here(number: int | None) -> Sequence[jax.Device]:
@@ -202,176 +131,152 @@ def _devices_here(number: int | None) -> Sequence[jax.Device]:
     return devices[:number]
 
 
-def _absent(
-    config: Config,
-    topology: Topology | str,
-    memory_gib: str | float | None,
-    num_devices: int | None,
-    report: Report,
-) -> tuple[Programs, int]:
-    """Return the programs for absent slices, and the bytes of a device that they may
-    use.
-    """
-    topology = Topology.parse(topology) if isinstance(topology, str) else topology
+def _limit_of(
+    slices: Topology, memory_gib: str | float | None, num_devices: int | None
+) -> int:
+    """Return the bytes of a device of absent slices that a program may use."""
     if num_devices is not None:
         raise ConfigError(
             "--devices counts devices of this machine; leave it out with --topology",
             key="devices",
         )
-    limit = topology.hbm_bytes if memory_gib is None else parse_memory_gib(memory_gib)
-    if limit > topology.hbm_bytes:
-        most = topology.hbm_bytes / GIB
+    limit = slices.hbm_bytes if memory_gib is None else parse_memory_gib(memory_gib)
+    if limit > slices.hbm_bytes:
+        most = slices.hbm_bytes / GIB
         raise ConfigError(
-            f"a device of {topology.name} has {most:.4g} GiB; --memory-gib can only"
-            " name less",
+            f"a device of {slices.name} has {most:.4g} GiB; --memory-gib can only name"
+            " less",
             key="memory-gib",
             nearest=(most,),
         )
-    config, devices = with_slices(config, topology), topology_devices(topology)
-    return Programs(config, devices, report, topology=topology, limit=limit), limit
+    return limit
 
 
 def problem_of(facts: Facts) -> ConfigError | None:
     """Return the error to report if no settings can be recommended."""
     if facts["settings"] is not None:
         return None
-    if (largest := facts["largest_microbatch"]) is not None:
-        return ConfigError(
-            f"microbatches of up to {largest} samples fit, but no settings split every"
-            " phase into such microbatches and leave the ramp unchanged",
-            key="microbatch_size",
-        )
     smallest = facts["candidates"][0]
     needs = "more than the compiler could place"
     if smallest["bytes"] is not None:
         needs = f"{smallest['bytes']:,} bytes"
     return ConfigError(
         f"no microbatch fits: a step with microbatch_size={smallest['microbatch_size']}"
-        f" needs {needs} of each device's"
-        f" {facts['usable_bytes']:,} usable bytes",
+        f" needs {needs} of each device's {facts['usable_bytes']:,} usable bytes",
         fix="remat_policy=full, ici_fsdp_parallelism=2 and"
         " optimizer_memory_host_offload=true save memory",
         key="microbatch_size",
     )
 
 
-def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | None]:
-    """Return the largest microbatch size that fits, and the next one, which was tried
-    and does not; None if there is none.
-    """
-    splitter, batches = programs.splitter, programs.plan.ramp.sizes
+class _Search:
+    """The configurations that were compiled, as `trials`."""
 
-    def fits(size: int) -> bool:
-        return programs.bytes(programs.size(size)) <= usable
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[jax.Device],
+        usable: int,
+        topology: Topology | None,
+        report: Report,
+    ) -> None:
+        self.trials: list[Trial] = []
+        self._config, self._devices, self._report = config, devices, report
+        self._usable, self._topology = usable, topology
+        self._plan = build_plan(config, len(devices))
 
-    if programs.topology is not None:
-        # A compilation may take minutes: only sizes that divide the largest batch.
-        return largest_of(splitter.legal_microbatches([max(batches)]), fits)
-    legal = {b for size in batches for b in splitter.legal_microbatches([size])}
-    one_pass = max(legal)
-    next_larger = None
-    # Sizes that take the largest batch in one pass come first and separately: their
-    # program has no loop and therefore one gradient buffer less, so such a size can fit
-    # although a smaller one does not.
-    for least, most in ((one_pass, SEARCH_FACTOR * one_pass), (1, one_pass - 1)):
-        # Powers of two are tried too.
-        powers = {1 << exponent for exponent in range(most.bit_length())}
-        sizes = sorted(size for size in legal | powers if least <= size <= most)
-        largest, larger = largest_of(sizes, fits)
-        next_larger = larger or next_larger
-        if largest is not None:
-            return largest, next_larger
-    return None, next_larger
-
-
-def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
-    """Return the settings worth timing if `found` is the largest microbatch that fits,
-    those with the own policy first.
-    """
-    shared = [
-        size
-        for size in reversed(
-            unconstrained(plan.splitter).legal_microbatches(plan.ramp.sizes)
+    def run(self) -> tuple[int | None, int | None]:
+        """Compile configurations; return the largest microbatch that fits, and the next
+        one, which was tried and does not; None if there is none.
+        """
+        shared = one_shape(self._config, self._plan)
+        if not shared:
+            raise ConfigError(
+                "no microbatch_size splits every phase and leaves the ramp unchanged",
+                key="microbatch_size",
+            )
+        largest, larger = largest_of(
+            sorted(shared), lambda size: self._fits(shared[size])
         )
-        if size <= found
-    ][:NEAR_THE_TOP]
-    made = [
-        *_one_shape(config, plan, found, shared),
-        *_two_shapes(config, plan, found, shared),
-        *_shape_per_phase(config, plan, found),
-    ]
-    made.sort(key=lambda each: _policy(each) != config.rampup_microbatch)
-    unique: dict[tuple[int, ...], Proposal] = {}
-    for proposal in made:
-        cut = tuple(split.microbatch_size for split in proposal.plan.splits)
-        unique.setdefault(cut, proposal)
-    return tuple(unique.values())
+        if largest is None:
+            return None, larger
+        final = two_shapes(self._config, self._plan, largest)
+        last, beyond = largest_of(sorted(final), lambda size: self._fits(final[size]))
+        return last or largest, beyond or larger
+
+    def _fits(self, config: Config) -> bool:
+        plan = build_plan(config, len(self._devices))
+        limit = None if self._topology is None else self._usable
+        trial = Trial(config, plan, self._devices, topology=self._topology, limit=limit)
+        self.trials.append(trial)
+        self._report(
+            f"microbatch of {trial.microbatch_size:,}: {trial.bytes / 2**20:,.1f} MiB"
+        )
+        return trial.bytes <= self._usable
+
+    def fitting(self) -> list[Trial]:
+        """Return the trials that fit, those of the configuration's own policy first,
+        then those with the largest microbatches.
+        """
+        found = [trial for trial in self.trials if trial.bytes <= self._usable]
+        own = self._config.rampup_microbatch
+        return sorted(
+            found,
+            key=lambda each: (
+                each.config.rampup_microbatch != own,
+                -each.microbatch_size,
+            ),
+        )
+
+    def worth_timing(self) -> list[Trial]:
+        """Return the fitting trials with the largest microbatches that can run here."""
+        room = room_to_run(self._devices)
+        found = [trial for trial in self.fitting() if trial.bytes <= room]
+        kept: list[Trial] = []
+        for policy in ("fixed", "auto"):
+            same = [each for each in found if each.config.rampup_microbatch == policy]
+            kept += same[:NEAR_THE_TOP]
+        return [trial for trial in found if trial in kept]
 
 
-def _policy(proposal: Proposal) -> str:
-    return proposal.plan.splitter.rampup_microbatch
+def one_shape(config: Config, plan: RampPlan) -> dict[int, Config]:
+    """Return `fixed` with every microbatch size that divides every phase, by that."""
+    found = {}
+    for size in unconstrained(plan.splitter).legal_microbatches(plan.ramp.sizes):
+        for accumulation in (config.gradient_accumulation_steps, 1):
+            made = _split_by(config, plan, "fixed", size, accumulation)
+            if made is not None and size not in found:
+                found[size] = made
+    return found
 
 
-def _one_shape(
-    config: Config, plan: RampPlan, found: int, shared: Sequence[int]
-) -> Iterator[Proposal]:
-    """Yield `fixed` with the largest sizes that fit and divide every phase."""
-    own = config.gradient_accumulation_steps
-    for size in shared:
-        for accumulation in (own, 1):
-            if made := _propose(config, plan, found, "fixed", size, accumulation):
-                yield made
-                break
-
-
-def _two_shapes(
-    config: Config, plan: RampPlan, found: int, shared: Sequence[int]
-) -> Iterator[Proposal]:
-    """Yield `auto`: a size for the ramp and a larger one for the phase after it."""
+def two_shapes(config: Config, plan: RampPlan, largest: int) -> dict[int, Config]:
+    """Return `auto`, with a microbatch size of at most `largest` for the ramp and a
+    larger one for the phase after it, by the latter.
+    """
     splitter, last = unconstrained(plan.splitter), plan.ramp.sizes[-1]
-    larger = [
-        size
-        for size in reversed(splitter.legal_microbatches([last]))
-        if shared[0] < size <= found
-    ]
-    for final in larger[:NEAR_THE_TOP]:
+    shared = splitter.legal_microbatches(plan.ramp.sizes)
+    found = {}
+    for size in splitter.legal_microbatches([last]):
         # The accumulation applies to every phase, so the largest shared size may be too
         # large for the first.
-        accumulation = splitter.largest_microbatch(last) // final
-        for size in shared:
-            if made := _propose(config, plan, found, "auto", size, accumulation):
-                yield made
-                break
+        accumulation = splitter.largest_microbatch(last) // size
+        for of_ramp in shared:
+            if of_ramp <= largest < size:
+                made = _split_by(config, plan, "auto", of_ramp, accumulation)
+                found |= {} if made is None else {size: made}
+    return found
 
 
-def _shape_per_phase(config: Config, plan: RampPlan, found: int) -> Iterator[Proposal]:
-    """Yield `per_phase` with the smallest accumulation with which every phase fits."""
-    splitter = unconstrained(plan.splitter)
-    largest = [splitter.largest_microbatch(size) for size in plan.ramp.sizes]
-    for number in divisors(math.gcd(*largest)):
-        if max(largest) <= found * number and (
-            made := _propose(config, plan, found, "per_phase", AUTO, number)
-        ):
-            is_own = config.rampup_microbatch == "per_phase"
-            if is_own or len(made.sizes) <= MAX_SHAPES:
-                yield made
-            return
-
-
-def _propose(
-    config: Config,
-    plan: RampPlan,
-    found: int,
-    policy: str,
-    microbatch_size: int,
-    accumulation: int,
-) -> Proposal | None:
-    """Return the proposal if it is legal, leaves the ramp unchanged and has only
-    microbatches that fit.
+def _split_by(
+    config: Config, plan: RampPlan, policy: str, size: int, accumulation: int
+) -> Config | None:
+    """Return the configuration with other microbatches if it is legal and leaves the
+    ramp unchanged.
     """
     settings: dict[str, Any] = {
         "rampup_microbatch": policy,
-        "microbatch_size": microbatch_size,
+        "microbatch_size": size,
         "gradient_accumulation_steps": accumulation,
     }
     own = config.gradient_accumulation_steps
@@ -382,192 +287,113 @@ def _propose(
             names = PER_ACCUMULATION_KEYS
         for name in names:
             settings[name] = Fraction(own, accumulation) * getattr(config, name)
+    made = replace(config, **settings)
     try:
-        made = build_plan(replace(config, **settings), plan.num_devices)
+        is_same = build_plan(made, plan.num_devices).ramp.phases == plan.ramp.phases
     except RampupError:
         return None
-    splits = list(made.splits)
-    if made.eval_split is not None:
-        splits.append(made.eval_split)
-    fits = max(split.microbatch_size for split in splits) <= found
-    if made.ramp.phases != plan.ramp.phases or not fits:
-        return None
-    changed = {
-        key: value for key, value in settings.items() if value != getattr(config, key)
-    }
-    return Proposal(settings=changed, plan=made)
+    return made if is_same else None
 
 
-def _timed(
-    programs: Programs, choices: Sequence[Proposal], usable: float, report: Report
-) -> Times:
-    """Return the times of the sizes of the proposals that fit on this machine, each
-    with one pass and with the most microbatches.
-    """
-    wanted = [b for choice in choices for b in sorted(choice.sizes, reverse=True)]
-    steps = {}
-    for b in list(dict.fromkeys(wanted))[:MAX_TIMED_SIZES]:
-        size = programs.size(b)
-        if programs.fits_here(size) and programs.bytes(size) <= usable:
-            for number in sorted({programs.pass_unit, size.num_microbatches}):
-                steps[b, number] = programs.step_of(size, number)
-    if not steps:
+def _times(trials: Sequence[Trial], report: Report) -> dict[int, Times]:
+    """Return the times of the trials, by their `id`."""
+    if not trials:
         return {}
-    sizes = ", ".join(f"{b:,}" for b in sorted({b for b, _ in steps}))
+    sizes = ", ".join(f"{trial.microbatch_size:,}" for trial in trials)
     report(f"timing microbatches of {sizes}")
-    return take_turns(steps)
+    states = [trials[0].setup.initial_state()]
+    steps = {
+        (id(trial), start): trial.step_of(start, states)
+        for trial in trials
+        for start, _ in trial.timed_splits()
+    }
+    found: dict[int, dict[int, Timing]] = {id(trial): {} for trial in trials}
+    for (trial, start), timing in take_turns(steps).items():
+        found[trial][start] = timing
+    return dict(found)
 
 
-def _chosen(
-    programs: Programs, choices: Sequence[Proposal], times: Times
-) -> dict[str, Any]:
-    """Return the facts about the fastest proposal, and about the others."""
-    step_time = _step_time(times)
-    choices = [
-        replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices
+def _candidate(trial: Trial, times: Times, usable: int) -> Facts:
+    """Return what is known of a configuration, with the times of a step of the last
+    phase that was timed.
+    """
+    row: Facts = {
+        "rampup_microbatch": trial.config.rampup_microbatch,
+        "microbatch_size": trial.microbatch_size,
+        "bytes": finite_or_none(trial.bytes),
+        "fits": trial.bytes <= usable,
+        "step_seconds": None,
+        "spread": None,
+        "rounds": None,
+        "tokens_per_second": None,
+    }
+    if times:
+        start, timing = max(times.items())
+        tokens = trial.splits[start].global_batch_size * trial.config.max_target_length
+        row |= timing._asdict()
+        row["step_seconds"] = row.pop("seconds")
+        row["tokens_per_second"] = tokens / timing.seconds
+    return row
+
+
+def _recommended(
+    config: Config, trials: Sequence[Trial], times: Mapping[int, Times]
+) -> Facts:
+    """Return the facts about the fastest of the trials, of ties that with the fewest
+    programs, then the earliest; the first if no time is known.
+    """
+    seconds = [trial.run_seconds(times.get(id(trial), {})) for trial in trials]
+    limit = min(seconds) * (1 + TIE_TOLERANCE)
+    tied = [trial for trial, own in zip(trials, seconds, strict=True) if own <= limit]
+    chosen = min(tied, key=lambda trial: len(trial.programs))
+    rows = [
+        {
+            "settings": _changes(config, trial.config),
+            "executables": len(trial.programs),
+            "run_seconds": finite_or_none(own),
+        }
+        for trial, own in zip(trials, seconds, strict=True)
     ]
-    chosen = _fastest(choices)
-    others = [choice for choice in choices if choice is not chosen]
+    best = rows.pop(trials.index(chosen))
+    spread = max(
+        (each.spread for own in times.values() for each in own.values()), default=0.0
+    )
+    notes = []
+    if spread > TIE_TOLERANCE:
+        notes.append(
+            f"the times vary by up to {spread:.0%}, so which settings are faster is not"
+            " certain; tune again on a quiet machine"
+        )
     return {
-        "settings": chosen.to_dict(),
-        "run_seconds": finite_or_none(chosen.run_seconds),
-        "phases": _phases(programs, chosen, step_time),
-        "alternatives": [
-            {
-                "rampup_microbatch": _policy(other),
-                "settings": other.to_dict(),
-                "executables": len(other.sizes),
-                "run_seconds": finite_or_none(other.run_seconds),
-            }
-            for other in sorted(others, key=lambda choice: choice.run_seconds)
-        ],
-        "notes": list(_notes(programs, others, chosen, times)),
+        "settings": best["settings"],
+        "run_seconds": best["run_seconds"],
+        "phases": _phases(chosen, times.get(id(chosen), {})),
+        "alternatives": rows,
+        "notes": notes,
     }
 
 
-def _points(times: Times) -> dict[int, list[tuple[int, float]]]:
-    """Return the number of microbatches and the seconds of the timed steps, by
-    microbatch size.
-    """
-    return {
-        b: [(n, timing.seconds) for (other, n), timing in times.items() if other == b]
-        for b, _ in times
-    }
+def _changes(config: Config, made: Config) -> dict[str, Any]:
+    """Return the keys that differ, as they are written in a configuration file."""
+    before, found = config.to_dict(), {}
+    for key, value in made.to_dict().items():
+        if value != before[key]:
+            found[key] = to_yaml_number(value) if isinstance(value, Fraction) else value
+    return found
 
 
-def _step_time(times: Times) -> StepTime:
-    """Return the seconds of a step by microbatch size and number: a line over the
-    number, with a constant for the update.
-    """
-    lines = {b: fit_line(numbers) for b, numbers in _points(times).items()}
-
-    def timed(microbatch_size: int, num_microbatches: int) -> float:
-        start, slope = lines.get(microbatch_size, (math.inf, 0.0))
-        return max(start + slope * num_microbatches, 0.0)
-
-    return timed
-
-
-def _fastest(choices: Sequence[Proposal]) -> Proposal:
-    """Return the fastest proposal, of ties that with fewer shapes, then the earlier
-    one; the first if no time is known.
-    """
-    least = min(choice.run_seconds for choice in choices)
-    if not math.isfinite(least):
-        return choices[0]
-    limit = least * (1 + TIE_TOLERANCE)
-    tied = [choice for choice in choices if choice.run_seconds <= limit]
-    return min(tied, key=lambda choice: len(choice.sizes))
-
-
-def _phases(
-    programs: Programs, chosen: Proposal, step_time: StepTime
-) -> list[dict[str, Any]]:
-    """Return the phases of a proposal, with memory and speed."""
+def _phases(trial: Trial, times: Times) -> list[Facts]:
+    """Return the phases of a configuration, with memory and speed."""
     phases = []
-    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b = split.microbatch_size
-        # The program of the run; for absent slices the one that was compiled, whose
-        # buffer is that of the largest batch.
-        size = Size(b, chosen.plan.max_microbatches[b])
-        if programs.topology is not None:
-            size = programs.size(b)
-        seconds = finite_or_none(step_time(b, split.num_microbatches))
-        tokens = split.global_batch_size * programs.config.max_target_length
+    for split, row in zip(trial.plan.splits, trial.plan.phase_rows(), strict=True):
+        seconds = finite_or_none(trial.step_seconds(split, times))
+        tokens = split.global_batch_size * trial.config.max_target_length
         phases.append(
             {name: row[name] for name in PHASE_KEYS}
             | {
-                "bytes": finite_or_none(programs.bytes(size)),
+                "bytes": trial.bytes,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds if seconds else None,
             }
         )
     return phases
-
-
-def _tick_overhead(programs: Programs, times: Times) -> float | None:
-    """Return `pipeline_tick_overhead` from the timed steps; None without stages."""
-    if programs.splitter.num_stages == 1:
-        return None
-    ticks = {
-        b: [(math.prod(programs.loop_trips(b, n)), time) for n, time in numbers]
-        for b, numbers in _points(times).items()
-    }
-    return fit_tick_overhead(ticks, num_repeats=programs.splitter.num_repeats)
-
-
-def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
-    """Return a row for every size that was compiled, ascending, with the times of a
-    step of the largest batch.
-    """
-    rows = []
-    for b in programs.compiled_sizes:
-        size = programs.size(b)
-        used = programs.bytes(size)
-        row: Facts = {
-            "microbatch_size": b,
-            "num_microbatches": size.num_microbatches,
-            "bytes": finite_or_none(used),
-            "fits": used <= usable,
-        }
-        row |= dict.fromkeys(("step_seconds", "spread", "rounds", "tokens_per_second"))
-        if (timing := times.get((b, size.num_microbatches))) is not None:
-            samples = b * size.num_microbatches * programs.splitter.data_parallel_size
-            tokens = samples * programs.config.max_target_length
-            row |= {
-                "step_seconds": timing.seconds,
-                "spread": timing.spread,
-                "rounds": timing.rounds,
-                "tokens_per_second": tokens / timing.seconds,
-            }
-        rows.append(row)
-    return rows
-
-
-def _notes(
-    programs: Programs, others: Sequence[Proposal], chosen: Proposal, times: Times
-) -> Iterator[str]:
-    best = min((chosen, *others), key=lambda choice: choice.run_seconds)
-    if best.run_seconds < chosen.run_seconds:
-        yield (
-            f"{best} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than"
-            f" what is recommended, but within {TIE_TOLERANCE:.0%} it is a tie (such"
-            " times vary more than that): the fewest compiled programs win, then the"
-            " configuration's own rampup_microbatch, then the largest microbatch"
-        )
-    spread = max((timing.spread for timing in times.values()), default=0.0)
-    limit = chosen.run_seconds * (1 + spread)
-    close = sum(other.run_seconds <= limit < math.inf for other in others)
-    if close and spread > TIE_TOLERANCE:
-        yield (
-            f"the times vary by up to {spread:.0%}, and {close} of the alternatives are"
-            " that close to the recommended ones: which is faster is not certain; tune"
-            " again on a quiet machine"
-        )
-    before, after = programs.plan.eval_split, chosen.plan.eval_split
-    if before and after and before.global_batch_size != after.global_batch_size:
-        yield (
-            f"evaluation batches become {after.global_batch_size} samples instead of"
-            f" {before.global_batch_size}, since eval_per_device_batch_size follows"
-            " per_device_batch_size"
-        )

@@ -76,11 +76,11 @@ def print_tuning(found: Facts, console: Console) -> None:
             f"{found['topology']}, {found['compiled_for']}; {found['compiler']}"
         )
     console.print(_largest(found))
-    titles = ("micro-\nbatch", "micro-\nbatches", "memory", "step", "tokens/s", "")
+    titles = ("micro-\nbatch", "", "memory", "step", "tokens/s", "")
     rows = [
         (
             f"{row['microbatch_size']:,}",
-            f"{row['num_microbatches']:,}",
+            row["rampup_microbatch"],
             _memory(row),
             _step(row),
             _rate(row),
@@ -94,11 +94,6 @@ def print_tuning(found: Facts, console: Console) -> None:
     if (peak := found["measured_peak_bytes"]) is not None:
         console.print(
             f"the devices had {format_bytes(peak)} in use at most while steps ran"
-        )
-    if found["pipeline_tick_overhead"] is not None:
-        console.print(
-            "measured for the pipeline's cost model:"
-            f" pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}"
         )
     print_notes(found["notes"], console)
 

@@ -1,34 +1,21 @@
 """Tests of rampup.contrib.lab.search."""
 
-import itertools
 import json
 import math
-from dataclasses import replace
-from fractions import Fraction
-from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers.tiny import TUNED, command_line
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rampup import Config, build_plan
 from rampup.cli import main
-from rampup.contrib.lab import search as tuning
-from rampup.contrib.lab.programs import Programs, Timing
-from rampup.contrib.lab.search import (
-    GIB,
-    MARGIN,
-    find_largest,
-    memory_limit,
-    problem_of,
-    proposals,
-    tune,
-)
+from rampup.contrib.lab.largest import MARGIN, memory_limit
+from rampup.contrib.lab.programs import Timing, Trial
+from rampup.contrib.lab.search import one_shape, problem_of, tune, two_shapes
 from rampup.contrib.lab.topology import compiler_version, topology_devices
 from rampup.errors import BatchDivisibilityError, ConfigError, MissingDependencyError
 from rampup.lm.train import unconstrained
+from rampup.plan.numbers import GIB
 
 RAMP = {
     "enable_rampup_batch_size": True,
@@ -56,158 +43,90 @@ CONFIGS = {
 }
 
 
-@given(
-    st.lists(st.integers(0, 1000), min_size=200, max_size=200), st.integers(-10, 10**5)
-)
-def test_find_largest_agrees_with_trying_all(rises, limit):
-    """For any costs that do not decrease, the largest size within the limit and the
-    next one are found, and both were tried.
-    """
-    plan = build_plan(Config(**RAMP), 1)
-    costs, tried = list(itertools.accumulate(rises)), []
-    programs = SimpleNamespace(plan=plan, splitter=plan.splitter, size=lambda b: b)
-    programs.bytes = lambda b: tried.append(b) or costs[min(b, 199)]
-    programs.topology = None
-    found = find_largest(programs, limit)
-    fits = [
-        b
-        for b in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024)
-        if costs[min(b, 199)] <= limit
-    ]
-    assert found[0] == max(fits, default=None)
-    assert set(found) - {None} <= set(tried)
-    assert found[1] is None or costs[min(found[1], 199)] > limit
-    assert len(tried) <= 8
+def tried(config, num_devices=4):
+    """Return the plan, and the configurations of one and of two shapes."""
+    plan = build_plan(config, num_devices)
+    shared = one_shape(config, plan)
+    return plan, shared, two_shapes(config, plan, max(shared))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "spread", "said"),
-    [(9.7, 0.001, "faster than"), (11.0, 0.3, "not certain"), (11.0, 0.02, None)],
-)
-def test_notes_say_that_the_choice_is_a_tie_or_within_the_noise(
-    programs, seconds, spread, said
-):
-    """An alternative that is faster, or whose time differs by less than the times vary,
-    is named with the rule that decides.
-    """
-    first, second, *_ = proposals(Config(**RAMP), build_plan(Config(**RAMP), 4), 8)
-    chosen, other = (
-        replace(first, run_seconds=10.0),
-        replace(second, run_seconds=seconds),
-    )
-    times = {
-        (b, 1): Timing(seconds=1.0, spread=spread, rounds=3)
-        for b in chosen.sizes | other.sizes
-    }
-    notes = list(tuning._notes(programs, [other], chosen, times))
-    texts = {
-        "faster than": "microbatch_size=2 is 3.0% faster",
-        "not certain": "up to 30%, and 1 of the alternatives",
-    }
-    for name, text in texts.items():
-        assert [text in note for note in notes if name in note] == [True] * (
-            said == name
-        )
-
-
-@pytest.mark.parametrize("found", [1, 2, 3, 5, 8, 16, 64])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_proposals_keep_the_ramp_and_fit(name, found):
-    """Every proposal is a legal configuration with the same batches at the same steps,
-    in microbatches that fit.
+def test_what_is_tried_keeps_the_ramp(name):
+    """Every configuration is legal, with the same batches at the same steps, in
+    microbatches that divide them.
     """
     config = Config(eval_interval=-1, **CONFIGS[name])
-    plan = build_plan(config, 4)
-    made = proposals(config, plan, found)
-    legal = [
-        unconstrained(plan.splitter).legal_microbatches([size])
-        for size in plan.ramp.sizes
-    ]
-    assert made
-    for proposal in made:
-        again = build_plan(
-            Config(eval_interval=-1, **(CONFIGS[name] | dict(proposal.settings))), 4
-        )
+    plan, shared, final = tried(config)
+    assert shared
+    for size, made in (shared | final).items():
+        again = build_plan(made, 4)
         assert again.ramp.phases == plan.ramp.phases
-        assert [split.global_batch_size for split in again.splits] == list(
-            plan.ramp.sizes
-        )
-        assert again.splits == proposal.plan.splits
-        assert max(split.microbatch_size for split in again.splits) <= found
-        assert all(
-            split.microbatch_size in sizes
-            for split, sizes in zip(again.splits, legal, strict=True)
-        )
+        assert max(split.microbatch_size for split in again.splits) == size
+        legal = unconstrained(plan.splitter).legal_microbatches
+        for split, batch in zip(again.splits, plan.ramp.sizes, strict=True):
+            assert split.global_batch_size == batch
+            assert split.microbatch_size in legal([batch])
 
 
-def test_proposals_cover_each_policy():
-    """One shape, two shapes and one per phase, the configuration's own policy first,
-    without duplicates.
-    """
+def test_one_and_two_shapes_are_tried():
+    """Every microbatch that divides all phases, and larger ones for the last phase."""
     config = Config(**RAMP)
-    made = proposals(config, build_plan(config, 4), 8)
-    cuts = [
-        tuple(split.microbatch_size for split in proposal.plan.splits)
-        for proposal in made
-    ]
-    assert cuts == [
-        (4, 4, 4, 4),
-        (2, 2, 2, 2),
-        (1, 1, 1, 1),
-        (2, 2, 2, 8),
-        (2, 4, 6, 8),
-    ]
-    assert made[0].to_dict() == {"microbatch_size": 4}
-    assert made[3].settings["per_device_batch_size"] == Fraction(8)
-    assert made[4].settings["gradient_accumulation_steps"] == 2
-    assert len(set(cuts)) == len(cuts)
-
-
-def test_proposal_seconds_counts_reached_steps():
-    """Each phase counts with its reached steps; the total is infinite if a size was not
-    timed.
-    """
-    config = Config(**RAMP, steps=40)
-    plan = build_plan(config, 4)
-    proposal = proposals(config, plan, 4)[0]
-    steps = [
-        min(phase.num_steps or 40, 40 - phase.start_step)
-        for phase in plan.ramp.phases
-        if phase.start_step < 40
-    ]
-    counts = [split.num_microbatches for split in proposal.reached]
-    assert proposal.seconds(lambda b, n: 1.0) == sum(steps) == 40
-    assert proposal.seconds(lambda b, n: n) == sum(
-        s * n for s, n in zip(steps, counts, strict=True)
-    )
-    assert (
-        proposal.seconds(lambda b, n: math.inf if n == counts[0] else 1.0) == math.inf
-    )
+    _, shared, final = tried(config)
+    cuts = {
+        size: [split.microbatch_size for split in build_plan(made, 4).splits]
+        for size, made in (shared | final).items()
+    }
+    assert cuts == {
+        1: [1, 1, 1, 1],
+        2: [2, 2, 2, 2],
+        4: [4, 4, 4, 4],
+        8: [2, 2, 2, 8],
+        16: [4, 4, 4, 16],
+    }
 
 
 @pytest.fixture(scope="module")
-def programs():
-    """The programs of the tiny configuration on one device."""
-    return Programs(Config(**TUNED), jax.devices()[:1])
+def trial():
+    """The tiny configuration in microbatches of 2 on one device."""
+    config = Config(**TUNED)
+    plan = build_plan(config, 1)
+    made = one_shape(config, plan)[2]
+    return Trial(made, build_plan(made, 1), jax.devices()[:1])
+
+
+def test_the_time_of_a_run_counts_reached_steps(trial):
+    """Each phase counts with its reached steps, on a line through the timed ones; the
+    total is infinite if none was timed.
+    """
+    splits = trial.splits
+    numbers = {start: split.num_microbatches for start, split in splits.items()}
+    times = {
+        start: Timing(seconds=1 + number, spread=0.0, rounds=1)
+        for start, number in numbers.items()
+    }
+    ends = [*list(splits)[1:], trial.plan.total_steps]
+    expected = sum(
+        (end - start) * (1 + numbers[start])
+        for start, end in zip(splits, ends, strict=True)
+    )
+    assert trial.run_seconds(times) == pytest.approx(expected)
+    assert trial.run_seconds({}) == math.inf
 
 
 @pytest.mark.slow
-def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
+def test_tune_recommends_settings_that_fit_and_were_timed(trial, capsys):
     """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has
     its memory and throughput.
     """
-    needs = programs.bytes(programs.size(2))
     settings = command_line(TUNED | {"enable_rampup_batch_size": False})
-    memory = f"--memory-gib={math.ceil(needs / (1 - MARGIN))}/{GIB}"
-    assert (
-        main(["tune", "base.yml", *settings, memory, "--devices", "1", "--json"]) == 0
-    )
+    memory = f"--memory-gib={math.ceil(trial.bytes / (1 - MARGIN))}/{GIB}"
+    arguments = ["tune", "base.yml", *settings, memory, "--devices", "1", "--json"]
+    assert main(arguments) == 0
     facts = json.loads(capsys.readouterr().out)
     assert "error" not in facts
-    assert (facts["largest_microbatch"], facts["next_larger"]) == (2, 4)
-    assert needs <= facts["usable_bytes"] <= needs + 1
     fits = {row["microbatch_size"]: row["fits"] for row in facts["candidates"]}
-    assert (fits[2], fits[4]) == (True, False)
+    assert fits[facts["largest_microbatch"]]
+    assert not fits[facts["next_larger"]]
     plan = build_plan(Config(**TUNED | facts["settings"]), 1)
     assert [row["microbatch_size"] for row in facts["phases"]] == [
         split.microbatch_size for split in plan.splits
@@ -294,13 +213,15 @@ def test_old_libtpu_is_refused(monkeypatch, version, is_old):
 
 
 @pytest.mark.slow
-def test_nothing_fits_says_how_much_is_needed_and_what_saves_memory(programs):
+def test_nothing_fits_says_how_much_is_needed_and_what_saves_memory():
     """One byte less than the smallest microbatch needs: no settings, and an error with
     the bytes and the keys that save some.
     """
-    needs = programs.bytes(programs.size(1))
+    config = Config(**TUNED)
+    made = one_shape(config, build_plan(config, 1))[1]
+    needs = Trial(made, build_plan(made, 1), jax.devices()[:1]).bytes
     limit = math.ceil((needs - 1) / (1 - MARGIN))
-    found = tune(Config(**TUNED), memory_gib=f"{limit}/{GIB}", num_devices=1)
+    found = tune(config, memory_gib=f"{limit}/{GIB}", num_devices=1)
     assert (found["largest_microbatch"], found["settings"]) == (None, None)
     problem = problem_of(found)
     assert f"microbatch_size=1 needs {needs:,} bytes" in str(problem)

@@ -6,7 +6,12 @@ from rich.console import Console
 
 from rampup.contrib.lab.tune_command import print_tuning
 
-TRIAL = {"microbatch_size": 2, "num_microbatches": 16, "bytes": 2**30, "fits": True}
+TRIAL = {
+    "microbatch_size": 2,
+    "rampup_microbatch": "fixed",
+    "bytes": 2**30,
+    "fits": True,
+}
 TIMED = {
     "step_seconds": 0.0123456,
     "spread": 0.04,
@@ -29,7 +34,6 @@ FOUND = {
 FOUND |= {
     "usable_bytes": 15 * 2**30,
     "measured_peak_bytes": None,
-    "pipeline_tick_overhead": 2.75,
     "notes": ["a note"],
 }
 FOUND |= {"largest_microbatch": 2, "next_larger": 4}
@@ -62,13 +66,12 @@ def test_print_tuning_prints_everything():
     for part in (
         "4 x cpu, 16 GiB each, of which 15 GiB are used: 5% are left free",
         "the largest microbatch that fits is 2 samples; 4 does not",
-        "2 16 1 GiB 12.35 ms +-4% 123,457 fits",
-        "4 16 too much not timed does not fit",
+        "2 fixed 1 GiB 12.35 ms +-4% 123,457 fits",
+        "4 fixed too much not timed does not fit",
         "recommended: microbatch_size=2; the run: 12.5 s",
         "0 64 8 4 2 2 1 GiB not timed",
         "alternative: the configuration as it is; the run: not timed; compiled"
         " programs: 1",
-        "pipeline_tick_overhead=2.75",
         "note: a note",
     ):
         assert part in text
@@ -85,7 +88,7 @@ def test_print_tuning_for_an_absent_slice():
     }
     text = printed(FOUND | slices)
     assert "v5e:4x4, not run; libtpu 1" in text
-    assert "2 16 1 GiB not timed fits" in text
+    assert "2 fixed 1 GiB not timed fits" in text
     assert "recommended: microbatch_size=2; the run: not timed" in text
 
 
