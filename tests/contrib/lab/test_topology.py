@@ -2,6 +2,7 @@
 the report of `tune`.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import rampup
 from rampup.contrib.lab.collectives import collective_rows, collectives_of
 from rampup.contrib.lab.hlo import Program
-from rampup.contrib.lab.programs import Programs
+from rampup.contrib.lab.programs import Trial
 from rampup.contrib.lab.search import tune
 from rampup.contrib.lab.topology import compile_for, topology_devices
 from rampup.engine.offload import bytes_per_device, is_out_of_memory, program_memory
@@ -37,7 +38,7 @@ RAMP += ("enable_rampup_batch_size=true",)
 
 
 def compile_base(name, *settings, microbatch_size=4):
-    """Return the programs of base.yml for a slice, with its own ramp, and the
+    """Return the trial of base.yml for a slice, with its own ramp, and the
     collectives and the memory of one microbatch size.
     """
     topology = Topology.parse(name)
@@ -46,12 +47,14 @@ def compile_base(name, *settings, microbatch_size=4):
         BASE,
         [*settings, *(keys for keys in RAMP if keys.partition("=")[0] not in given)],
     )
-    programs = Programs(config, topology_devices(topology), topology=topology)
-    compiled = programs.compile(programs.size(microbatch_size))
-    mesh = tuple((str(name), size) for name, size in programs.mesh.shape.items())
+    config = dataclasses.replace(config, microbatch_size=microbatch_size)
+    plan = rampup.build_plan(config, topology.num_devices)
+    trial = Trial(config, plan, topology_devices(topology), topology=topology)
+    compiled = trial.programs[microbatch_size]
+    mesh = tuple((str(name), size) for name, size in trial.setup.mesh.shape.items())
     collectives = collectives_of(Program(compiled.as_text()), mesh)
     memory = program_memory(compiled)
-    return programs, SimpleNamespace(collectives=collectives, memory=memory)
+    return trial, SimpleNamespace(collectives=collectives, memory=memory)
 
 
 def gradients(answer):
@@ -64,7 +67,7 @@ def test_the_ramp_reduces_once_on_16_chips():
     loop, and none inside.
     """
     programs, answer = compile_base("v5e:4x4")
-    assert programs.mesh.shape["data"] == 16
+    assert programs.setup.mesh.shape["data"] == 16
     assert rampup.build_plan(rampup.load_config(BASE), 16).num_compiled_shapes == 1
     (reduction,) = gradients(answer)
     assert (reduction.kind, reduction.axes, reduction.in_loop, reduction.runs) == (
@@ -73,7 +76,7 @@ def test_the_ramp_reduces_once_on_16_chips():
         False,
         1,
     )
-    params = bytes_per_device(programs.state_shapes.params)
+    params = bytes_per_device(programs.setup.state_shapes().params)
     assert params <= reduction.num_bytes <= params + 64
     assert not any(c.in_loop for c in answer.collectives)
 
@@ -106,7 +109,7 @@ def test_zero_scatters_and_gathers_once(name, sides, settings):
         math.prod(sides),
     )
     assert not any(c.in_loop for c in answer.collectives)
-    params = bytes_per_device(programs.state_shapes.params)
+    params = bytes_per_device(programs.setup.state_shapes().params)
     first, d = scattered[0].num_bytes, math.prod(sides)
     assert params <= first <= gathered.num_bytes < params + d * 2**17
     sent = [c.num_bytes * (c.group_size - 1) / c.group_size for c in scattered]
@@ -129,11 +132,11 @@ def test_gradients_cross_slices_once_a_step():
     microbatches, a part of it for each chip.
     """
     programs, answer = compile_base("2*v5e:2x2", *SMALL, "num_slices=2")
-    assert programs.mesh.shape["data"] == 8
+    assert programs.setup.mesh.shape["data"] == 8
     crossing = [c for c in answer.collectives if c.between_slices]
     assert {(c.kind, c.runs, c.open_loops) for c in crossing} == {("all-reduce", 1, 0)}
     assert not any(c.in_loop for c in answer.collectives)
-    params = bytes_per_device(programs.state_shapes.params)
+    params = bytes_per_device(programs.setup.state_shapes().params)
     assert params / 4 <= sum(c.num_bytes for c in crossing) < params
 
 
@@ -149,7 +152,7 @@ def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microba
             "enable_rampup_batch_size=false",
         )
         programs, answer = compile_base("v5e:4x4", "ici_pipeline_parallelism=4", *sizes)
-        assert programs.size(4).num_microbatches == batch
+        assert programs.plan.max_microbatches[4] == batch
         permutes.append(
             [c for c in answer.collectives if c.kind == "collective-permute"]
         )
@@ -200,17 +203,19 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(
     """
     settings = ("base_num_decoder_layers=1", *settings)
     programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
-    size, topology = programs.size(microbatch_size), programs.topology
-    lowered, verdicts = programs._lower(size), []
+    setup, plan = programs.setup, programs.plan
+    lowered = setup.step.lower(setup.state_shapes(), programs._row, plan.splits[0])
+    topology, verdicts = Topology.parse(name), []
     # The compiler needs some percent more or less if memory is short: it recomputes
     # values, and places others apart.
     for limit in (
         answer.memory.total * 7 // 10,
         answer.memory.total * 21 // 20 + 8 * MIB,
     ):
-        tight = Programs(
+        tight = Trial(
             programs.config,
-            programs.devices,
+            plan,
+            topology_devices(topology),
             topology=topology,
             limit=limit,
         )
@@ -221,16 +226,19 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(
             verdicts.append(False)
         else:
             verdicts.append(True)
-        assert (tight.bytes(size) <= limit) == verdicts[-1]
+        assert (tight.bytes <= limit) == verdicts[-1]
     assert verdicts[-1]
 
 
 def test_a_program_that_does_not_fit_is_refused():
     """The compiler's refusal is the answer: more bytes than can be counted."""
     topology = Topology.parse("v5e:1x1")
-    config = rampup.load_config(BASE, ["base_num_decoder_layers=1", *RAMP])
-    programs = Programs(config, topology_devices(topology), topology=topology)
-    assert programs.bytes(programs.size(2**17)) == math.inf
+    keys = ["base_num_decoder_layers=1", f"per_device_batch_size={2**17}"]
+    keys += ["enable_rampup_batch_size=false", f"microbatch_size={2**17}"]
+    config = rampup.load_config(BASE, keys)
+    plan = rampup.build_plan(config, 1)
+    trial = Trial(config, plan, topology_devices(topology), topology=topology)
+    assert trial.bytes == math.inf
 
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5e:4x4"])
@@ -240,7 +248,9 @@ def test_the_optimizer_state_can_be_in_host_memory(name):
     """
     programs, answer = compile_base(name, "optimizer_memory_host_offload=true")
     _, without = compile_base(name)
-    assert answer.memory.host >= 2 * bytes_per_device(programs.state_shapes.params)
+    assert answer.memory.host >= 2 * bytes_per_device(
+        programs.setup.state_shapes().params
+    )
     assert answer.memory.arguments < without.memory.arguments - answer.memory.host // 2
 
 
