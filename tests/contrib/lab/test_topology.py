@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from types import SimpleNamespace
 
 import jax
@@ -48,6 +49,12 @@ def compile_base(name, *settings, microbatch_size=4):
         [*settings, *(keys for keys in RAMP if keys.partition("=")[0] not in given)],
     )
     config = dataclasses.replace(config, microbatch_size=microbatch_size)
+    if microbatch_size > 4:  # than the first batch of the ramp
+        config = dataclasses.replace(
+            config,
+            enable_rampup_batch_size=False,
+            per_device_batch_size=Fraction(microbatch_size),
+        )
     plan = rampup.build_plan(config, topology.num_devices)
     trial = Trial(config, plan, topology_devices(topology), topology=topology)
     compiled = trial.programs[microbatch_size]
