@@ -90,6 +90,7 @@ GONE_OPTIONS = {
     "budget": "set train_tokens instead: the plan has the steps that they take",
     "tokens-per-second": "divide the tokens of a run by it",
     "diff": "print both plans, and compare them with `diff`",
+    "from": "`rampup check FILE` has the verdict on another system's file",
 }
 
 

@@ -30,7 +30,6 @@ from rampup.plan.topology import Topology
 
 # What commands find in `contrib`, by these names alone.
 ROLLOUTS = "rampup.contrib.rl.commands"  # the commands of a rollout's file or run
-SYSTEMS = "rampup.contrib.check.command"  # those of another system's file
 EXPORTS = "rampup.contrib.check.export"
 SCALING_LAWS = "rampup.contrib.lab.scaling_laws"
 PREDICTIONS = "rampup.contrib.lab.prediction"

@@ -54,9 +54,6 @@ REPORT = {
     **common.DEVICES,
     **common.TOPOLOGY,
     "-o --output": arg("FILE.html", "the page to write", required=True),
-    "--from": arg(
-        "SYSTEM", "the file is another system's; see `rampup check`", dest="system"
-    ),
 }
 
 
@@ -109,21 +106,10 @@ def report(args: argparse.Namespace) -> Result:
 
 
 def gather_report(args: argparse.Namespace) -> Report:
-    """Return the content of a report of a configuration, of the folder of a run, or of
-    another system's file.
-    """
+    """Return the content of a report of a configuration or of the folder of a run."""
     inputs = parse_inputs(args.sources)
     topology = common.named_topology(args)
-    others = None
-    if args.system is not None:
-        if inputs.config is None:
-            raise usage_error(
-                "--from needs another system's file, not the folder of a run",
-                key="from",
-            )
-        others = common.load(common.SYSTEMS)
-    else:
-        others = inputs.commands()
+    others = inputs.commands()
     if others is not None:
         report: Report = others.gather_report(args, inputs)
         return report

@@ -51,8 +51,8 @@ PLAN = {
     ),
     "--export": arg(
         "SYSTEM",
-        "the sizes in the keys of another system: maxtext, megatron, levanter or"
-        " olmo_core; of a rollout: maxtext_rl, verl, skyrl or trlx",
+        "the sizes in the keys of another system: maxtext or megatron; of a rollout:"
+        " maxtext_rl, verl or skyrl",
     ),
     "-o --output": arg("FILE", "with --export: write the file instead of printing it"),
 }

@@ -77,8 +77,7 @@ REFUSED = {
     "plot BASE --kind timetable": "ici_pipeline_parallelism",
     "report BASE": None,
     "report FOLDER -o x.html": None,
-    "report FOLDER --from maxtext -o x.html": "from",
-    "report BASE --from nobody -o x.html": "from",
+    "report BASE --from maxtext -o x.html": None,
     "tune BASE": "memory-gib",  # a CPU has no limit of its own
     "tune BASE --memory-gib 0": "memory-gib",
     "tune BASE --memory-gib 1 --devices 99": "devices",

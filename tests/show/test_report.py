@@ -13,10 +13,9 @@ from helpers.html import Page
 import rampup
 from rampup import Config, build_plan
 from rampup.config.schema import KEYS
-from rampup.contrib.check.page import verdict_html
-from rampup.contrib.check.verdict import Meaning, Verdict, Violation
 from rampup.errors import ConfigError
 from rampup.plan.describe import summary
+from rampup.show.notebook import html_table
 from rampup.show.report import Report, report_html, write_report
 from rampup.show.series import RunMetrics
 
@@ -105,20 +104,12 @@ def test_report_contains_everything_and_loads_nothing():
 
 
 def test_report_escapes_text():
-    """Titles, notes, values, places, run names and verdicts cannot become elements."""
+    """Titles, notes, values, places, run names and cells cannot become elements."""
     report = made(
         title=EVIL, notes=(EVIL,), run=metrics(build_plan(CONFIG, 8), name=EVIL)
     )
     config = replace(CONFIG, grain_train_files=EVIL)
-    verdict = Verdict(
-        system=EVIL,
-        violations=(Violation(rule=EVIL, keys=(EVIL,), message=EVIL, nearest=(EVIL,)),),
-        notes=(EVIL,),
-        derived={EVIL: EVIL},
-        meanings=(Meaning(says=EVIL, means=EVIL),),
-        phases=({EVIL: EVIL},),
-    )
-    others = {"Verdict": {"verdict": verdict_html(verdict)}}
+    others = {"Other": {"cell": html_table([{EVIL: EVIL}])}}
     text = report_html(replace(report, config=config, others=others))
     assert EVIL not in text
     assert "<script>document" not in text

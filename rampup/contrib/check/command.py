@@ -15,14 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
-from rampup.cli.draw import CliInputs
 from rampup.contrib.check.verdict import Always, Verdict
 from rampup.errors import RampupError
-from rampup.plan.describe import advice
-from rampup.plan.plan import RampPlan
 from rampup.show.console import BATCH, SPLIT, WHEN, make_table, phase_cell
 from rampup.show.format import format_count
-from rampup.show.report import Report
 
 if TYPE_CHECKING:
     from rampup.contrib.check.reading import Source
@@ -157,26 +153,30 @@ def _files(word: str) -> list[str]:
 def _check_rows(
     sources: Sequence[Source], settings: Sequence[str], args: argparse.Namespace
 ) -> Result:
-    """Return one row for each file; those of no system are counted."""
+    """Return one row for each run; the other files are counted: those of no system, and
+    those of a folder that another one of it starts or is based on.
+    """
     from rampup.contrib.check import NoSystemError
 
     rows: list[dict[str, object]] = []
-    others = 0
+    parts = set[Path]()
     for source in sources:
+        row: dict[str, object] = {"file": source}
         try:
             verdict = _judge(source, settings, args)
         except NoSystemError:
-            others += 1
             continue
         except RampupError as error:
-            rows.append({"file": source, "error": str(error), "ok": False})
+            rows.append(row | {"error": str(error), "ok": False})
             continue
         said = f"{OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}"
-        rows.append(
-            {"file": source, "verdict": said, "ok": verdict.ok}
-            | verdict.to_dict()
-            | {"summary": verdict.summary}
-        )
+        row |= {"verdict": said, "ok": verdict.ok, **verdict.to_dict()}
+        rows.append(row | {"summary": verdict.summary})
+        own = Path(str(source)).resolve()
+        parts |= {Path(file).resolve() for file in verdict.files} - {own}
+    parts -= {Path(word).resolve() for word in (args.file, *args.overrides)}
+    rows = [row for row in rows if Path(str(row["file"])).resolve() not in parts]
+    others = len(sources) - len(rows)
 
     def show(console: Console) -> None:
         cells = [
@@ -190,7 +190,9 @@ def _check_rows(
         ]
         _print_table(console, ("file", "system", "update", "verdict"), cells)
         if others:
-            console.print(f"{format_count(others, 'file')} of no system", style="dim")
+            console.print(
+                f"{format_count(others, 'file')} of no run of its own", style="dim"
+            )
 
     return Result(
         facts={"files": rows, "others": others},
@@ -231,31 +233,6 @@ def _compare(first: Verdict, second: Verdict) -> Result:
         facts={"update": update, "different": different},
         show=show,
         exit_code=EXIT_REFUSED if update else 0,
-    )
-
-
-def gather_report(args: argparse.Namespace, inputs: CliInputs) -> Report:
-    """Return the content of a report of another system's file."""
-    from rampup.contrib.check import check_file
-    from rampup.contrib.check.page import verdict_html
-    from rampup.contrib.rl.commands import sentence_of, step_tables
-    from rampup.contrib.rl.plan import RolloutPlan
-
-    assert inputs.config is not None
-    verdict = check_file(inputs.config, args.system, inputs.overrides)
-    plan = verdict.plan
-    ramp = plan if isinstance(plan, RampPlan) else None
-    sentences: tuple[str, ...] = ()
-    others = {"Verdict": {"verdict": verdict_html(verdict)}}
-    if isinstance(plan, RolloutPlan):
-        sentences = (sentence_of(plan),)
-        others["Step"] = step_tables(plan)
-    return Report(
-        title=Path(inputs.config).name,
-        sentences=sentences,
-        plan=ramp,
-        notes=() if ramp is None else advice(ramp),
-        others=others,
     )
 
 

@@ -8,7 +8,6 @@ dialect finds must be those of the plan.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import shlex
 import tempfile
@@ -22,9 +21,9 @@ import yaml
 
 from rampup.config.schema import Config
 from rampup.config.stages import mesh_axes
-from rampup.contrib.check import SYSTEMS, load_dialect
+from rampup.contrib.check import load_dialect
 from rampup.contrib.check.maxtext import MaxTextJob
-from rampup.contrib.check.megatron import LinearRamp, MegatronJob
+from rampup.contrib.check.megatron import MegatronJob
 from rampup.contrib.check.rules import Job, find_violations
 from rampup.contrib.rl.config import RolloutConfig
 from rampup.contrib.rl.plan import RolloutPlan, Updates
@@ -44,15 +43,18 @@ _SHARED = (
     *(f"critic_{name}" for name in _STEP),
 )
 # The systems' names of the values of rl.loss_agg_mode that they know.
-_MAXTEXT_LOSSES = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "sequence-mean-token-mean",
+_LOSSES = {
+    "maxtext_rl": {
+        "token-mean": "token-mean",
+        "seq-mean-token-mean": "sequence-mean-token-mean",
+    },
+    "skyrl": {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+    "verl": {
+        "token-mean": "token-mean",
+        "seq-mean-token-sum": "seq-mean-token-sum",
+        "seq-mean-token-mean": "seq-mean-token-mean",
+    },
 }
-_SKYRL_LOSSES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
-_VERL_LOSSES = {
-    mode: mode for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-}
-_TRLX_LOSSES = {"token-mean": "token-mean"}  # it has no key for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +73,17 @@ class Exported:
         """Return the text of the file, with the notes as comments."""
         tree: dict[str, Any] = {}
         for key, value in self.values.items():
-            *groups, name = key.split(".")
-            functools.reduce(
-                lambda place, group: place.setdefault(group, {}), groups, tree
-            )[name] = value
-        check = " ".join(
-            [
-                "rampup check FILE --from",
-                system,
-                *(f"{key}={value}" for key, value in self.facts.items()),
-            ]
+            place, (*groups, name) = tree, key.split(".")
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[name] = value
+        facts = "".join(f" {key}={value}" for key, value in self.facts.items())
+        lines = (
+            f"The sizes for {NAMES[system]}, as rampup planned them.",
+            f"Check: rampup check FILE --from {system}{facts}",
+            *self.notes,
         )
-        head = [
-            f"The sizes of a {'rollout' if system in EXPORTS else 'run'} for"
-            f" {NAMES[system]}, as rampup planned it."
-        ]
-        head += [f"Check: {check}"] if system in SYSTEMS else []
-        comments = "".join(f"# {line}\n" for line in [*head, *self.notes])
+        comments = "".join(f"# {line}\n" for line in lines)
         return comments + yaml.safe_dump(
             tree, sort_keys=False, default_flow_style=False
         )
@@ -212,8 +208,9 @@ class _Rollout(_Target):
         )
         return number // divisor
 
-    def aggregation(self, names: Mapping[str, str]) -> str:
+    def aggregation(self) -> str:
         """Return the system's name of how the losses of tokens add up."""
+        names = _LOSSES[self.system]
         mode, known = self.config.loss_agg_mode, ", ".join(names)
         self.require(
             mode in names,
@@ -322,7 +319,7 @@ def _to_maxtext_rl(rollout: _Rollout) -> Exported:
         "max_target_length": config.max_prompt_length + config.max_response_length,
         "rl.num_generations": plan.samples_per_prompt,
         "rl.num_iterations": plan.policy.num_epochs,
-        "rl.loss_agg_mode": rollout.aggregation(_MAXTEXT_LOSSES),
+        "rl.loss_agg_mode": rollout.aggregation(),
     }
     keys |= {
         f"ici_{axis}_parallelism": size
@@ -376,7 +373,7 @@ def _to_verl(rollout: _Rollout) -> Exported:
         f"{actor}.ppo_mini_batch_size": rollout.mini(plan.policy_updates),
         f"{actor}.ppo_epochs": plan.policy.num_epochs,
         f"{actor}.use_kl_loss": config.enable_reference_policy,
-        f"{actor}.loss_agg_mode": rollout.aggregation(_VERL_LOSSES),
+        f"{actor}.loss_agg_mode": rollout.aggregation(),
         **passes(actor, plan.policy_updates),
         **parallel(actor, f"{actor}.fsdp_config"),
         "algorithm.adv_estimator": "grpo" if plan.critic is None else "gae",
@@ -414,7 +411,7 @@ def _to_skyrl(rollout: _Rollout) -> Exported:
         "trainer.update_epochs_per_batch": plan.policy.num_epochs,
         "trainer.epochs": config.num_epoch,
         "trainer.algorithm.use_kl_loss": config.enable_reference_policy,
-        "trainer.algorithm.loss_reduction": rollout.aggregation(_SKYRL_LOSSES),
+        "trainer.algorithm.loss_reduction": rollout.aggregation(),
         "generator.n_samples_per_prompt": plan.samples_per_prompt,
         "generator.eval_n_samples_per_prompt": plan.eval_samples_per_prompt,
     }
@@ -474,65 +471,10 @@ def _to_skyrl(rollout: _Rollout) -> Exported:
     return Exported(values=values, notes=notes)
 
 
-def _to_trlx(rollout: _Rollout) -> Exported:
-    plan, config = rollout.plan, rollout.config
-    d = plan.policy.data_parallel_size
-    rollout.require(
-        plan.samples_per_prompt == 1,
-        "rl.num_generations",
-        "PPO generates one response per prompt; set it to 1",
-    )
-    rollout.require(
-        plan.critic is None,
-        "enable_critic",
-        "its value head is part of the policy; set enable_critic=false",
-    )
-    rollout.require(
-        not rollout.megatron,
-        "ici_tensor_parallelism",
-        "under Accelerate, every process has the whole model",
-    )
-    rollout.aggregation(_TRLX_LOSSES)
-    rollout.require_replicas()
-    policy = plan.policy_updates
-    collected = rollout.whole(
-        plan.samples_per_step, d, "batch_size", "samples per process"
-    )
-    values: dict[str, Any] = {
-        "train.trainer": "AcceleratePPOTrainer",
-        "train.batch_size": rollout.whole(
-            policy.mini_batch_samples,
-            d,
-            "mini_batch_size",
-            "the mini batch per process",
-        ),
-        "train.minibatch_size": rollout.micro(policy),
-        "train.epochs": plan.num_steps,
-        "train.total_steps": plan.total_optimizer_steps,
-        "train.seq_length": config.max_prompt_length + config.max_response_length,
-        "method.name": "PPOConfig",
-        "method.num_rollouts": collected,
-        "method.chunk_size": rollout.whole(
-            plan.sequences_per_call, d, "rollout_micro_batch_size", "a call per process"
-        ),
-        "method.ppo_epochs": plan.policy.num_epochs,
-        "method.gen_kwargs.max_new_tokens": config.max_response_length,
-    }
-    rollout.whole(
-        collected,
-        values["method.chunk_size"],
-        "rollout_micro_batch_size",
-        "calls of the generator",
-    )
-    notes = (f"Start it with {d} processes: accelerate launch --num_processes {d}",)
-    return Exported(values=values, facts={"num_processes": d}, notes=notes)
-
-
 EXPORTS = {
     "maxtext_rl": _to_maxtext_rl,
     "verl": _to_verl,
     "skyrl": _to_skyrl,
-    "trlx": _to_trlx,
 }
 
 
@@ -549,8 +491,6 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
         "it cannot follow the measured noise; give a schedule",
     )
     exported = PLAN_EXPORTS[system](run)
-    if system not in SYSTEMS:
-        return exported
     # The ramp that the system would run must be that of the plan; notes name rows that
     # it reads and does not train on.
     job, notes = run.checked(exported), list(exported.notes)
@@ -639,9 +579,9 @@ class _Run(_Target):
                 f"it has no axis like {axis}={size}; set {key}=1",
             )
 
-    def notes(self, *, clocks: tuple[str, ...], scaling: str = "none") -> Iterator[str]:
+    def notes(self, *clocks: str) -> Iterator[str]:
         """Yield the hyperparameters that differ in a system whose learning rate counts
-        one of `clocks` and has a `scaling`.
+        one of `clocks` and is the same for every batch.
         """
         if not self.grows:
             return
@@ -651,16 +591,10 @@ class _Run(_Target):
                 f"The learning rate of {name} counts {clocks[0]}; that of the plan"
                 f" counts {plan.rate.clock}."
             )
-        rules = {
-            "none": "is the same for every batch",
-            "sqrt": "grows with the square root of the batch",
-        }
-        here = rules.get(plan.rate.batch_scaling, "grows with the batch")
-        here = "follows the cuts of Seesaw" if plan.seesaw else here
-        if here != rules[scaling]:
+        if plan.seesaw or plan.rate.batch_scaling != "none":
             yield (
-                f"The learning rate of {name} {rules[scaling]}; that of the plan"
-                f" {here}."
+                f"The learning rate of {name} is the same for every batch; that of the"
+                " plan changes with it."
             )
         if self.config.batch_rule[1].is_active:
             yield (
@@ -710,10 +644,15 @@ def _to_maxtext(run: _Run) -> Exported:
     values["per_device_batch_size"] = _per_device(
         run, last.global_batch_size, values["gradient_accumulation_steps"]
     )
-    notes = list(run.notes(clocks=("steps",)))
+    notes = list(run.notes("steps"))
     if ramp:
         values |= _maxtext_ramp(run)
-        notes += _maxtext_passes(run)
+        if passes > 1 and plan.splitter.num_stages == 1:
+            largest = last.global_batch_size // plan.splitter.data_parallel_size
+            notes.append(
+                "MaxText runs each of these batches in one pass, of up to"
+                f" {largest:,} samples per replica, where the plan has several."
+            )
     return Exported(
         values=values, facts={"num_devices": plan.num_devices}, notes=tuple(notes)
     )
@@ -767,29 +706,6 @@ def _maxtext_ramp(run: _Run) -> dict[str, Any]:
     }
 
 
-def _maxtext_passes(run: _Run) -> list[str]:
-    """Return the notes on a ramp whose plan has several passes, which MaxText runs in
-    one.
-    """
-    plan = run.plan
-    passes = plan.splits[-1].accumulation_steps
-    if passes < 2 or plan.splitter.num_stages > 1:
-        return []
-    start, second, final = *plan.ramp.sizes[:2], plan.ramp.sizes[-1]
-    largest = final // plan.splitter.data_parallel_size
-    sizes = {"": final, "_start": start, "_increment": second - start}
-    keys = " ".join(
-        f"per_device_batch_size{end}={to_yaml_number(Fraction(n, plan.num_devices * passes))}"
-        for end, n in sizes.items()
-    )
-    return [
-        f"MaxText runs each of these batches in one pass, of up to {largest:,} samples"
-        f" per replica; the plan's passes have {largest // passes:,}.",
-        "To keep them, start it with `python -m rampup.contrib.maxtext` and these keys:"
-        f" gradient_accumulation_steps={passes} {keys}",
-    ]
-
-
 def _to_megatron(run: _Run) -> Exported:
     """Return Megatron's arguments, with a step schedule in tokens, as its trainer
     passes the sequence length.
@@ -834,141 +750,23 @@ def _to_megatron(run: _Run) -> Exported:
     ]
     notes = [
         f"As arguments: {' '.join(words)}",
-        *run.notes(clocks=("samples", "steps")),
+        *run.notes("samples", "steps"),
     ]
     if run.grows:
-        older = _legacy_ramp(plan.ramp)
-        text = "has no step schedule, and its linear ramp cannot run these phases"
-        if older is not None:
-            numbers = (
-                f"{older.start} {older.increment} {older.samples} --global-batch-size"
-                f" {older.end}"
-            )
-            text = (
-                f"needs, instead of the step schedule, --rampup-batch-size {numbers}"
-                f" --train-samples {plan.consumed_samples}"
-            )
-        notes.append(f"Megatron-LM until April 2026 {text}.")
+        notes.append("Megatron-LM has the step schedule since April 2026.")
     return Exported(
         values=values, facts={"world_size": plan.num_devices}, notes=tuple(notes)
-    )
-
-
-def _legacy_ramp(ramp: BatchRamp) -> LinearRamp | None:
-    """Return the linear ramp with the same phases, or None. Its size k begins at the
-    first step at or past k shares.
-    """
-    start = ramp.sizes[0]
-    growth = ramp.sizes[1] - ramp.sizes[0]
-    count = len(ramp.phases) - 1
-    least, most = 0, ramp.ramp_samples
-    for before, phase in itertools.pairwise(ramp.phases):
-        k = phase.index
-        if phase.global_batch_size != start + k * growth:
-            return None
-        least = max(least, (phase.start_sample - before.global_batch_size) * count // k)
-        most = min(most, phase.start_sample * count // k)
-    found = LinearRamp(
-        start=start, increment=growth, end=ramp.sizes[-1], samples=max(most, 1)
-    )
-    return found if least < most and found.as_run() == _rows(ramp) else None
-
-
-def _to_levanter(run: _Run) -> Exported:
-    """Return Levanter's keys. Its schedule counts optimizer steps, as the phases do."""
-    plan, splitter = run.plan, run.plan.splitter
-    run.require_axes("tensor")
-    # Without microbatches of its own it takes every batch in one pass.
-    whole = all(split.accumulation_steps == 1 for split in plan.splits)
-    sizes: Any = [
-        {"start": phase.start_step, "value": phase.global_batch_size}
-        for phase in plan.ramp.phases
-    ]
-    values: dict[str, Any] = {
-        "trainer.train_batch_size": sizes if run.grows else plan.ramp.sizes[0],
-        "trainer.per_device_parallelism": -1 if whole else run.microbatch(),
-        "trainer.num_train_steps": plan.total_steps,
-        "train_seq_len": run.config.max_target_length,
-    }
-    if plan.axes.tensor > 1:
-        values["trainer.mesh.axes.model"] = plan.axes.tensor
-    notes = [
-        f"For {plan.num_devices:,} devices, {splitter.data_parallel_size:,} along the"
-        " axes of the batch."
-    ]
-    if run.grows:
-        notes.append(
-            f"Levanter compiles a step for each of the {len(set(plan.ramp.sizes)):,}"
-            " sizes."
-        )
-    if not whole:
-        notes.append(
-            "Its gradient is the mean over microbatches of their means, whatever the"
-            " number of tokens in each."
-        )
-    return Exported(values=values, notes=(*notes, *run.notes(clocks=("steps",))))
-
-
-def _to_olmo_core(run: _Run) -> Exported:
-    """Return OLMo-core's keys. It counts tokens, and changes the batch only by whole
-    factors and between whole batches.
-    """
-    plan, length = run.plan, run.config.max_target_length
-    run.require_axes("tensor", "context", "pipeline")
-    for _, size, phase, after in run.changes():
-        reason = (
-            f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or"
-            " divides the batch by a whole number"
-        )
-        run.require(
-            max(size, after) % min(size, after) == 0, "batch_size_schedule", reason
-        )
-        aligned = -(-phase.start_sample // after) * after
-        reason = f"{phase}, would begin later, at a multiple of its batch of {after:,}"
-        reason = f"{reason}; give it the threshold of {aligned:,} samples"
-        run.require(
-            after < size or phase.start_sample == aligned, "batch_size_schedule", reason
-        )
-    sizes = [phase.global_batch_size * length for phase in plan.ramp.phases]
-    values: dict[str, Any] = {
-        "data_loader.global_batch_size": sizes[0],
-        "train_module.rank_microbatch_size": run.microbatch() * length,
-        "train_module.max_sequence_length": length,
-        "trainer.max_duration": {"value": plan.total_steps, "unit": "steps"},
-    }
-    for axis, name in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
-        if (degree := getattr(plan.axes, axis)) > 1:
-            values[f"train_module.{name}_config.degree"] = degree
-    notes = [
-        f"For {plan.num_devices:,} devices, {plan.splitter.data_parallel_size:,}"
-        " data-parallel ranks. Sizes are tokens."
-    ]
-    if run.grows:
-        callback = "trainer.callbacks.batch_size_scheduler"
-        values[f"{callback}.batch_sizes"] = sizes
-        values[f"{callback}.schedule"] = [
-            {"value": phase.start_step, "unit": "steps"} for phase in plan.ramp.phases
-        ]
-        notes.append(
-            "BatchSizeSchedulerCallback takes Duration.steps(value). The phases hold"
-            " within the first epoch."
-        )
-    return Exported(
-        values=values,
-        notes=(*notes, *run.notes(clocks=("steps", "tokens"), scaling="sqrt")),
     )
 
 
 PLAN_EXPORTS = {
     "maxtext": _to_maxtext,
     "megatron": _to_megatron,
-    "levanter": _to_levanter,
-    "olmo_core": _to_olmo_core,
 }
-NAMES = {"maxtext_rl": "MaxText RL", "verl": "veRL", "skyrl": "SkyRL", "trlx": "trlX"}
-NAMES |= {
+NAMES = {
     "maxtext": "MaxText",
+    "maxtext_rl": "MaxText RL",
     "megatron": "Megatron-LM",
-    "levanter": "Levanter",
-    "olmo_core": "OLMo-core",
+    "skyrl": "SkyRL",
+    "verl": "veRL",
 }

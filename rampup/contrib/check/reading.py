@@ -119,6 +119,8 @@ class Reading:
     # whether its program is none of the system's own, and the user has said that it
     # follows the rules
     is_fork: bool = False
+    # The files that were read for it: scripts that it starts, and base files.
+    files: frozenset[str] = frozenset()
 
     def written(self, *signs: str) -> set[str]:
         """Return the keys that the command writes with one of Hydra's signs."""
@@ -169,6 +171,7 @@ class Settings:
         str, ...
     ] = ()  # versions of the system that are possible beside the one of the rules
     notes: tuple[str, ...] = ()  # remarks of the reader
+    files: frozenset[str] = frozenset()  # as in `Reading`
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -287,7 +290,11 @@ def type_settings(
     ]
     others = {name: value for name, value in located.items() if name not in entries}
     return Settings(
-        values=values, given=frozenset(known), others=others, notes=tuple(notes)
+        values=values,
+        given=frozenset(known),
+        others=others,
+        notes=tuple(notes),
+        files=reading.files | {place.path for place in reading.leaves.values()},
     )
 
 
@@ -679,7 +686,12 @@ def _read_commands(
         if name not in given and re.search(rf"\$\{{?{re.escape(name)}\b", whole)
     ]
     notes = [f"of this shell's environment: {', '.join(seen)}."] if seen else []
-    return dataclasses.replace(reading, overrides=kept, notes=(*reading.notes, *notes))
+    return dataclasses.replace(
+        reading,
+        overrides=kept,
+        notes=(*reading.notes, *notes),
+        files=frozenset(started),
+    )
 
 
 def option(command: Command | None, *names: str) -> str | None:
@@ -1057,6 +1069,7 @@ def read_hydra(
     reading = dataclasses.replace(
         reading,
         leaves=bases.beside | own,
+        files=reading.files | {place.path for place in bases.beside.values()},
         recognized=reading.recognized or bool(bases.named),
     )
     version = choose_version(reading, bases.beside)

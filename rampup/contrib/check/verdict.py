@@ -67,6 +67,7 @@ class Verdict:
     notes: tuple[str, ...] = ()  # settings that are legal but surprising
     version: str = ""  # the version of the system whose rules these are
     summary: str = ""  # the numbers of a step in one line
+    files: frozenset[str] = frozenset()  # those that were read for it, as named
     derived: Mapping[str, Any] = field(
         default_factory=dict
     )  # such as `samples_per_step` and `optimizer_steps`
@@ -98,11 +99,6 @@ class Verdict:
     def ok(self) -> bool:
         """True if the file breaks no rule."""
         return not self.violations
-
-    def _repr_html_(self) -> str:
-        from rampup.contrib.check.page import verdict_html
-
-        return verdict_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as `rampup check --json` prints it."""

@@ -9,14 +9,12 @@ import itertools
 import json
 import math
 import random
-import types
 
 import pytest
 import yaml
-from helpers.dialect_files import verdict
 from helpers.oracle import linear_steps
 
-from rampup import Config, RampupBatchManager, build_plan
+from rampup import Config, build_plan
 from rampup.cli import main
 from rampup.contrib.check import check_command, check_file
 from rampup.contrib.check.export import (
@@ -196,7 +194,6 @@ def test_exported_keys_of_verl_also_work_as_a_command():
             "mini_batch_size",
             "updates once per pass over the samples",
         ),
-        ({}, "trlx", "rl.num_generations", "one response per prompt; set it to 1"),
         (
             {"enable_critic": True, "critic_num_iterations": 3},
             "skyrl",
@@ -209,7 +206,7 @@ def test_exported_keys_of_verl_also_work_as_a_command():
             "rl.loss_agg_mode",
             "but by token-mean, seq-mean-token-mean",
         ),
-        ({}, "ray", "export", "must be one of maxtext_rl, verl, skyrl, trlx"),
+        ({}, "ray", "export", "must be one of maxtext_rl, verl, skyrl$"),
     ],
 )
 def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
@@ -256,7 +253,7 @@ def test_loss_aggregation_has_the_name_of_the_system(system, number):
     ("file", "devices", "system", "key", "value"),
     [
         ("rl", "16", "verl", "data.train_batch_size", 32),
-        ("base", "4", "levanter", "trainer.num_train_steps", Config().steps),
+        ("base", "4", "maxtext", "steps", Config().steps),
     ],
 )
 def test_plan_prints_or_writes_the_exported_file(
@@ -350,28 +347,6 @@ def random_plan(rng):
             continue
 
 
-def levanter_sizes(values, plan):
-    """Yield the batches as Levanter does: the value of the last entry that has begun;
-    its check divides each of them.
-    """
-    schedule, parallel = (
-        values["trainer.train_batch_size"],
-        values["trainer.per_device_parallelism"],
-    )
-    schedule = (
-        [{"start": 0, "value": schedule}] if isinstance(schedule, int) else schedule
-    )
-    assert all(
-        parallel == -1
-        or entry["value"] % (parallel * plan.axes.data_parallel_size) == 0
-        for entry in schedule
-    )
-    for step in itertools.count():
-        yield next(
-            entry["value"] for entry in reversed(schedule) if step >= entry["start"]
-        )
-
-
 def megatron_sizes(values, plan):
     """Yield the batches as Megatron does: thresholds of tokens through a float, then
     whole samples, then the samples so far.
@@ -394,41 +369,6 @@ def megatron_sizes(values, plan):
         yield size
 
 
-def olmo_core_sizes(values, plan):
-    """Yield the batches, in samples, as OLMo-core does: an increase waits until the
-    batches so far fill whole new ones.
-    """
-    size, batches = values["data_loader.global_batch_size"], 0
-    sizes = values.get("trainer.callbacks.batch_size_scheduler.batch_sizes", [size])
-    starts = [
-        event["value"]
-        for event in values.get(
-            "trainer.callbacks.batch_size_scheduler.schedule", [{"value": 0}]
-        )
-    ]
-    for step in itertools.count():
-        target = next(
-            target
-            for target, start in reversed(list(zip(sizes, starts, strict=True)))
-            if step >= start
-        )
-        assert max(target, size) % min(target, size) == 0
-        if target < size:
-            size, batches = target, batches * (size // target)
-        elif batches % (target // size) == 0:
-            size, batches = target, batches // (target // size)
-        assert (
-            size
-            % (
-                values["train_module.rank_microbatch_size"]
-                * plan.axes.data_parallel_size
-            )
-            == 0
-        )
-        batches += 1
-        yield size // values["train_module.max_sequence_length"]
-
-
 def maxtext_sizes(values, plan):
     """Yield the batches as MaxText does: sizes truncated from sizes per device, every
     phase counted from zero.
@@ -447,9 +387,7 @@ def maxtext_sizes(values, plan):
 
 
 SIZES = {
-    "levanter": levanter_sizes,
     "megatron": megatron_sizes,
-    "olmo_core": olmo_core_sizes,
     "maxtext": maxtext_sizes,
 }
 
@@ -459,7 +397,7 @@ SIZES = {
     [
         (60, tuple(PLAN_EXPORTS)),
         pytest.param(1000, tuple(PLAN_EXPORTS), marks=pytest.mark.slow),
-        pytest.param(10_000, ("levanter",), marks=pytest.mark.slow),
+        pytest.param(10_000, ("megatron",), marks=pytest.mark.slow),
     ],
 )
 def test_every_system_runs_the_batches_of_random_plans(num_plans, systems):
@@ -484,55 +422,6 @@ def test_every_system_runs_the_batches_of_random_plans(num_plans, systems):
     assert all(done[system] > num_plans / 10 for system in systems), done
 
 
-def test_keys_for_the_adapter_of_maxtext_are_the_same_ramp():
-    """The note for `rampup.contrib.maxtext` keeps the passes: the manager that
-    counts them returns the plan's sizes.
-    """
-    config = Config(enable_rampup_batch_size=True)
-    plan = build_plan(config, 4)
-    exported = export_plan(config, plan, "maxtext")
-    words = (
-        next(note for note in exported.notes if "contrib.maxtext" in note)
-        .partition("these keys: ")[2]
-        .split()
-    )
-    keys = dict(exported.values) | {
-        key: float(value) for key, _, value in (word.partition("=") for word in words)
-    }
-    keys["gradient_accumulation_steps"] = int(keys["gradient_accumulation_steps"])
-    manager = RampupBatchManager(types.SimpleNamespace(**keys, num_target_devices=4))
-    assert manager.ramp == plan.ramp
-    assert (
-        keys["per_device_batch_size"] * 4
-        == plan.splits[-1].microbatch_size * plan.axes.data_parallel_size
-    )
-
-
-def test_megatron_also_gets_its_older_ramp():
-    """A linear ramp has the arguments of releases before the step schedule, which
-    `check` reads as the same phases.
-    """
-    config = Config(enable_rampup_batch_size=True, rampup_carry_overshoot=True)
-    plan = build_plan(config, 4)
-    note = next(
-        note
-        for note in export_plan(config, plan, "megatron").notes
-        if "--rampup-batch-size" in note
-    )
-    words = note.removesuffix(".").partition("--rampup-batch-size ")[2].split()
-    keys = {
-        "rampup_batch_size": " ".join(words[:3]),
-        "global_batch_size": int(words[4]),
-        "micro_batch_size": 4,
-    }
-    found = verdict("megatron", keys, "world_size=4")
-    phases = [
-        [phase.start_step, phase.global_batch_size, phase.start_sample]
-        for phase in plan.ramp.phases
-    ]
-    assert found.derived["ramp_phases"] == phases
-
-
 def test_notes_say_what_the_system_does_otherwise():
     """The learning rate's clock and its rule, the constants of AdamW, and the rows that
     MaxText drops.
@@ -545,31 +434,16 @@ def test_notes_say_what_the_system_does_otherwise():
     plan = build_plan(config, 2)
     notes = {
         system: " ".join(export_plan(config, plan, system).notes)
-        for system in ("maxtext", "megatron", "levanter")
+        for system in ("maxtext", "megatron")
     }
     assert "counts steps; that of the plan counts samples" in notes["maxtext"]
-    assert (
-        "counts"
-        not in notes["megatron"]
-        .partition("Megatron-LM until")[0]
-        .partition("As arguments")[0]
-    )
+    assert "that of the plan counts" not in notes["megatron"]
     assert all(
-        "that of the plan grows with the square root of the batch" in note
+        "is the same for every batch; that of the plan changes" in note
         for note in notes.values()
     )
-    assert "AdamW's constants follow the batch" in notes["levanter"]
+    assert "AdamW's constants follow the batch" in notes["megatron"]
     assert "rows at the end of the ramp" in notes["maxtext"]
-    doubled = Config(
-        batch_size_schedule="0:8 80:16",
-        learning_rate_batch_scaling="sqrt",
-        learning_rate_clock="steps",
-    )
-    assert not [
-        note
-        for note in export_plan(doubled, build_plan(doubled, 2), "olmo_core").notes
-        if "learning rate" in note
-    ]
 
 
 @pytest.mark.parametrize(
@@ -593,19 +467,7 @@ def test_notes_say_what_the_system_does_otherwise():
             "batch_size_schedule",
             "phase 2, from sample 160, shrinks from 16 to 8",
         ),
-        (
-            "0:8 96:24 240:32",
-            "olmo_core",
-            "batch_size_schedule",
-            "from 24 to 32 samples, but it multiplies",
-        ),
-        (
-            "0:8 88:16",
-            "olmo_core",
-            "batch_size_schedule",
-            "give it the threshold of 96 samples",
-        ),
-        ("auto", "levanter", "batch_size_schedule", "cannot follow the measured noise"),
+        ("auto", "megatron", "batch_size_schedule", "cannot follow the measured noise"),
         (
             {"rampup_microbatch": "per_phase"},
             "megatron",
@@ -613,18 +475,12 @@ def test_notes_say_what_the_system_does_otherwise():
             "set rampup_microbatch=fixed",
         ),
         (
-            {"ici_pipeline_parallelism": 2},
-            "levanter",
-            "ici_pipeline_parallelism",
-            "no axis like pipeline=2",
-        ),
-        (
             {"per_device_batch_size": "8/3", "ici_tensor_parallelism": 3},
             "maxtext",
             "per_device_batch_size",
             "be a decimal",
         ),
-        ({}, "verl", "export", "must be one of maxtext, megatron, levanter, olmo_core"),
+        ({}, "verl", "export", "must be one of maxtext, megatron$"),
     ],
 )
 def test_a_plan_that_a_system_cannot_run_is_refused(keys, system, key, words):
