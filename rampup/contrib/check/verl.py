@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,21 +44,7 @@ from rampup.contrib.check.rollout import (
     dropped_prompts,
     group_note,
 )
-from rampup.contrib.check.rules import (
-    Dialect,
-    Rule,
-    apply_if,
-    at_least,
-    equal,
-    multiple,
-    positive,
-    rows_by_run,
-    table,
-    usable,
-)
-from rampup.contrib.check.rules import (
-    OldSide as Side,
-)
+from rampup.contrib.check.rules import Dialect, Ruling, found_by_run
 from rampup.contrib.check.verdict import Term, counted, product, rounded_down
 from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ConfigError, RampupError
@@ -130,11 +116,6 @@ FILTER = "algorithm.filter_groups.enable"
 REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 LOSS = f"{ACTOR}.loss_agg_mode"
 SUM = "token-sum"
-# Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
-ASYNC = "async_training."
-ASYNC_BATCHES, ASYNC_SYNC = (
-    f"{ASYNC}{name}" for name in ("require_batches", "trigger_parameter_sync_step")
-)
 DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
 ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
@@ -174,7 +155,6 @@ NEWEST = 9
 KEYS = load_entries("verl")
 # The base files that programs start from if no `--config-name` names another.
 PROGRAMS = {
-    "fully_async_main": "fully_async_ppo_trainer",
     "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "main_dapo": "dapo_trainer",
     "main_entropy": "entropy_trainer",
@@ -195,6 +175,7 @@ LAUNCH = Launch(
     ),
     others=re.compile(
         r"sft_trainer\w*|main_(?:generation|eval|gkd|spin)\w*|model_merger"
+        r"|fully_async_main"
     ),
     example="python3 -m verl.trainer.main_ppo key=value",
     entries=KEYS,
@@ -424,14 +405,17 @@ def _short(file: Path) -> str:
     return "/".join(file.parts[-3:])
 
 
+_LOSSES = (
+    "token-mean",
+    *(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm")),
+)
 CRITIC_BUDGET = (
     32_768  # tokens of the critic's passes since 0.8, whatever the file says
 )
 COUNTS = (
-    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC, SYNC_STEP),
+    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, SYNC_STEP),
     *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], OLD_SEQUENCE["ref"], SEQUENCE["ref"]),
     *(*MEGATRON["actor"], *MEGATRON["ref"], *ROLLOUT_SIZES, WORKERS),
-    *(DEVICES, "trainer.nnodes"),
 )
 STATIC_COUNTS = tuple(
     keys[kind] for kind in ("actor", "rollout", "ref") for keys in (OLD_MICROS, MICROS)
@@ -444,6 +428,8 @@ CRITIC_COUNTS = (
 
 class VerlJob(RolloutJob):
     """A veRL file's numbers, by veRL's own formulas."""
+
+    system = "verl"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -477,19 +463,14 @@ class VerlJob(RolloutJob):
         self.models = ["actor"]
         self.models += ["critic"] if self.has_critic else []
         self.models += ["ref"] if kl or self.of.early else []
-        # The fully asynchronous trainer builds on the older one and does not call
-        # veRL's check. Other trainers borrow some of its keys, such as partial_rollout.
-        given = any(self[key] is not None for key in (ASYNC_BATCHES, ASYNC_SYNC))
-        borrows = any(key.startswith(ASYNC) for key in self.settings.others)
-        self.fully_async = given or (self[TRAIN] == 0 and borrows)
         # The newer trainer, which pads.
-        self.v1: bool = self["trainer.use_v1"] and not self.fully_async
+        self.v1: bool = self["trainer.use_v1"]
         self.v1 = self.v1 and not self.of.old_workers
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
         self.sync_step: int = self[SYNC_STEP] if self.mode == "separate_async" else 1
         # Whether processes generate, each an equal share of the samples.
-        self.has_agents = not (self.v1 or self.fully_async or self.of.old_workers)
+        self.has_agents = not (self.v1 or self.of.old_workers)
         # Whether the check looks at the samples of a step.
         self.checks_step = self.of.old_workers or not self.dynamic["actor"]
 
@@ -533,6 +514,7 @@ class VerlJob(RolloutJob):
         # sizes.
         read = self[f"{ACTOR}.strategy"]
         self.checked_as_megatron = actor == "megatron" and read in (None, "megatron")
+        self.checks_megatron = self.checked_as_megatron and self.checks_step
 
     def is_fsdp(self, model: str) -> bool:
         """Return whether FSDP runs a model."""
@@ -545,7 +527,7 @@ class VerlJob(RolloutJob):
         self.devices: int = self[DEVICES] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
         own = (self[ROLLOUT_NODES], self[ROLLOUT_DEVICES])
-        if self.fully_async or own != (None, None):
+        if own != (None, None):
             nodes, each = self._or(ROLLOUT_NODES, 1), self._or(ROLLOUT_DEVICES, 8)
             self.rollout_devices = nodes * each
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
@@ -571,7 +553,7 @@ class VerlJob(RolloutJob):
             model: self.devices // max(size, 1)
             for model, size in self.model_sizes.items()
         }
-        has_counts = not any(rule.is_broken(self) for rule in POSITIVE)
+        has_counts = all(rule.holds for rule in _counts(self))
         has_replicas = all(self.replicas[model] >= 1 for model in self.models)
         self.usable = has_counts and has_replicas
 
@@ -579,12 +561,9 @@ class VerlJob(RolloutJob):
         """Count the prompts and samples of a step, with padding."""
         self.samples_per_prompt: int = self[RESPONSES]
         # The older trainer's data loader returns gen_batch_size prompts if that is set.
-        # DAPO's generates until train_batch_size prompts are left, and the asynchronous
-        # one waits for some mini batches.
+        # DAPO's generates until train_batch_size prompts are left.
         self.prompts: int = self[TRAIN]
-        if self.fully_async:
-            self.prompts = self._or(ASYNC_BATCHES, 1) * self[MINI]
-        elif not self.v1 and not self[FILTER]:
+        if not self.v1 and not self[FILTER]:
             self.prompts = self._or(GEN, self[TRAIN])
         # The newer trainer fetches prompts one by one where the number that it needs is
         # not known before.
@@ -632,11 +611,7 @@ class VerlJob(RolloutJob):
             share = self.policy.share
             whole = share // self.micro
             self.passes = -(-share // self.micro) if self.of.old_workers else whole
-        # The data loader of fully asynchronous training gives prompts one by one: only
-        # the end of the run is dropped.
-        self.read_data(
-            self["trainer.total_epochs"], joined=self.fully_async, most=self[LAST]
-        )
+        self.read_data(self["trainer.total_epochs"], most=self[LAST])
 
     def _train(
         self, name: str, mini: int, micro: int | None, tokens: int | None, epochs: int
@@ -746,9 +721,6 @@ class VerlJob(RolloutJob):
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     actor, share = job.policy, job.step_share()
     prompts = TRAIN if job.prompts == job[TRAIN] else GEN
-    if job.fully_async:
-        batches = job.num_mini_batches(actor)
-        prompts = f"{MINI} * require_batches = {actor.mini_batch:,} * {batches:,}"
     yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
     shared = f"{job.model_sizes['actor']:,} that share a sample"
     yield (
@@ -783,7 +755,8 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
 
 def _outcome(job: VerlJob) -> str:
     """Return what a run does, in a few words."""
-    if broken := [rule.name.partition(".")[2] for rule in RULES if rule.is_broken(job)]:
+    broken = [rule.name.partition(".")[2] for rule in _rules(job) if not rule.holds]
+    if broken:
         return f"{', '.join(broken[:2])} broken"
     updates = counted(job.updates(job.policy), "update")
     said = f"{counted(job.samples, 'sample')}, {updates} of {job.policy.mini_samples:,}"
@@ -914,16 +887,6 @@ def _device_notes(job: VerlJob) -> Iterator[str]:
 def _data_notes(job: VerlJob) -> Iterator[str]:
     """Yield where the prompts of a step come from, if not from the data loader."""
     generated, wanted = job[GEN], job[TRAIN]
-    if job.fully_async:
-        batches = counted(job.num_mini_batches(job.policy), "mini batch")
-        yield (
-            "fully asynchronous training, which does not call veRL's check: a step"
-            f" takes {ASYNC_BATCHES} = {batches} from the queue of generated samples,"
-            f" and the generator gets new weights every"
-            f" {counted(job[ASYNC_SYNC] or 4, 'step')}, so samples may be older than"
-            " that."
-        )
-        return
     yield from dropped_prompts(job)
     if job.fetches_one and generated not in (None, 1):
         why = FILTER if job[FILTER] else REFILL
@@ -989,591 +952,375 @@ def _notes(job: VerlJob) -> Iterator[str]:
     yield "the learning rate advances once per training step, not per optimizer step."
 
 
-Rules = list[Rule[VerlJob]]
-Condition = Callable[[VerlJob], bool]
-_DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
+def _counts(job: VerlJob) -> Iterator[Ruling]:
+    """Yield the rules that all counts are positive, without which there are no
+    numbers.
+    """
+    empty = "the run divides by it or stays empty"
+    yield from job.positive([TRAIN], empty, found_by="run")
+    # The check looks at these.
+    yield from job.positive(("trainer.nnodes", DEVICES), empty)
+    yield from job.positive(COUNTS, empty, found_by="run")
+    if job.is_static("actor"):
+        yield from job.positive(STATIC_COUNTS, "the run divides by it", found_by="run")
+    if job.has_critic:
+        yield from job.positive(CRITIC_COUNTS, "the critic needs it", found_by="run")
 
 
-def _replicas(model: str) -> Side[VerlJob]:
-    return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
+def _rules(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what veRL's check, the classes of its settings, and its run ask."""
+    yield from _counts(job)
+    run = ("num_prompts", "trainer.total_epochs", LAST)
+    yield from job.positive(run, "nothing would be trained", found_by="run")
+    yield from found_by_run(_model_starts(job))
+    if not job.usable:
+        return
+    yield from _check_step(job)
+    for name in ("actor", "critic"):
+        yield from _check_model(job, name)
+    yield from _check_settings(job)
+    yield from found_by_run(_run_models(job))
+    yield from found_by_run(_run_step(job))
 
 
-def _model_size(model: str) -> Side[VerlJob]:
-    return (
-        f"the {model}'s tensor * pipeline * context parallel size = {{:,}}",
-        lambda job: job.model_sizes[model],
-    )
+def _devices(job: VerlJob) -> Term:
+    return Term(f"the {job.devices:,} devices", job.devices)
 
 
-def _checks_megatron(job: VerlJob) -> bool:
-    return job.checked_as_megatron and job.checks_step and not job.fully_async
+def _replicas(job: VerlJob, model: str) -> Term:
+    count = job.replicas[model]
+    return Term(f"the {model}'s {count:,} replicas", count)
 
 
-def _model_starts(model: str) -> Rules:
-    """Return the rules that a model has a replica, and Megatron full ones, which the
+def _model_size(job: VerlJob, model: str) -> Term:
+    size = job.model_sizes[model]
+    text = f"the {model}'s tensor * pipeline * context parallel size = {size:,}"
+    return Term(text, size)
+
+
+def _model_starts(job: VerlJob) -> Iterator[Ruling]:
+    """Yield the rules that a model has a replica, and Megatron full ones, which the
     check tests of an actor alone.
     """
-
-    def finds_megatron(job: VerlJob) -> bool:
-        is_checked = model == "actor" and _checks_megatron(job)
-        return not job.is_fsdp(model) and not is_checked
-
-    return apply_if(
-        lambda job: model in job.models,
-        [
-            at_least(
-                f"verl.{model}_has_a_replica",
+    for model in job.models:
+        size = job.model_sizes[model]
+        if job.is_fsdp(model):
+            yield job.at_least(
+                f"{model}_has_a_replica",
                 (DEVICES, SEQUENCE[model]),
-                (f"{model}: the {{:,}} devices", lambda job: job.devices),
-                ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
-                when=lambda job: job.is_fsdp(model),
-                note=": there is no replica",
-                found_by="run",
-            ),
-            multiple(
-                f"verl.megatron_starts_{model}",
-                (DEVICES,),
-                _DEVICES,
-                _model_size(model),
-                when=finds_megatron,
-                found_by="run",
-            ),
-        ],
-    )
+                Term(f"{model}: the {job.devices:,} devices", job.devices),
+                Term(f"the {size:,} that share a sample", size),
+                ": there is no replica",
+            )
+        elif model != "actor" or not job.checks_megatron:
+            name, size_of = f"megatron_starts_{model}", _model_size(job, model)
+            yield job.multiple(name, [DEVICES], _devices(job), size_of)
 
 
-def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
-    """Return the rules that exactly one of a deprecated micro size and its successor is
-    set; `total` are the samples that its passes divide.
-    """
-    old, new = OLD_MICROS[kind], MICROS[kind]
-
-    def value(job: VerlJob) -> Any:
-        # The critic's size is the deprecated key by default, so that one is of no use.
-        follows = kind == "critic" and not job.of.old_workers
-        return job[new] or (job[old] if follows else None)
-
-    def start(job: VerlJob) -> list[int]:
-        # The largest divisor up to 8 is a good start.
-        sizes = divisors(total(job))
-        return [*(n for n in sizes[::-1] if n <= 8), *(n for n in sizes if n > 8)]
-
-    return apply_if(
-        lambda job: job.is_static(kind),
-        [
-            Rule(
-                name=f"verl.{kind}_micro_given",
-                keys=(new,),
-                holds=lambda job: job[old] is not None or value(job) is not None,
-                message=lambda job: (
-                    f"{new} must be set (or a token budget used, {DYNAMIC})"
-                ),
-                candidates=start,
-            ),
-            Rule(
-                name=f"verl.{kind}_micro_given_once",
-                keys=(old, new),
-                holds=lambda job: job[old] is None or value(job) is None,
-                message=lambda job: (
-                    f"{old}={job[old]:,} and {new}={value(job):,} must not both be set;"
-                    " the first is deprecated"
-                ),
-                candidates=lambda job: [None],
-            ),
-        ],
-    )
-
-
-def _checked_model(name: str) -> Rules:
-    """Return what the check asks of the actor or the critic. A deprecated micro size
-    counts the samples of the whole job.
-    """
-    prefix = "" if name == "actor" else "critic_"
-    micro, sequence = OLD_MICROS[name], OLD_SEQUENCE[name]
-    packing = PACKING[name]
-    mini: Side[VerlJob] = (
-        f"{MINIS[name]}={{:,}}",
-        lambda job: job.trained[name].mini_batch,
-    )
-
-    def given(job: VerlJob) -> bool:
-        return job.is_static(name) and job[micro] is not None
-
-    def reached(job: VerlJob) -> Term:
-        shares = job[sequence] if job.is_fsdp(name) else 1
-        return product({micro: job[micro], sequence: shares})
-
-    def packs(job: VerlJob) -> bool:  # until 0.4 only with the strategy `fsdp` itself
-        reads = name == "actor" or (job.of.old_workers and job.has_critic)
-        is_newer = job.is_fsdp(name) and not job.of.old_workers
-        return (
-            reads and job[sequence] > 1 and (is_newer or job.strategies[name] == "fsdp")
+def _check_step(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what the check asks of a step. A token budget skips most of it."""
+    if job.checks_megatron:
+        keys, size = (DEVICES, MEGATRON["actor"][0]), _model_size(job, "actor")
+        yield job.multiple("megatron_divides_devices", keys, _devices(job), size)
+    if job.checks_step:
+        sizes = {TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}
+        text = "the replicas times the micro batch size"
+        if job.is_fsdp("actor"):
+            text = "the devices"
+        if job.is_fsdp("actor") and job.replicas["actor"] != job.devices:
+            text += (
+                " (the run itself would need only the"
+                f" {job.replicas['actor']:,} replicas: the check ignores that devices"
+                " share a sequence)"
+            )
+        least = job.minimal_batch or 0
+        yield job.multiple(
+            "samples_fill_minimal_batch",
+            (TRAIN, RESPONSES),
+            product(sizes, "samples"),
+            Term(f"{least:,}, {text}", least),
         )
 
-    return [
-        at_least(
-            f"verl.{prefix}mini_at_most_train",
-            (MINIS[name], TRAIN),
-            TRAIN,
-            mini,
-            when=lambda job: job.is_static(name) and not job.of.early,
-            note="; both count prompts",
-        ),
-        multiple(
-            f"verl.{name}_old_micro_divides_mini",
-            (micro, MINIS[name]),
-            mini,
-            micro,
-            when=given,
-        ),
-        at_least(
-            f"verl.{name}_old_micro_reaches_every_device",
-            (micro, sequence),
-            reached,
-            _DEVICES,
-            when=lambda job: given(job) and (name == "actor" or job.is_fsdp(name)),
-        ),
-        Rule(
-            name=f"verl.{prefix}sequence_parallel_needs_packing",
-            keys=(packing, sequence),
-            when=packs,
-            holds=lambda job: job[packing],
-            message=lambda job: f"{sequence}={job[sequence]:,} needs {packing}=true",
-            candidates=lambda job: [True],
-        ),
-    ]
+
+def _check_model(job: VerlJob, name: str) -> Iterator[Ruling]:
+    """Yield what the check asks of the actor or the critic. A deprecated micro size
+    counts the samples of the whole job.
+    """
+    old, sequence, packing = OLD_MICROS[name], OLD_SEQUENCE[name], PACKING[name]
+    prefix = "" if name == "actor" else "critic_"
+    if job.is_static(name):
+        size = job.trained[name].mini_batch
+        mini = Term(f"{MINIS[name]}={size:,}", size)
+        if not job.of.early:
+            keys, note = (MINIS[name], TRAIN), "; both count prompts"
+            yield job.at_least(f"{prefix}mini_at_most_train", keys, TRAIN, mini, note)
+        if job[old] is not None:
+            keys = (old, MINIS[name])
+            yield job.multiple(f"{name}_old_micro_divides_mini", keys, mini, old)
+        if job[old] is not None and (name == "actor" or job.is_fsdp(name)):
+            shares = job[sequence] if job.is_fsdp(name) else 1
+            reached = product({old: job[old], sequence: shares})
+            rule = f"{name}_old_micro_reaches_every_device"
+            yield job.at_least(rule, (old, sequence), reached, _devices(job))
+    # Until 0.4 it is read only with the strategy `fsdp` itself.
+    reads = job.is_fsdp(name) and name == "actor"
+    if job.of.old_workers:
+        reads = job.strategies[name] == "fsdp" and name in job.models
+    if reads and job[sequence] > 1 and not job[packing]:
+        yield job.broken(
+            f"{prefix}sequence_parallel_needs_packing",
+            (packing, sequence),
+            f"{sequence}={job[sequence]:,} needs {packing}=true",
+            candidates=[True],
+        )
 
 
-def _minimal_batch(job: VerlJob) -> Term:
-    text = "the replicas times the micro batch size"
-    if job.is_fsdp("actor"):
-        text = "the devices"
-        if job.replicas["actor"] != job.devices:
-            text += (
-                f" (the run itself would need only the {job.replicas['actor']:,}"
-                " replicas: the check ignores that devices share a sequence)"
-            )
-    return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
+def _check_settings(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what the classes of veRL's settings check."""
+    yield from _strategy_fits(job, "actor")
+    if keys := job.foreign_keys():
+        yield job.broken(
+            "keys_fit_engine",
+            ["model_engine"],
+            f"{' and '.join(keys[:2])} must not be set with"
+            f" model_engine={job['model_engine']}, whose configuration has no such keys",
+            candidates=ENGINES,
+        )
+    for kind in MICROS:
+        if job.is_static(kind):
+            yield from _one_of_two(job, kind)
+    losses = [*_LOSSES]
+    if not job.of.old_workers:
+        losses.append(SUM)
+    if job[LOSS] not in losses:
+        said = f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}"
+        yield job.broken("loss_is_known", [LOSS], said, candidates=_LOSSES)
+    if job.unknown_keys:
+        yield job.broken(
+            "known_keys",
+            [TRAIN],
+            f"{', '.join(job.unknown_keys[:4])} must be written with `+`, or left out:"
+            f" no base file of veRL {job[WORD]} has it. A fork with keys of its own:"
+            " give one on rampup's command line",
+            candidates=None,
+        )
 
 
-def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
-    """Return the rule that a strategy is one of the engine's; the check finds only the
+def _strategy_fits(job: VerlJob, name: str) -> Iterator[Ruling]:
+    """Yield the rule that a strategy is one of the engine's; the check finds only the
     actor's, with a static batch.
     """
     key = f"{PREFIXES[name]}.strategy"
-
-    def applies(job: VerlJob) -> bool:
-        is_read = name == "actor" and job.is_static(name) and not job.fully_async
-        return name in job.models and checked == is_read
-
-    return Rule(
-        name=f"verl.{name}_strategy_fits_engine",
-        keys=("model_engine", key),
-        when=applies,
-        holds=lambda job: not job.is_foreign(key),
-        message=lambda job: (
+    if name in job.models and job.is_foreign(key):
+        is_checked = name == "actor" and job.is_static(name)
+        yield job.broken(
+            f"{name}_strategy_fits_engine",
+            ("model_engine", key),
             f"{key}={job[key]} is not a backend of model_engine={job['model_engine']},"
-            " whose configuration has none of its sizes"
-        ),
-        candidates=lambda job: ["megatron"],
-        found_by="validator" if checked else "run",
-    )
+            " whose configuration has none of its sizes",
+            candidates=["megatron"],
+            found_by="validator" if is_checked else "run",
+        )
 
 
-# veRL's own check. A token budget skips most of it.
-_CHECK: Rules = apply_if(
-    lambda job: not job.fully_async,
-    [
-        multiple(
-            "verl.megatron_divides_devices",
-            (DEVICES, MEGATRON["actor"][0]),
-            _DEVICES,
-            _model_size("actor"),
-            when=_checks_megatron,
-        ),
-        multiple(
-            "verl.samples_fill_minimal_batch",
-            (TRAIN, RESPONSES),
-            lambda job: product(
-                {TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"
-            ),
-            _minimal_batch,
-            when=lambda job: job.checks_step,
-        ),
-        *_checked_model("actor"),
-        *_checked_model("critic"),
-    ],
-)
-_LOSSES = (
-    "token-mean",
-    *(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm")),
-)
-# The classes of veRL's settings check these, so they hold for every trainer that uses
-# them.
-_CHECK += [
-    _strategy_fits("actor", checked=True),
-    Rule(
-        name="verl.keys_fit_engine",
-        keys=("model_engine",),
-        holds=lambda job: not job.foreign_keys(),
-        message=lambda job: (
-            f"{' and '.join(job.foreign_keys()[:2])} must not be set with"
-            f" model_engine={job['model_engine']}, whose configuration has no such keys"
-        ),
-        candidates=lambda job: list(ENGINES),
-    ),
-    *_one_of_two("actor", lambda job: job.policy.share),
-    *_one_of_two("rollout", lambda job: job.step_share()),
-    *_one_of_two("ref", lambda job: job.step_share("ref")),
-    *_one_of_two("critic", lambda job: job.trained["critic"].mini_batch),
-    Rule(
-        name="verl.loss_is_known",
-        keys=(LOSS,),
-        holds=lambda job: (
-            job[LOSS] in _LOSSES or (job[LOSS] == SUM and not job.of.old_workers)
-        ),
-        message=lambda job: f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}",
-        candidates=lambda job: _LOSSES,
-    ),
-    Rule(
-        name="verl.known_keys",
-        keys=(TRAIN,),
-        holds=lambda job: not job.unknown_keys,
-        message=lambda job: (
-            f"{', '.join(job.unknown_keys[:4])} must be written with `+`, or left out:"
-            f" no base file of veRL {job[WORD]} has it. A fork with keys of its own:"
-            " give one on rampup's command line"
-        ),
-        candidates=lambda job: None,
-    ),
-]
-
-
-def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
-    """Return the rule against a deprecated key that passes the check, after which
-    nothing reads it.
+def _one_of_two(job: VerlJob, kind: str) -> Iterator[Ruling]:
+    """Yield the rules that exactly one of a deprecated micro size and its successor is
+    set.
     """
     old, new = OLD_MICROS[kind], MICROS[kind]
-    return Rule(
-        name=f"verl.{kind}_micro_per_gpu_needed",
-        keys=(new, old),
-        when=lambda job: job[old] is not None and when(job),
-        holds=lambda job: job[new] is not None,
-        message=lambda job: (
-            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads"
-            " it and the workers stop silently"
-        ),
-        division=lambda job: (job.policy.share, 1),
-    )
+    value = job[new]
+    # The critic's size is the deprecated key by default, so that one is of no use.
+    if kind == "critic" and not job.of.old_workers:
+        value = value or job[old]
+    if job[old] is None and value is None:
+        # The samples that its passes divide; the largest divisor up to 8 is a good
+        # start.
+        total = job.step_share(MODEL[kind])
+        if kind in job.trained:
+            model = job.trained[kind]
+            total = model.share if kind == "actor" else model.mini_batch
+        yield job.broken(
+            f"{kind}_micro_given",
+            [new],
+            f"{new} must be set (or a token budget used, {DYNAMIC})",
+            candidates=sorted(divisors(total), key=lambda n: (n > 8, -n * (n <= 8))),
+        )
+    if job[old] is not None and value is not None:
+        yield job.broken(
+            f"{kind}_micro_given_once",
+            (old, new),
+            f"{old}={job[old]:,} and {new}={value:,} must not both be set; the first is"
+            " deprecated",
+            candidates=[None],
+        )
 
 
-def _mini_divides(name: str) -> Rules:
-    """Return what a worker asserts of its mini batch."""
-
-    def samples(job: VerlJob) -> Term:
-        mini = job.trained[name].mini_batch
-        factors = {MINIS[name]: mini, RESPONSES: job.samples_per_prompt}
-        return product(factors, "samples")
-
-    def divides(job: VerlJob) -> bool:
-        return job.trained[name].mini_samples % job.replicas[name] == 0
-
-    return apply_if(
-        lambda job: name in job.models,
-        [
-            multiple(
-                f"verl.{name}_mini_divides_over_replicas",
-                (MINIS[name], RESPONSES),
+def _run_models(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what the workers ask of the passes and mini batches of each model."""
+    for kind in ("actor", "critic", "rollout", "ref"):
+        trains, old = kind in MINIS, OLD_MICROS[kind]
+        is_set = MODEL[kind] in job.models and job[old] is not None
+        if job.of.old_workers and is_set and (trains or not job.dynamic[kind]):
+            replicas = _replicas(job, kind if trains else "actor")
+            rule = f"{kind}_old_micro_reaches_every_replica"
+            yield job.at_least(rule, [old], old, replicas)
+    trained = [name for name in ("actor", "critic") if name in job.models]
+    if job.of.old_workers:
+        for name in trained:
+            yield from _old_worker(job, name)
+    yield from _strategy_fits(job, "critic")
+    if not job.of.old_workers:
+        yield from _dynamic_everywhere(job)
+        for kind in ("actor", "rollout", "ref"):
+            is_static = MODEL[kind] in job.models and not job.dynamic["actor"]
+            if kind == "ref":
+                is_static = "ref" in job.models and not job.dynamic["ref"]
+            old, new = OLD_MICROS[kind], MICROS[kind]
+            if is_static and job[old] is not None and job[new] is None:
+                yield job.broken(
+                    f"{kind}_micro_per_gpu_needed",
+                    (new, old),
+                    f"{new} must be set: {old}={job[old]:,} passes the check, but"
+                    " nothing reads it and the workers stop silently",
+                    division=(job.policy.share, 1),
+                )
+        for name in trained:
+            yield from _mini_divides(job, name)
+        if job.micro is not None:
+            share = job.policy.share
+            text = (
+                f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} //"
+                f" {job.policy.replicas:,} = {share:,} samples"
+            )
+            yield job.multiple(
+                "micro_divides_mini", (MICRO, MINI), Term(text, share), MICRO
+            )
+        for kind in ("rollout", "ref"):
+            model, key = MODEL[kind], MICROS[kind]
+            is_set = model in job.models and job[key] is not None
+            if is_set and not job.dynamic[kind]:
+                share = job.step_share(model)
+                yield job.multiple(
+                    f"{kind}_micro_divides_share",
+                    (key, TRAIN),
+                    Term(f"each replica's {share:,} samples of a step", share),
+                    key,
+                    " when log-probabilities are computed",
+                )
+    samples = Term(f"{job.padded_part:,} samples", job.padded_part)
+    for model in ("actor", "critic", "ref"):
+        if model in job.models:
+            yield job.multiple(
+                f"samples_divide_over_{model}_replicas",
+                (TRAIN, RESPONSES),
                 samples,
-                _replicas(name),
-            ),
-            multiple(
-                f"verl.{name}_mini_divides_share",
-                (TRAIN, MINIS[name]),
-                (
-                    "with trainer.use_v1=false each replica's {:,} samples",
-                    lambda job: job.samples // job.replicas[name],
-                ),
-                ("its mini batch of {:,}", lambda job: job.trained[name].share),
-                when=lambda job: not job.v1 and divides(job),
-                note="; the newer trainer would pad them",
-            ),
-        ],
+                _replicas(job, model),
+                ": only equal chunks are dispatched",
+            )
+
+
+def _dynamic_everywhere(job: VerlJob) -> Iterator[Ruling]:
+    """Yield the rule that all passes are filled by tokens, or none."""
+    actor, rollout = job.dynamic["actor"], job.dynamic["rollout"]
+    if actor != rollout:
+        yield job.broken(
+            "dynamic_everywhere",
+            (DYNAMICS["rollout"], DYNAMIC),
+            f"{DYNAMICS['rollout']}={str(rollout).lower()} must equal"
+            f" {DYNAMIC}={str(actor).lower()}; the workers stop without a message",
+            candidates=[actor],
+        )
+
+
+def _mini_divides(job: VerlJob, name: str) -> Iterator[Ruling]:
+    """Yield what a worker asserts of its mini batch."""
+    model, replicas = job.trained[name], job.replicas[name]
+    factors = {MINIS[name]: model.mini_batch, RESPONSES: job.samples_per_prompt}
+    yield job.multiple(
+        f"{name}_mini_divides_over_replicas",
+        (MINIS[name], RESPONSES),
+        product(factors, "samples"),
+        _replicas(job, name),
     )
+    if not job.v1 and model.mini_samples % replicas == 0:
+        share = job.samples // replicas
+        text = f"with trainer.use_v1=false each replica's {share:,} samples"
+        yield job.multiple(
+            f"{name}_mini_divides_share",
+            (TRAIN, MINIS[name]),
+            Term(text, share),
+            Term(f"its mini batch of {model.share:,}", model.share),
+            "; the newer trainer would pad them",
+        )
 
 
-def _log_prob(kind: str) -> Rule[VerlJob]:
-    """Return the rule that log-probability passes have equal sizes."""
-    key, model = MICROS[kind], MODEL[kind]
-
-    def applies(job: VerlJob) -> bool:
-        is_set = model in job.models and job[key] is not None
-        return is_set and not job.dynamic[kind] and not job.of.old_workers
-
-    return multiple(
-        f"verl.{kind}_micro_divides_share",
-        (key, TRAIN),
-        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)),
-        key,
-        when=applies,
-        note=" when log-probabilities are computed",
-    )
-
-
-def _equal_chunks(model: str) -> Rule[VerlJob]:
-    """Return the rule that samples divide over replicas; the newer trainer pads for the
-    actor and the critic only.
+def _old_worker(job: VerlJob, name: str) -> Iterator[Ruling]:
+    """Yield what the older workers ask of a mini batch, which they round down, and of a
+    pass: to divide it, or to fit.
     """
-    return multiple(
-        f"verl.samples_divide_over_{model}_replicas",
-        (TRAIN, RESPONSES),
-        ("{:,} samples", lambda job: job.padded_part),
-        _replicas(model),
-        when=lambda job: model in job.models,
-        note=": only equal chunks are dispatched",
-    )
-
-
-def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
-    """Return the rule that a whole job's size gives each replica a sample; the older
-    workers divide it.
-    """
-    old, trains = OLD_MICROS[kind], kind in MINIS
-
-    def applies(job: VerlJob) -> bool:
-        is_set = job[old] is not None and MODEL[kind] in job.models
-        return job.of.old_workers and is_set and (trains or not job.dynamic[kind])
-
-    return at_least(
-        f"verl.{kind}_old_micro_reaches_every_replica",
-        (old,),
-        old,
-        _replicas(kind if trains else "actor"),
-        when=applies,
-    )
-
-
-def _old_worker(name: str) -> Rules:
-    """Return what the older workers ask of a mini batch, which they round down, and of
-    a pass: to divide it, or to fit.
-    """
-
-    def size(job: VerlJob) -> int:  # 0 also if there is no mini batch
-        return (job.pass_size(name) or 0) if job.mini_shares[name] > 0 else 0
-
-    def divides(job: VerlJob) -> bool:
-        return not job.of.early or job[OLD_MICROS[name]] is not None
-
-    share: Side[VerlJob] = (
-        "each replica's {:,} samples of a mini batch",
-        lambda job: job.mini_shares[name],
-    )
-    micro: Side[VerlJob] = ("the {:,} of a pass", size)
+    size, step = job.mini_shares[name], job.step_share(name)
+    mini = Term(f"each replica's {size:,} samples of a mini batch", size)
+    keys: tuple[str, ...] = (MINIS[name], RESPONSES)
+    yield job.at_least(f"{name}_mini_reaches_every_replica", keys, mini, 1)
+    if size < 1:
+        return
     keys = (MICROS[name], OLD_MICROS[name], MINIS[name])
-    return apply_if(
-        lambda job: job.of.old_workers and name in job.models,
-        [
-            at_least(
-                f"verl.{name}_mini_reaches_every_replica",
-                (MINIS[name], RESPONSES),
-                share,
-                1,
-            ),
-            multiple(
-                f"verl.{name}_pass_divides_mini",
+    if count := job.pass_size(name):
+        micro = Term(f"the {count:,} of a pass", count)
+        if not job.of.early or job[OLD_MICROS[name]] is not None:
+            note = ", also with a token budget"
+            yield job.multiple(f"{name}_pass_divides_mini", keys, mini, micro, note)
+        elif job.is_static(name):
+            yield job.at_least(
+                f"{name}_pass_fits_mini",
                 keys,
-                share,
+                mini,
                 micro,
-                when=lambda job: size(job) > 0 and divides(job),
-                note=", also with a token budget",
-            ),
-            at_least(
-                f"verl.{name}_pass_fits_mini",
-                keys,
-                share,
-                micro,
-                when=lambda job: (
-                    size(job) > 0 and not divides(job) and job.is_static(name)
-                ),
-                note=(
-                    ": the loss is divided by the passes of a full mini batch, which"
-                    " would be 0"
-                ),
-            ),
-            multiple(
-                f"verl.{name}_minis_fill_share",
-                (TRAIN, MINIS[name]),
-                (
-                    "each replica's {:,} samples of a step",
-                    lambda job: job.step_share(name),
-                ),
-                share,
-                when=lambda job: job.mini_shares[name] > 0 and not job.is_fsdp(name),
-            ),
-        ],
-    )
+                ": the loss is divided by the passes of a full mini batch, which would"
+                " be 0",
+            )
+    if not job.is_fsdp(name):
+        share = Term(f"each replica's {step:,} samples of a step", step)
+        keys = (TRAIN, MINIS[name])
+        yield job.multiple(f"{name}_minis_fill_share", keys, share, mini)
 
 
-# What only the run finds.
-_RUN: Rules = [
-    *map(_old_micro_reaches_replicas, ("actor", "critic", "rollout", "ref")),
-    *_old_worker("actor"),
-    *_old_worker("critic"),
-    _strategy_fits("actor", checked=False),
-    _strategy_fits("critic", checked=False),
-    *apply_if(
-        lambda job: not job.of.old_workers,
-        [
-            Rule(
-                name="verl.dynamic_everywhere",
-                keys=(DYNAMICS["rollout"], DYNAMIC),
-                holds=lambda job: job.dynamic["actor"] == job.dynamic["rollout"],
-                message=lambda job: (
-                    f"{DYNAMICS['rollout']}={str(job.dynamic['rollout']).lower()} must"
-                    f" equal {DYNAMIC}={str(job.dynamic['actor']).lower()}; the workers"
-                    " stop without a message"
-                ),
-                candidates=lambda job: [job.dynamic["actor"]],
-            ),
-            _per_gpu_needed("actor", lambda job: job.is_static("actor")),
-            _per_gpu_needed("rollout", lambda job: job.is_static("rollout")),
-            _per_gpu_needed(
-                "ref", lambda job: "ref" in job.models and not job.dynamic["ref"]
-            ),
-            *_mini_divides("actor"),
-            *_mini_divides("critic"),
-            multiple(
-                "verl.micro_divides_mini",
-                (MICRO, MINI),
-                lambda job: Term(
-                    f"{MINI} * {RESPONSES} // replicas ="
-                    f" {job.policy.mini_samples:,} // {job.policy.replicas:,} ="
-                    f" {job.policy.share:,} samples",
-                    job.policy.share,
-                ),
-                MICRO,
-                when=lambda job: job.micro is not None,
-            ),
-        ],
-    ),
-    _log_prob("rollout"),
-    _log_prob("ref"),
-    *map(_equal_chunks, ("actor", "critic", "ref")),
-    multiple(
-        "verl.samples_divide_over_workers",
-        (TRAIN, WORKERS),
-        (
-            "with trainer.use_v1=false the {:,} samples of a step",
-            lambda job: job.samples,
-        ),
-        WORKERS,
-        when=lambda job: job.has_agents,
-    ),
-    equal(
-        "verl.part_is_one_mini_batch",
-        (TRAIN, MINI),
-        TRAIN,
-        lambda job: product(
-            {"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}
-        ),
-        when=lambda job: job.mode == "separate_async",
-        note=" with trainer_mode=separate_async",
-    ),
-    multiple(
-        "verl.loader_divides_train",
-        (GEN, TRAIN),
-        TRAIN,
-        GEN,
-        when=lambda job: job.v1 and not job.fetches_one and job[GEN] is not None,
-    ),
-    multiple(
-        "verl.engines_divide_devices",
-        ROLLOUT_SIZES,
-        ("the {:,} devices that generate", lambda job: job.rollout_devices),
-        (
-            "an engine's tensor * data * pipeline parallel size = {:,}",
-            lambda job: job.rollout_size,
-        ),
-        when=lambda job: bool(job.settings.given & set(ROLLOUT_SIZES)),
-    ),
-    multiple(
-        "verl.fsdp_size_divides_devices",
-        (FSDP_SIZE,),
-        _DEVICES,
-        FSDP_SIZE,
-        when=lambda job: job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices,
-    ),
-    *apply_if(
-        lambda job: job.fully_async,
-        [
-            equal(
-                "verl.async_train_batch_is_zero",
-                (TRAIN,),
-                TRAIN,
-                0,
-                candidates=lambda job: [0],
-                note=(" in fully asynchronous training, which has no batch of prompts"),
-            ),
-            equal(
-                "verl.async_gen_batch_is_one",
-                (GEN,),
-                GEN,
-                1,
-                when=lambda job: job[GEN] is not None,
-                note=" in fully asynchronous training",
-            ),
-        ],
-    ),
-    at_least(
-        "verl.data_set_fills_a_step",
-        ("num_prompts", TRAIN),
-        ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
-        ("a step's {:,}", lambda job: job.prompts),
-        when=lambda job: job["num_prompts"] is not None,
-    ),
-]
-_EMPTY = "the run divides by it or stays empty"
-_LAUNCHED = ("trainer.nnodes", DEVICES)  # the check looks at these
-POSITIVE: Rules = [
-    *positive(
-        "verl",
-        [TRAIN],
-        f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants"
-        " 0",
-        when=lambda job: not job.fully_async,
-        found_by="run",
-    ),
-    *positive("verl", _LAUNCHED, _EMPTY),
-    *positive("verl", set(COUNTS) - {*_LAUNCHED}, _EMPTY, found_by="run"),
-    *positive(
-        "verl",
-        STATIC_COUNTS,
-        "the run divides by it",
-        when=lambda job: job.is_static("actor"),
-        found_by="run",
-    ),
-    *positive(
-        "verl",
-        CRITIC_COUNTS,
-        "the critic needs it",
-        when=lambda job: job.has_critic,
-        found_by="run",
-    ),
-]
-RULES: Rules = [
-    *POSITIVE,
-    *positive(
-        "verl",
-        ["num_prompts", "trainer.total_epochs", LAST],
-        "nothing would be trained",
-        found_by="run",
-    ),
-    *[rule for model in PREFIXES for rule in _model_starts(model)],
-    *apply_if(usable, [*_CHECK, *rows_by_run(_RUN)]),
-]
+def _run_step(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what the trainer and its engines ask of a step."""
+    if job.has_agents:
+        text = f"with trainer.use_v1=false the {job.samples:,} samples of a step"
+        samples, keys = Term(text, job.samples), (TRAIN, WORKERS)
+        yield job.multiple("samples_divide_over_workers", keys, samples, WORKERS)
+    if job.mode == "separate_async":
+        parts = {"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}
+        keys, note = (TRAIN, MINI), " with trainer_mode=separate_async"
+        yield job.equal("part_is_one_mini_batch", keys, TRAIN, product(parts), note)
+    if job.v1 and not job.fetches_one and job[GEN] is not None:
+        yield job.multiple("loader_divides_train", (GEN, TRAIN), TRAIN, GEN)
+    if job.settings.given & set(ROLLOUT_SIZES):
+        devices, size = job.rollout_devices, job.rollout_size
+        text = f"an engine's tensor * data * pipeline parallel size = {size:,}"
+        yield job.multiple(
+            "engines_divide_devices",
+            ROLLOUT_SIZES,
+            Term(f"the {devices:,} devices that generate", devices),
+            Term(text, size),
+        )
+    if job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices:
+        rule = "fsdp_size_divides_devices"
+        yield job.multiple(rule, [FSDP_SIZE], _devices(job), FSDP_SIZE)
+    if (prompts := job["num_prompts"]) is not None:
+        yield job.at_least(
+            "data_set_fills_a_step",
+            ("num_prompts", TRAIN),
+            Term(f"a data set of {prompts:,} prompts", prompts),
+            Term(f"a step's {job.prompts:,}", job.prompts),
+        )
+
+
 DIALECT = Dialect(
     job=VerlJob,
-    rules=table(RULES),
+    rules=_rules,
     meanings=_meanings,
     notes=_notes,
     reader=read,

@@ -264,13 +264,7 @@ SHORT, PARTS = (
 )
 FILTERED = {FILTER: True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
 BY_STRATEGY = {"model_engine": "megatron", STRATEGY: "fsdp", TP: 2}
-ASYNC = {
-    TRAIN: 0,
-    GEN: 1,
-    "async_training.trigger_parameter_sync_step": 4,
-    "async_training.require_batches": 2,
-}
-EPOCHS, PARTIAL = "trainer.total_epochs", {"async_training.partial_rollout": True}
+PARTIAL = {"async_training.partial_rollout": True}
 OWN_DEVICES = {
     "rollout.nnodes": 1,
     "rollout.n_gpus_per_node": 6,
@@ -320,21 +314,11 @@ NUMBERS = [
     # DAPO's recipe generates in batches of gen_batch_size, but keeps train_batch_size
     # prompts (dapo_ray_trainer.py).
     ({**FILTERED, **V0}, {"ok": True, "samples_per_step": 8192, "mini_batches": 16, "note": "1,536 prompts at a time"}),
-    # Fully asynchronous training asserts data.train_batch_size=0
-    # (fully_async_rollouter.py), and trains on require_batches mini batches at a time.
-    ({**ASYNC, "num_prompts": 1000, EPOCHS: 1},
-     {"validator": "accepts", "run": "drops", "rules": [], "samples_per_step": 2 * 16 * 4, "optimizer_steps": 2,
-      "training_steps": 1000 // 32}),
-    ({**ASYNC, "num_prompts": 1000, EPOCHS: 4}, {"run": "runs"}),
-    ({**ASYNC, TRAIN: 64}, {"rules": ["async_train_batch_is_zero"], "message": "nearest data.train_batch_size: 0"}),
-    ({**ASYNC, GEN: 2}, {"rules": ["async_gen_batch_is_one"]}),
     ({TRAIN: 0}, {"rules": [f"positive.{TRAIN}"]}),
-    ({**PARTIAL, TRAIN: 0}, {"samples_per_step": 16 * 4}),
     (PARTIAL, {"samples_per_step": 64 * 4}),
-    # Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py),
-    # not the trainer's devices.
-    ({**ASYNC, **OWN_DEVICES}, {"ok": True}),
-    ({**ASYNC, **OWN_DEVICES, "rollout.n_gpus_per_node": 8}, {"rules": ["engines_divide_devices"]}),
+    # Engines on devices of their own divide those, not the trainer's.
+    (OWN_DEVICES, {"ok": True}),
+    ({**OWN_DEVICES, "rollout.n_gpus_per_node": 8}, {"rules": ["engines_divide_devices"]}),
 ]  # fmt: skip
 test_numbers_and_notes = numbers_test(verl, NUMBERS)
 
@@ -438,11 +422,6 @@ def test_commands_start_from_the_base_file_of_fsdp():
     [
         ("recipe.dapo.main_dapo", [], 48 * 4),
         ("recipe.dapo.main_dapo", [f"{FILTER}=True"], 16 * 4),
-        (
-            "verl.experimental.fully_async_policy.fully_async_main",
-            ["data.train_batch_size=0", f"{GEN}=1"],
-            8 * 4,
-        ),
     ],
 )
 def test_program_decides_which_trainer_runs(program, settings, samples):
@@ -480,7 +459,6 @@ def test_program_decides_which_trainer_runs(program, settings, samples):
 @pytest.mark.parametrize(
     "change",
     [
-        {**ASYNC, STRATEGY: "megatron"},
         {"model_engine": "megatron", STRATEGY: "fsdp", TRAIN: 48},
     ],
 )
@@ -498,12 +476,16 @@ def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
     assert rules(verl(MEGATRON, {TP: 3, GPUS: 4})) == ["megatron_divides_devices"]
 
 
-def test_distillation_from_a_served_teacher_is_refused():
-    """The recipe gkd has a trainer and sizes of its own (verl-recipe
-    gkd/megatron/ray_trainer.py), which are not covered.
+def test_trainers_of_their_own_are_refused_or_asked_about():
+    """The recipe gkd (verl-recipe gkd/megatron/ray_trainer.py) and fully asynchronous
+    training (experimental/fully_async_policy) have trainers and sizes of their own,
+    which are not covered.
     """
     with pytest.raises(ConfigError, match="gkd has a trainer of its own"):
         verl({"actor_rollout_ref.teacher.server_ip": "127.0.0.1"})
+    for key in ("require_batches", "trigger_parameter_sync_step"):
+        with pytest.raises(ConfigError, match="fully asynchronous training, whose"):
+            verl({f"async_training.{key}": 4})
     with pytest.raises(
         ConfigError, match="starts main_gkd, which the rules of veRL do not cover"
     ):
