@@ -33,20 +33,7 @@ from rampup.contrib.check.rollout import (
     dropped_prompts,
     group_note,
 )
-from rampup.contrib.check.rules import (
-    Dialect,
-    Rule,
-    apply_if,
-    at_least,
-    equal,
-    multiple,
-    positive,
-    table,
-    usable,
-)
-from rampup.contrib.check.rules import (
-    OldSide as Side,
-)
+from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.verdict import Run, Term, counted, product, rounded_down
 from rampup.contrib.rl.plan import RolloutPlan
 
@@ -61,6 +48,10 @@ LAST = "trainer.max_training_steps"
 STRATEGY = "trainer.strategy"
 # Of 2025, when its module was `skyrl_train`, and of August 2026, when it is `skyrl`.
 WORD, OLD, NEWEST = "skyrl_version", "legacy", "head"
+CRITIC = "trainer.critic.model.path"
+EPOCHS = "trainer.update_epochs_per_batch"
+TOKENS = "trainer.max_tokens_per_microbatch"
+STALENESS = "trainer.fully_async.max_staleness_steps"
 COLOCATE = "trainer.placement.colocate_all"
 COLOCATE_REF = "trainer.placement.colocate_policy_ref"
 MODELS = ("policy", "critic", "ref")
@@ -122,7 +113,7 @@ LAUNCH = Launch(
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 TRAINED = (
-    "trainer.update_epochs_per_batch",
+    EPOCHS,
     "trainer.epochs",
     "trainer.eval_batch_size",
     "num_prompts",
@@ -162,38 +153,43 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 class SkyRLJob(RolloutJob):
     """A SkyRL file's numbers, by SkyRL's own formulas."""
 
+    system = "skyrl"
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.version = "SkyRL of 2025 (skyrl_train)"
         if self[WORD] == NEWEST:
             self.version = "SkyRL of August 2026 (a956457)"
+        # Keys that no class of SkyRL's settings has, with their lines.
+        self.unknown_keys = with_lines(
+            {
+                name: at
+                for name, at in settings.looked_up.items()
+                if name.partition(".")[0] in _SECTIONS and _KNOWN.life(name) is None
+            }
+        )
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
-        self.by_tokens: bool = (
-            self["trainer.max_tokens_per_microbatch"] > 0
-        )  # the number of passes then depends on lengths
+        # The number of passes depends on lengths with a token budget.
+        self.tokens: int | None = self[TOKENS] if self[TOKENS] > 0 else None
         self.megatron: bool = self[STRATEGY] == "megatron"
-        self.has_critic: bool = self["trainer.critic.model.path"] is not None
-        self.has_ref: bool = (
-            self["trainer.algorithm.use_kl_loss"]
-            or self["trainer.algorithm.use_kl_in_reward"]
-        )
-        self.models = (
-            "policy",
-            *(["critic"] if self.has_critic else []),
-            *(["ref"] if self.has_ref else []),
-        )
-        # Keys that no class of SkyRL's settings has, with their lines.
-        looked_up = {
-            name: at
-            for name, at in settings.looked_up.items()
-            if name.partition(".")[0] in _SECTIONS
-        }
-        self.unknown_keys = with_lines(
-            {name: at for name, at in looked_up.items() if _KNOWN.life(name) is None}
-        )
-        # Devices that share a sample, and replicas, rounded down. The critic never has
-        # Megatron's sizes.
+        self.models = ["policy"]
+        if self[CRITIC] is not None:
+            self.models.append("critic")
+        kl = self["trainer.algorithm.use_kl_loss"]
+        if kl or self["trainer.algorithm.use_kl_in_reward"]:
+            self.models.append("ref")
+        self._count_replicas()
+        counts = [*COUNTS, *(key for name in self.models for key in MODEL_COUNTS[name])]
+        self.usable = min(self[key] for key in counts) >= 1 and not self.uneven
+        self.usable = self.usable and all(self.replicas[name] for name in self.models)
+        if self.usable:
+            self._count_step()
+
+    def _count_replicas(self) -> None:
+        """Count devices that share a sample, and replicas, rounded down. The critic
+        never has Megatron's sizes.
+        """
         self.devices = {
             model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS
         }
@@ -203,64 +199,39 @@ class SkyRLJob(RolloutJob):
                 model: math.prod(self[key] for key in MEGATRON[model])
                 for model in ("policy", "ref")
             }
-        self.replicas = {
-            model: self.devices[model] // max(self.model_sizes[model], 1)
-            for model in MODELS
-        }
+        sizes = {model: max(size, 1) for model, size in self.model_sizes.items()}
+        self.replicas = {model: self.devices[model] // sizes[model] for model in MODELS}
         # Models that take part and whose devices are no multiple of their size, which
         # Megatron refuses.
         self.rounded = [
-            model
-            for model in self.models
-            if self.devices[model] % max(self.model_sizes[model], 1)
+            model for model in self.models if self.devices[model] % sizes[model]
         ]
         self.uneven = [
             model for model in self.rounded if self.megatron and model != "critic"
         ]
-        counts = [
-            *COUNTS,
-            *(key for model in self.models for key in MODEL_COUNTS[model]),
-        ]
-        has_replicas = (
-            all(self.replicas[model] for model in self.models) and not self.uneven
-        )
-        self.usable = has_replicas and all(self[key] >= 1 for key in counts)
-        if not self.usable:
-            return
-        tokens = self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None
-        epochs = self["trainer.update_epochs_per_batch"]
-        for name in ("policy", "critic") if self.has_critic else ("policy",):
-            size = self[f"trainer.{name}_mini_batch_size"]
-            self.train(
-                name,
-                size,
-                self.replicas[name],
-                micro=self[MICRO],
-                tokens=tokens,
-                epochs=epochs,
-            )
-        # Passes per update and replica; the last may be smaller. With a token budget
-        # lengths decide.
-        self.passes = (
-            None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])
-        )
-        self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
-        # SkyRL's check looks at the policy and the reference; every model must get full
-        # samples from the run.
-        self.lcm_checked = math.lcm(
-            self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else [])
-        )
-        common = math.lcm(*(self.replicas[model] for model in self.models))
-        self.prompt_stride = common // math.gcd(common, self.samples_per_prompt)
-        self.max_workers: int = self.policy.mini_batch * (
-            self["trainer.fully_async.max_staleness_steps"] + 1
-        )
         self.engine_devices: int | None = None
-        if settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
+        if self.settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
             pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
             self.engine_devices = math.prod(
                 self[new] if self[old] is None else self[old] for new, old in pairs
             )
+
+    def _count_step(self) -> None:
+        """Count the updates of a step and their passes, with padding."""
+        for name in self.models:
+            if name != "ref":
+                self.train(
+                    name,
+                    self[f"trainer.{name}_mini_batch_size"],
+                    self.replicas[name],
+                    micro=self[MICRO],
+                    tokens=self.tokens,
+                    epochs=self[EPOCHS],
+                )
+        # Passes per update and replica; the last may be smaller.
+        if self.tokens is None:
+            self.passes = -(-self.policy.padded_share // self[MICRO])
+        self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
         self.read_data(self["trainer.epochs"], most=self[LAST])
 
     @property
@@ -280,32 +251,23 @@ class SkyRLJob(RolloutJob):
 
 
 def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
-    policy, padding = job.policy, job.policy.padding
-    yield from batch_meanings(
-        job, TRAIN, RESPONSES, MINI, "trainer.update_epochs_per_batch"
+    policy = job.policy
+    yield from batch_meanings(job, TRAIN, RESPONSES, MINI, EPOCHS)
+    devices = counted(job.devices["policy"], "policy device")
+    share = f"{counted(policy.padded_share, 'sample')} of a mini batch"
+    if policy.padding:
+        share += f" ({policy.padding:,} of the mini batch are empty)"
+    yield (
+        f"{devices} / {job.model_sizes['policy']:,} that share a sample",
+        f"{counted(policy.replicas, 'replica')}; each has {share}",
     )
-    empty = f" ({padding:,} of the mini batch are empty)" if padding else ""
-    share = f"each has {counted(policy.padded_share, 'sample')} of a mini batch{empty}"
-    devices = (
-        f"{counted(job.devices['policy'], 'policy device')} /"
-        f" {job.model_sizes['policy']:,} that share a sample"
-    )
-    yield devices, f"{counted(policy.replicas, 'replica')}; {share}"
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
-    yield (
-        FORWARD,
-        "samples per replica in forward-only passes (log-probabilities, values)",
-    )
-    evaluated = (
-        job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
-    )
-    yield (
-        "trainer.eval_batch_size",
-        (
-            f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may"
-            " be smaller"
-        ),
-    )
+    what = "forward-only passes (log-probabilities, values)"
+    yield FORWARD, f"samples per replica in {what}"
+    prompts = job["trainer.eval_batch_size"]
+    evaluated = counted(prompts * job["generator.eval_n_samples_per_prompt"], "sample")
+    said = f"{evaluated} per evaluation batch; the last batch may be smaller"
+    yield "trainer.eval_batch_size", said
 
 
 def _notes(job: SkyRLJob) -> Iterator[str]:
@@ -319,19 +281,16 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
     )
     for model in job.rounded:
         devices = f"the {model}'s {job.devices[model]:,} devices"
-        yield (
-            f"{rounded_down(devices, job.model_sizes[model], 'SkyRL', job.replicas[model])},"
-            " without a warning."
-        )
+        size, replicas = job.model_sizes[model], job.replicas[model]
+        yield f"{rounded_down(devices, size, 'SkyRL', replicas)}, without a warning."
     for trained in job.trained.values():
         if trained.padding:
-            added = f"the run adds {counted(trained.padding, 'empty sample')} to each"
-            size = (
-                f"{trained.mini_samples:,} samples of a mini batch over"
-                f" {trained.replicas:,} replicas"
+            yield (
+                f"{trained.name}: {trained.mini_samples:,} samples of a mini batch over"
+                f" {trained.replicas:,} replicas: the run adds"
+                f" {counted(trained.padding, 'empty sample')} to each."
             )
-            yield f"{trained.name}: {size}: {added}."
-        if (rest := trained.padded_share % job[MICRO]) and not job.by_tokens:
+        if (rest := trained.padded_share % job[MICRO]) and job.tokens is None:
             weight = "; the loss is weighted accordingly"
             if job["trainer.algorithm.loss_reduction"] == "token_mean_legacy":
                 weight = (
@@ -342,21 +301,19 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
                 f"{trained.name}: the last pass of each mini batch has {rest:,} samples"
                 f" instead of {job[MICRO]:,}{weight}."
             )
-    if job.by_tokens:
-        budget = (
-            f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,}"
-            " fills the passes by tokens"
+    if job.tokens is not None:
+        yield (
+            f"{TOKENS}={job.tokens:,} fills the passes by tokens; a longer sequence"
+            f" still gets a pass of its own. {MICRO} is then ignored, but its rules are"
+            " still enforced."
         )
-        ignored = f"{MICRO} is then ignored, but its rules are still enforced"
-        yield f"{budget}; a longer sequence still gets a pass of its own. {ignored}."
     yield from dropped_prompts(job)
     if job[COLOCATE] and job.engine_devices is None:
-        sizes = (
-            "engines * tensor * pipeline * data parallel size must be"
-            f" {job.devices['policy']:,}"
+        yield (
+            f"{COLOCATE} is on and the file does not size the inference engines: engines"
+            " * tensor * pipeline * data parallel size must be"
+            f" {job.devices['policy']:,}, and so must every other model's devices."
         )
-        unsized = f"{COLOCATE} is on and the file does not size the inference engines"
-        yield f"{unsized}: {sizes}, and so must every other model's devices."
     if job[STRATEGY] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
     if old := [name for name in job.settings.looked_up if _KNOWN.life(name) == (1, 1)]:
@@ -368,278 +325,191 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
     yield "the learning-rate schedule advances with every optimizer step."
 
 
-def _devices(model: str) -> Side[SkyRLJob]:
-    return f"the {model}'s {{:,}} devices", lambda job: job.devices[model]
+def _rules(job: SkyRLJob) -> Iterator[Ruling]:
+    """Yield what SkyRL's check and its run ask."""
+    if job[STRATEGY] == "deepspeed" and job[WORD] == NEWEST:
+        yield job.broken(
+            "strategy",
+            [STRATEGY],
+            "trainer.strategy=deepspeed must be another: only SkyRL before January 2026"
+            " has it",
+            candidates=["fsdp"],
+        )
+    if job.unknown_keys:
+        yield job.broken(
+            "known_keys",
+            [TRAIN],
+            f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as"
+            " invalid fields. For a fork with keys of its own, give one of them on"
+            " rampup's command line as well",
+            candidates=None,
+        )
+    why = "SkyRL's check divides by it or compares it with 0"
+    yield from job.positive((*COUNTS, *MODEL_COUNTS["policy"]), why)
+    if "critic" in job.models:
+        yield from job.positive(MODEL_COUNTS["critic"], "the critic needs it")
+    if "ref" in job.models:
+        why = "the reference model needs it"
+        yield from job.positive(MODEL_COUNTS["ref"], why, found_by="run")
+    why = "nothing would be trained or evaluated"
+    yield from job.positive(TRAINED, why, found_by="run")
+    for model in job.models:
+        yield from _device_rules(job, model)
+    if job.usable:
+        for name in job.trained:
+            yield from _mini_batch_rules(job, name)
+        yield from _step_rules(job)
+        yield from _placement_rules(job)
 
 
-def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules that Megatron's sizes divide a model's devices, and that there
-    is at least one replica.
+def _devices(job: SkyRLJob, model: str) -> Term:
+    count = job.devices[model]
+    return Term(f"the {model}'s {count:,} devices", count)
+
+
+def _device_rules(job: SkyRLJob, model: str) -> Iterator[Ruling]:
+    """Yield the rules that Megatron's sizes divide a model's devices, and that there is
+    at least one replica.
     """
-    per_node = DEVICES[model][0]
-    has_a_replica = at_least(
-        f"skyrl.{model}_has_a_replica",
-        (SEQUENCE[model], per_node),
-        _devices(model),
-        ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
-        when=lambda job: model in job.models and model not in job.uneven,
-        note=": there is no replica",
-        found_by="run" if model == "ref" else "validator",
-    )
-    if model == "critic":
-        return [has_a_replica]
-    return [
-        multiple(
-            f"skyrl.megatron_divides_{model}_devices",
-            (per_node, *MEGATRON[model]),
-            _devices(model),
-            lambda job: product(
-                dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))
-            ),
-            when=lambda job: job.megatron and model in job.models,
-        ),
-        has_a_replica,
-    ]
-
-
-def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules of the mini batch of the policy or the critic. Each applies if
-    those before it hold.
-    """
-    key = f"trainer.{name}_mini_batch_size"
-
-    def samples(job: SkyRLJob) -> Term:
-        return product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
-
-    def share(job: SkyRLJob) -> Term:
-        size, replicas = job.trained[name].share, job.trained[name].replicas
-        return Term(
-            f"{samples(job).text} // {replicas:,} replicas = {size:,} samples per"
-            " replica",
-            size,
+    per_node, size = DEVICES[model][0], job.model_sizes[model]
+    devices = _devices(job, model)
+    if job.megatron and model != "critic":
+        keys = (per_node, *MEGATRON[model])
+        sizes = dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))
+        name = f"megatron_divides_{model}_devices"
+        yield job.multiple(name, keys, devices, product(sizes))
+    if model not in job.uneven:
+        yield job.at_least(
+            f"{model}_has_a_replica",
+            (SEQUENCE[model], per_node),
+            devices,
+            Term(f"the {size:,} that share a sample", size),
+            ": there is no replica",
+            found_by="run" if model == "ref" else "validator",
         )
 
-    def step_share(job: SkyRLJob) -> Term:
-        size = job.samples // job.trained[name].replicas
-        return Term(
-            f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas ="
-            f" {size:,} samples",
-            size,
+
+def _mini_batch_rules(job: SkyRLJob, name: str) -> Iterator[Ruling]:
+    """Yield the rules of the mini batch of the policy or the critic."""
+    key, model = f"trainer.{name}_mini_batch_size", job.trained[name]
+    samples = product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
+    replicas = Term(f"the {model.replicas:,} replicas", model.replicas)
+    share = Term(
+        f"{samples.text} // {model.replicas:,} replicas = {model.share:,} samples per"
+        " replica",
+        model.share,
+    )
+    note = "; both count prompts"
+    yield job.at_least(f"{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note)
+    if job.prompts >= job[key]:
+        yield job.multiple(f"{name}_mini_divides_train", (TRAIN, key), TRAIN, key)
+    rule = f"{name}_mini_reaches_every_replica"
+    yield job.at_least(rule, (key, RESPONSES), samples, replicas)
+    if model.share > 0:
+        yield job.multiple(f"micro_divides_{name}_mini", (MICRO, key), share, MICRO)
+    if model.share > 0 and job.prompts % job[key] == 0:
+        size = job.samples // model.replicas
+        text = (
+            f"{job.samples:,} samples // {model.replicas:,} replicas = {size:,} samples"
+        )
+        keys = (TRAIN, key, RESPONSES)
+        rule = f"{name}_share_divides_train_share"
+        yield job.multiple(rule, keys, Term(text, size), share)
+
+
+def _step_rules(job: SkyRLJob) -> Iterator[Ruling]:
+    """Yield what a step asks: SkyRL's check looks at the policy and the reference, and
+    every model must get full samples from the run.
+    """
+    keys = (TRAIN, RESPONSES)
+    replicas = [job.replicas[model] for model in job.models]
+    checked = [job.replicas[model] for model in job.models if model != "critic"]
+    least, common = math.lcm(*checked), math.lcm(*replicas)
+    yield job.at_least(
+        "samples_reach_every_replica",
+        keys,
+        product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
+        least,
+        ", the least common multiple of the policy's and the reference's replicas",
+    )
+    stride = common // math.gcd(common, job.samples_per_prompt)
+    yield job.multiple(
+        "no_tail_is_cut",
+        keys,
+        TRAIN,
+        stride,
+        f", the prompts whose {job.samples_per_prompt:,} responses each fill every"
+        f" replica of every model ({', '.join(f'{n:,}' for n in replicas)}); the run"
+        f" keeps {job.prompts // stride * stride:,} prompts and stops in its first step,"
+        " because their number is not the requested one. SkyRL's own check does not"
+        " notice it",
+        found_by="run",
+    )
+    if job["num_prompts"] is not None:
+        data = Term(f"a data set of {job['num_prompts']:,} prompts", job["num_prompts"])
+        yield job.at_least("data_set_fills_a_step", ("num_prompts", TRAIN), data, TRAIN)
+    if not job["trainer.fully_async.enabled"]:
+        return
+    note = " in fully asynchronous training"
+    yield job.equal("async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, note)
+    mini = job.policy.mini_batch
+    most = mini * (job[STALENESS] + 1)
+    if not mini <= job[WORKERS] <= most:
+        yield job.broken(
+            "async_workers",
+            (WORKERS, STALENESS),
+            f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={mini:,} and that times"
+            f" (max_staleness_steps + 1) = {most:,}",
+            division=(most, mini),
         )
 
-    return apply_if(
-        lambda job: name in job.trained,
-        [
-            at_least(
-                f"skyrl.{name}_mini_at_most_train",
-                (key, TRAIN),
-                TRAIN,
-                key,
-                note="; both count prompts",
-            ),
-            multiple(
-                f"skyrl.{name}_mini_divides_train",
-                (TRAIN, key),
-                TRAIN,
-                key,
-                when=lambda job: job.prompts >= job[key],
-            ),
-            at_least(
-                f"skyrl.{name}_mini_reaches_every_replica",
-                (key, RESPONSES),
-                samples,
-                ("the {:,} replicas", lambda job: job.trained[name].replicas),
-            ),
-            multiple(
-                f"skyrl.micro_divides_{name}_mini",
-                (MICRO, key),
-                share,
-                MICRO,
-                when=lambda job: job.trained[name].share > 0,
-            ),
-            multiple(
-                f"skyrl.{name}_share_divides_train_share",
-                (TRAIN, key, RESPONSES),
-                step_share,
-                share,
-                when=lambda job: (
-                    job.trained[name].share > 0 and job.prompts % job[key] == 0
-                ),
-            ),
-        ],
-    )
 
-
-def _colocated(model: str) -> Rule[SkyRLJob]:
-    """Return the rule that models on shared devices have equally many; it applies only
-    if the file says how many.
-    """
-    return equal(
-        f"skyrl.colocated_{model}_devices",
-        DEVICES[model],
-        _devices(model),
-        _devices("policy"),
-        when=lambda job: (
-            model in job.models
-            and job[COLOCATE]
-            and bool(job.settings.given & set(DEVICES[model]))
-        ),
-        note=" with trainer.placement.colocate_all",
-        found_by="run",
-    )
-
-
-def _shares_devices(key: str) -> Rule[SkyRLJob]:
-    """Return the rule that a policy and a reference on the same devices have equally
-    many nodes, and devices per node.
-    """
-    own = key.replace("policy_", "ref_")
-    return equal(
-        f"skyrl.colocated_{own.rpartition('.')[2]}",
-        (own, key, COLOCATE_REF),
-        own,
-        key,
-        when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF],
-        note=f" with {COLOCATE_REF}",
-    )
-
-
-RULES: list[Rule[SkyRLJob]] = [
-    Rule(
-        name="skyrl.strategy",
-        keys=(STRATEGY,),
-        holds=lambda job: job[STRATEGY] != "deepspeed" or job[WORD] == OLD,
-        message=lambda job: (
-            "trainer.strategy=deepspeed must be another: only SkyRL before January 2026 has it"
-        ),
-        candidates=lambda job: ["fsdp"],
-    ),
-    Rule(
-        name="skyrl.known_keys",
-        keys=(TRAIN,),
-        holds=lambda job: not job.unknown_keys,
-        message=lambda job: (
-            f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as invalid fields. For "
-            "a fork with keys of its own, give one of them on rampup's command line as well"
-        ),
-        candidates=lambda job: None,
-    ),
-    *positive(
-        "skyrl",
-        [*COUNTS, *MODEL_COUNTS["policy"]],
-        "SkyRL's check divides by it or compares it with 0",
-    ),
-    *positive(
-        "skyrl",
-        MODEL_COUNTS["critic"],
-        "the critic needs it",
-        when=lambda job: job.has_critic,
-    ),
-    *positive(
-        "skyrl",
-        MODEL_COUNTS["ref"],
-        "the reference model needs it",
-        when=lambda job: job.has_ref,
-        found_by="run",
-    ),
-    *positive(
-        "skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"
-    ),
-    *[rule for model in MODELS for rule in _device_rules(model)],
-    *apply_if(
-        usable,
-        [
-            *_mini_batch_rules("policy"),
-            *_mini_batch_rules("critic"),
-            at_least(
-                "skyrl.samples_reach_every_replica",
-                (TRAIN, RESPONSES),
-                lambda job: product(
-                    {TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"
-                ),
-                ("{:,}", lambda job: job.lcm_checked),
-                note=", the least common multiple of the policy's and the reference's replicas",
+def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
+    """Yield which models and engines go together, and on which devices."""
+    policy = _devices(job, "policy")
+    if job[COLOCATE] and (engines := job.engine_devices) is not None:
+        yield job.equal(
+            "engines_fill_the_devices",
+            ENGINE_KEYS,
+            Term(
+                "the engines' devices, engines * tensor * pipeline * data parallel size"
+                f" = {engines:,},",
+                engines,
             ),
-            multiple(
-                "skyrl.no_tail_is_cut",
-                (TRAIN, RESPONSES),
-                TRAIN,
-                ("{:,}", lambda job: job.prompt_stride),
-                note=lambda job: (
-                    f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
-                    f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
-                    f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-                    "number is not the requested one. SkyRL's own check does not notice it"
-                ),
+            policy,
+            f" with {COLOCATE}",
+        )
+    if job.megatron and "critic" in job.models:
+        yield job.broken(
+            "megatron_has_no_critic",
+            (STRATEGY, CRITIC),
+            f"trainer.strategy=megatron trains no critic: {CRITIC} must be null",
+            candidates=["fsdp"],
+        )
+    for model in ("policy", "ref"):
+        if job.megatron:
+            key, note = SEQUENCE[model], " with trainer.strategy=megatron"
+            yield job.equal(f"megatron_{model}_sequence_parallel", [key], key, 1, note)
+    for model in job.models[1:]:
+        if job[COLOCATE] and job.settings.given & set(DEVICES[model]):
+            yield job.equal(
+                f"colocated_{model}_devices",
+                DEVICES[model],
+                _devices(job, model),
+                policy,
+                f" with {COLOCATE}",
                 found_by="run",
-            ),
-            equal(
-                "skyrl.engines_fill_the_devices",
-                ENGINE_KEYS,
-                lambda job: Term(
-                    f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
-                    job.engine_devices or 0,
-                ),
-                _devices("policy"),
-                when=lambda job: job[COLOCATE] and job.engine_devices is not None,
-                note=" with trainer.placement.colocate_all",
-            ),
-            at_least(
-                "skyrl.data_set_fills_a_step",
-                ("num_prompts", TRAIN),
-                ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
-                TRAIN,
-                when=lambda job: job["num_prompts"] is not None,
-            ),
-            equal(
-                "skyrl.async_step_is_one_mini_batch",
-                (TRAIN, MINI),
-                TRAIN,
-                MINI,
-                when=lambda job: job["trainer.fully_async.enabled"],
-                note=" in fully asynchronous training",
-            ),
-            Rule(
-                name="skyrl.async_workers",
-                keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
-                when=lambda job: job["trainer.fully_async.enabled"],
-                holds=lambda job: (
-                    job.policy.mini_batch <= job[WORKERS] <= job.max_workers
-                ),
-                message=lambda job: (
-                    f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
-                    f"(max_staleness_steps + 1) = {job.max_workers:,}"
-                ),
-                division=lambda job: (job.max_workers, job.policy.mini_batch),
-            ),
-            Rule(
-                name="skyrl.megatron_has_no_critic",
-                keys=(STRATEGY, "trainer.critic.model.path"),
-                holds=lambda job: not (job.megatron and job.has_critic),
-                message=lambda job: (
-                    "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null"
-                ),
-                candidates=lambda job: ["fsdp"],
-            ),
-            *[
-                equal(
-                    f"skyrl.megatron_{model}_sequence_parallel",
-                    (SEQUENCE[model],),
-                    SEQUENCE[model],
-                    1,
-                    when=lambda job: job.megatron,
-                    note=" with trainer.strategy=megatron",
-                )
-                for model in ("policy", "ref")
-            ],
-            *map(_colocated, ("critic", "ref")),
-            *map(_shares_devices, DEVICES["policy"]),
-        ],
-    ),
-]
+            )
+    for key in DEVICES["policy"]:
+        if "ref" in job.models and job[COLOCATE_REF] and not job[COLOCATE]:
+            own = key.replace("policy_", "ref_")
+            keys, note = (own, key, COLOCATE_REF), f" with {COLOCATE_REF}"
+            yield job.equal(f"colocated_{own.rpartition('.')[2]}", keys, own, key, note)
+
+
 DIALECT = Dialect(
     job=SkyRLJob,
-    rules=table(RULES),
+    rules=_rules,
     launch=LAUNCH,
     meanings=_meanings,
     notes=_notes,
