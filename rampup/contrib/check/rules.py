@@ -16,9 +16,9 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial, partialmethod
+from functools import cached_property, partialmethod
 from types import MappingProxyType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from rampup.config.build import build_plan
 from rampup.config.schema import KEYS, Config
@@ -246,59 +246,6 @@ class PretrainingJob(Job):
         return Conversion(values=values, left_out=left_out)
 
 
-J = TypeVar("J", bound=Job)
-# A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its
-# number, or a function that returns both.
-OldSide: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule(Generic[J]):
-    """One rule of another system."""
-
-    name: str  # its id, such as `maxtext.ramp_grows`
-    keys: tuple[
-        str, ...
-    ]  # the keys to change; nearest values are those of the first that has any
-    holds: Callable[[J], bool]
-    message: Callable[
-        [J], str
-    ]  # the rule, the arithmetic and the numbers of a job that breaks it
-    when: Callable[[J], bool] = lambda _: True  # whether it applies to a job at all
-    found_by: FoundBy = "validator"
-    # Values of the first key to try, nearest first. Without it, or if none is legal,
-    # whole numbers are tried; if it returns None, no value is proposed.
-    candidates: Callable[[J], Iterable[Any] | None] | None = None
-    # The two numbers that it compares, such as dividend and divisor: candidates are
-    # made from them.
-    division: Callable[[J], tuple[int, int]] | None = None
-
-    def is_broken(self, job: J) -> bool:
-        """Return whether the rule applies to a job that does not satisfy it."""
-        return self.when(job) and not self.holds(job)
-
-    def ruling(self, job: J) -> Ruling:
-        """Return what the rule says about a job."""
-        holds = self.holds(job)
-        candidates: Iterable[Any] | None = ()
-        if self.candidates is not None and not holds:
-            candidates = self.candidates(job)
-        return Ruling(
-            name=self.name,
-            keys=self.keys,
-            holds=holds,
-            message="" if holds else self.message(job),
-            found_by=self.found_by,
-            candidates=candidates,
-            division=self.division and self.division(job),
-        )
-
-
-def table(rules: Sequence[Rule[Any]]) -> Callable[[Any], Iterator[Ruling]]:
-    """Return the rows of a table as a function of a job."""
-    return lambda job: (rule.ruling(job) for rule in rules if rule.when(job))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """Everything that a check needs of one system."""
@@ -320,97 +267,6 @@ class Dialect:
     def read(self, source: Source, overrides: Sequence[str]) -> Settings:
         """Return the values of a source with `key=value` settings."""
         return self.reader(source, overrides, self.launch)
-
-
-def _compare(
-    words: str,
-    test: Callable[[int, int], bool],
-    name: str,
-    keys: Sequence[str],
-    left: OldSide[J],
-    right: OldSide[J],
-    *,
-    note: str | Callable[[J], str] = "",
-    **options: Any,
-) -> Rule[J]:
-    """Return the rule that a test of two numbers holds; `options` are those of `Rule`,
-    and `note` is the end of the message.
-    """
-
-    def term(side: OldSide[J], job: J) -> Term:
-        if isinstance(side, str):
-            return Term(f"{side}={job[side]:,}", int(job[side]))
-        if isinstance(side, int):
-            return Term(f"{side:,}", side)
-        return (
-            Term(side[0].format(side[1](job)), side[1](job))
-            if isinstance(side, tuple)
-            else side(job)
-        )
-
-    def numbers(job: J) -> tuple[int, int]:
-        return term(left, job).number, term(right, job).number
-
-    def message(job: J) -> str:
-        return (
-            f"{term(left, job).text} {words}"
-            f" {term(right, job).text}{note if isinstance(note, str) else note(job)}"
-        )
-
-    return Rule(
-        name=name,
-        keys=tuple(keys),
-        holds=lambda job: test(*numbers(job)),
-        message=message,
-        division=numbers,
-        **options,
-    )
-
-
-# Rules about two sides. A divisor below 1 is another rule's business.
-multiple = partial(_compare, "must be a multiple of", lambda a, b: b < 1 or a % b == 0)
-at_least = partial(_compare, "must be at least", operator.ge)
-equal = partial(_compare, "must equal", operator.eq)
-
-
-def positive(
-    system: str, keys: Iterable[str], why: str, **options: Any
-) -> list[Rule[Any]]:
-    """Return the rules that counts are unset or at least 1. `why` says what happens
-    otherwise; options as in `Rule`.
-    """
-
-    def rule(key: str) -> Rule[Any]:
-        return Rule(
-            name=f"{system}.positive.{key}",
-            keys=(key,),
-            holds=lambda job: job[key] is None or job[key] >= 1,
-            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}",
-            **options,
-        )
-
-    return [rule(key) for key in keys]
-
-
-usable = operator.attrgetter("usable")  # whether the numbers of a job can be computed
-
-
-def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[Rule[J]]:
-    """Return rules that apply only to a job that satisfies a condition."""
-
-    def guard(rule: Rule[J]) -> Rule[J]:
-        return dataclasses.replace(
-            rule, when=lambda job: condition(job) and rule.when(job)
-        )
-
-    return [guard(rule) for rule in rules]
-
-
-def rows_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
-    """Return rules that the system's own check does not know: only the run finds
-    them.
-    """
-    return [dataclasses.replace(rule, found_by="run") for rule in rules]
 
 
 def found_by_run(rulings: Iterable[Ruling]) -> Iterator[Ruling]:

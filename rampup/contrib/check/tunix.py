@@ -29,16 +29,7 @@ from rampup.contrib.check.reading import (
     type_settings,
 )
 from rampup.contrib.check.rollout import RolloutJob, group_note
-from rampup.contrib.check.rules import (
-    Dialect,
-    Rule,
-    apply_if,
-    at_least,
-    multiple,
-    positive,
-    table,
-    usable,
-)
+from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.verdict import Term, counted, times
 from rampup.errors import ConfigError
 
@@ -171,42 +162,36 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             own |= {OVERRIDE: _NOTHING}
     leaves = _effective(leaves | own)
     given = {text.partition("=")[0] for text in reading.overrides} | leaves.keys()
+    is_python = reading.path.endswith((".py", ".ipynb"))
+
+    def ask(key: str, said: str, fix: str) -> ConfigError:
+        return ConfigError(f"unknown: {said}", fix=fix, key=key, path=reading.path)
+
+    no_batch = ask(
+        BATCH,
+        "this does not say how many prompts a training step has",
+        f"add {BATCH}=..., the size of the batches of the data set",
+    )
     questions = []
     if leaves.get(OVERRIDE, _NOTHING).value and f"{OVERRIDE}=null" not in overrides:
-        questions.append(
-            ConfigError(
-                f"unknown: {OVERRIDE}={own[OVERRIDE].value} is not here, and may set"
-                " sizes",
-                fix=f"put it beside the script, or give its sizes and {OVERRIDE}=null",
-                key=OVERRIDE,
-                path=reading.path,
-            )
-        )
-    missing = ConfigError(
-        "unknown: this does not say how many prompts a training step has",
-        fix=f"add {BATCH}=..., the size of the batches of the data set",
-        key=BATCH,
-        path=reading.path,
-    )
-    is_python = reading.path.endswith((".py", ".ipynb"))
+        said = f"{OVERRIDE}={own[OVERRIDE].value} is not here, and may set sizes"
+        fix = f"put it beside the script, or give its sizes and {OVERRIDE}=null"
+        questions.append(ask(OVERRIDE, said, fix))
     if BATCH not in given and not (is_python and MINI in given):
-        questions.append(missing)
+        questions.append(no_batch)
     if is_python and not given & _OF_GRPO:
-        questions.append(
-            ConfigError(
-                "unknown: this sets no size of GRPO, and may not train with GRPO",
-                fix=f"if it does, add {GENERATIONS}=...; the rules of Tunix do not cover"
-                " fine-tuning and distillation",
-                key=GENERATIONS,
-                path=reading.path,
-            )
+        said = "this sets no size of GRPO, and may not train with GRPO"
+        fix = (
+            f"if it does, add {GENERATIONS}=...; the rules of Tunix do not cover"
+            " fine-tuning and distillation"
         )
+        questions.append(ask(GENERATIONS, said, fix))
     reading = replace(
         reading, leaves=leaves, notes=tuple(notes), questions=tuple(questions)
     )
     settings = type_settings(reading, launch)
     if settings[BATCH] is None and settings[MINI] is None:
-        raise missing
+        raise no_batch
     return settings
 
 
@@ -266,12 +251,16 @@ class PromptJob(RolloutJob):
 
 def _sizes(text: str | None) -> list[int]:
     """Return the sizes of a mesh such as `(2, 4)`."""
-    return [int(number) for number in re.findall(r"\d+", text or "")]
+    sizes = [int(number) for number in re.findall(r"\d+", text or "")]
+    if 0 in sizes:
+        raise ConfigError(f"the mesh {text} must have sizes of at least 1")
+    return sizes
 
 
 class TunixJob(PromptJob):
     """A Tunix file's numbers."""
 
+    system = "tunix"
     version = "Tunix of August 2026 (c7d8950f)"
 
     def __init__(self, settings: Settings) -> None:
@@ -285,7 +274,7 @@ class TunixJob(PromptJob):
         self.rollout_micro: int = 1 if self.agentic else self[ROLLOUT] or self.micro
         self.logps: int = self[LOGPS] or (1 if self.agentic else self.micro)
         self._read_meshes()
-        self.usable = not any(rule.is_broken(self) for rule in COUNTED)
+        self.usable = all(rule.holds for rule in _counts(self))
         if not self.usable:
             return
         self.count(self.mini, self.micro, self[ITERATIONS])
@@ -416,86 +405,67 @@ def _notes(job: TunixJob) -> Iterator[str]:
     yield "all sizes count prompts of the whole job, micro batches too, and none per chip."
 
 
-def _divides(key: str, size: str, note: str) -> Rule[TunixJob]:
-    """Return the rule that a size divides the batch, which the learner finds."""
-    return multiple(
-        f"tunix.{key.rpartition('.')[2]}_divides_batch",
-        (key, BATCH),
-        (f"{BATCH}={{:,}}", lambda job: job.prompts),
-        (f"{key}={{:,}}", lambda job: getattr(job, size)),
-        note=f" ({note}; both count prompts)",
-        found_by="run",
-    )
-
-
-COUNTED: list[Rule[TunixJob]] = [
-    *positive("tunix", [MINI, TRAIN, ROLLOUT, LOGPS], "Tunix asks for a whole number"),
-    *positive(
-        "tunix",
-        [BATCH, ITERATIONS, "num_train_epochs", "num_devices", PROMPTS],
-        "nothing would be trained",
-        found_by="run",
-    ),
-    at_least("tunix.responses_to_compare", (GENERATIONS,), GENERATIONS, 2),
-    Rule(
-        name="tunix.no_accumulation",
-        keys=(ACCUMULATION,),
-        holds=lambda job: job[ACCUMULATION] is None,
-        message=lambda job: (
+def _counts(job: TunixJob) -> Iterator[Ruling]:
+    """Yield the rules without which there are no numbers."""
+    sizes = (MINI, TRAIN, ROLLOUT, LOGPS)
+    yield from job.positive(sizes, "Tunix asks for a whole number")
+    counts = (BATCH, ITERATIONS, "num_train_epochs", "num_devices", PROMPTS)
+    yield from job.positive(counts, "nothing would be trained", found_by="run")
+    yield job.at_least("responses_to_compare", [GENERATIONS], GENERATIONS, 2)
+    if job[ACCUMULATION] is not None:
+        yield job.broken(
+            "no_accumulation",
+            [ACCUMULATION],
             f"{ACCUMULATION}={job[ACCUMULATION]} must be null: Tunix derives it from the"
-            " mini batch and the train micro batch"
-        ),
-        candidates=lambda job: [None],
-    ),
-    Rule(
-        name="tunix.micro_needs_mini",
-        keys=(MINI, TRAIN),
-        holds=lambda job: job[TRAIN] is None or job[MINI] is not None,
-        message=lambda job: f"{MINI} must be set if {TRAIN}={job[TRAIN]} is",
-        candidates=lambda job: [job[BATCH]],
-    ),
-]
-RULES: list[Rule[TunixJob]] = [
-    *COUNTED,
-    *apply_if(
-        usable,
-        [
-            multiple(
-                "tunix.micro_divides_mini",
-                (TRAIN, MINI),
-                MINI,
-                TRAIN,
-                when=lambda job: job[TRAIN] is not None,
-            ),
-            _divides(MINI, "mini", "prompts of an update"),
-            _divides(ROLLOUT, "rollout_micro", "prompts of a generate call"),
-            _divides(LOGPS, "logps", "prompts of a log-probability pass"),
-            Rule(
-                name="tunix.agentic_log_probabilities",
-                keys=(LOGPS, TRAIN),
-                when=lambda job: job.agentic,
-                holds=lambda job: job.logps in (1, job.micro),
-                message=lambda job: (
-                    f"{LOGPS}={job.logps:,} must equal the train micro batch of"
-                    f" {job.micro:,} in the agentic learner, or be 1"
-                ),
-                candidates=lambda job: [job.micro],
-                found_by="run",
-            ),
-            at_least(
-                "tunix.meshes_fit",
-                ("num_devices",),
-                "num_devices",
-                lambda job: Term(f"the {job.chips:,} chips of the meshes", job.chips),
-                when=lambda job: job["num_devices"] is not None,
-                found_by="run",
-            ),
-        ],
-    ),
-]
+            " mini batch and the train micro batch",
+            candidates=[None],
+        )
+    if job[TRAIN] is not None and job[MINI] is None:
+        said = f"{MINI} must be set if {TRAIN}={job[TRAIN]} is"
+        yield job.broken(
+            "micro_needs_mini", (MINI, TRAIN), said, candidates=[job[BATCH]]
+        )
+
+
+def _rules(job: TunixJob) -> Iterator[Ruling]:
+    """Yield what Tunix's configuration and its learner ask."""
+    yield from _counts(job)
+    if not job.usable:
+        return
+    if job[TRAIN] is not None:
+        yield job.multiple("micro_divides_mini", (TRAIN, MINI), MINI, TRAIN)
+    batch = Term(f"{BATCH}={job.prompts:,}", job.prompts)
+    for key, size, what in (
+        (MINI, job.mini, "an update"),
+        (ROLLOUT, job.rollout_micro, "a generate call"),
+        (LOGPS, job.logps, "a log-probability pass"),
+    ):
+        yield job.multiple(
+            f"{key.rpartition('.')[2]}_divides_batch",
+            (key, BATCH),
+            batch,
+            Term(f"{key}={size:,}", size),
+            f" (prompts of {what}; both count prompts)",
+            found_by="run",
+        )
+    if job.agentic and job.logps not in (1, job.micro):
+        yield job.broken(
+            "agentic_log_probabilities",
+            (LOGPS, TRAIN),
+            f"{LOGPS}={job.logps:,} must equal the train micro batch of {job.micro:,} in"
+            " the agentic learner, or be 1",
+            candidates=[job.micro],
+            found_by="run",
+        )
+    if job["num_devices"] is not None:
+        chips = Term(f"the {job.chips:,} chips of the meshes", job.chips)
+        keys = ["num_devices"]
+        yield job.at_least("meshes_fit", keys, "num_devices", chips, found_by="run")
+
+
 DIALECT = Dialect(
     job=TunixJob,
-    rules=table(RULES),
+    rules=_rules,
     meanings=_meanings,
     notes=_notes,
     reader=read,
