@@ -198,6 +198,7 @@ REMOVED: dict[str, str] = {
     "jax_distributed_initialization_timeout": (
         "processes wait 300 seconds for each other at the start"
     ),
+    "on_checkpoint_error": "a checkpoint that cannot be written ends the run",
     "nu_dtype": "the second moment has weight_dtype; make_optimizer has nu_dtype=...",
     "parameter_memory_host_offload": (
         "set optimizer_memory_host_offload, ici_fsdp_parallelism or remat_policy to"

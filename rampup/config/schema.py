@@ -207,9 +207,6 @@ class RunKeys(Settings):
     checkpoint_period: int = _run(100, minimum=1, unit="steps", maxtext="10_000", doc="""
         Steps between checkpoints, if enable_checkpointing is set.""")
     async_checkpointing: bool = _run(True, "Write checkpoints in the background while training continues.")
-    on_checkpoint_error: Literal["stop", "continue"] = _run("stop", choices=("stop", "continue"), own=True, doc="""
-        What to do if a checkpoint cannot be written, for example because the disk is full. stop: end the run. continue: log a
-        warning, keep the existing checkpoints and retry at the next one. Multi-process runs always stop.""")
     max_num_checkpoints_to_keep: int | None = _run(3, kind="int", minimum=1, nullable=True, maxtext="None", doc="""
         Number of checkpoints to keep; older ones are deleted. null: keep all.""")
     jax_cache_dir: str | None = _run("~/.cache/rampup", nullable=True, maxtext="~/jax_cache", per_process=True, doc="""

@@ -787,7 +787,6 @@ def loop_of(config: RunKeys, run: Loop) -> Loop:
             ),
             max_to_keep=config.max_num_checkpoints_to_keep,
             async_checkpointing=config.async_checkpointing,
-            on_checkpoint_error=config.on_checkpoint_error,
         ),
     )
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -62,8 +62,6 @@ class CheckpointOptions:
     Attributes:
         checkpoint_period: steps between checkpoints; None = write none.
         max_to_keep: older checkpoints are deleted; None keeps all.
-        on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or
-            `continue` with the existing checkpoints.
         identity: JSON values that must be the same in a checkpoint and in the run that
             resumes it.
         extra_metadata: extra metadata stored with each checkpoint and not validated on
@@ -73,14 +71,13 @@ class CheckpointOptions:
             and back; structure and shapes stay.
 
     Example:
-        >>> CheckpointOptions(checkpoint_period=100, max_to_keep=3).on_checkpoint_error
-        'stop'
+        >>> CheckpointOptions(checkpoint_period=100, max_to_keep=3).async_checkpointing
+        True
     """
 
     checkpoint_period: int | None = None
     max_to_keep: int | None = None
     async_checkpointing: bool = True
-    on_checkpoint_error: Literal["stop", "continue"] = "stop"
     identity: Mapping[str, Any] = field(default_factory=dict)
     extra_metadata: Mapping[str, Any] = field(default_factory=dict)
     to_saved: Callable[[Any], Any] = lambda state: state
@@ -246,30 +243,28 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     done.
 
     Orbax writes a checkpoint into a temporary folder, with the checksums of its files,
-    and then renames it: a checkpoint is complete or absent. `on_error` is called with a
-    StorageError if one cannot be written; by default it is raised.
+    and then renames it: a checkpoint is complete or absent. If one cannot be written,
+    that is a StorageError, and no other is written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        options: CheckpointOptions | None = None,
-        on_error: Callable[[StorageError], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, options: CheckpointOptions | None = None) -> None:
         self.folder = folder
         self._options = options or CheckpointOptions()
-        self._on_error = on_error
         # The step that is being written, and the last one that was: another process may
         # not see it in the folder yet.
         self._writing: int | None = None
         self._saved: int | None = None
-        self._manager: ocp.CheckpointManager | None = self._open()
+        self._has_failed = False
+        self._manager = self._open()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        # Among several processes, to close a manager whose write has failed is to wait
+        # for the others, which wait for this write.
+        if self._has_failed and jax.process_count() > 1:
+            return
         # An error while closing must not hide the error that led to closing.
         with contextlib.suppress(*(() if error is None else (Exception,))):
-            if self._manager is not None:
-                self._manager.close()
+            self._manager.close()
 
     @property
     def latest(self) -> int | None:
@@ -280,8 +275,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Write a checkpoint after `step` optimizer steps, unless there is one; return
         whether it is written, or begun.
 
-        When this returns, `state` has been copied and may be donated. `on_error` is
-        called for this one or the one before it.
+        When this returns, `state` has been copied and may be donated.
+
+        Raises:
+            StorageError: this one, or the one before it, cannot be written.
         """
         # Orbax reports the failure of an asynchronous write at the next call: it
         # belongs to the checkpoint before this one.
@@ -289,24 +286,21 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if step == self._saved:
             return False
         content = {"version": RECORD_VERSION, "step": step, **record}
-        self._writing = step
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(_as_tree(state)),
             record=ocp.args.JsonSave(content),
         )
-
-        def write() -> None:
+        self._writing = step
+        with self._told():
             # Orbax waits for all processes, so that none may begin what another one
             # cannot do.
             if problem := first_problem(self._problem()):
                 raise StorageError(problem)
-            self._manager = self._manager or self._open()
             self._manager.save(step, args=arguments, force=True)
-
-        if not self._attempt(write):
-            return False
         self._saved = step
-        return self._options.async_checkpointing or self.wait()
+        if not self._options.async_checkpointing:
+            self.wait()
+        return True
 
     def _problem(self) -> str:
         """Return why this process cannot write a checkpoint, or "". Orbax itself would
@@ -331,11 +325,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         except OSError as error:
             return f"{self.folder} cannot be written: {error.strerror or error}"
 
-    def wait(self) -> bool:
-        """Wait until every checkpoint is written; return whether all were. Else
-        `on_error` was called, which may raise.
-        """
-        return self._manager is None or self._attempt(self._manager.wait_until_finished)
+    def wait(self) -> None:
+        """Wait until every checkpoint is written, or raise a StorageError."""
+        with self._told():
+            self._manager.wait_until_finished()
 
     def restore(
         self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event
@@ -360,7 +353,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     steps=step, problem=problem, moved_to=target, used=saved.step
                 )
             )
-        if saved.damaged and self._manager is not None:
+        if saved.damaged:
             # The others must not list the folder before process 0 has moved everything.
             broadcast_from_process0(f"moved{next(_question_numbers)}", "")
             self._manager.reload()
@@ -416,34 +409,22 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         # its version.
         return () if is_bucket(self.folder) else self.folder.glob(f"{step}.*")
 
-    def _attempt(self, action: Callable[[], Any]) -> bool:
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say in a sentence which checkpoint could not be written, and why."""
         try:
-            action()
-            return True
+            yield
         except Exception as error:
-            step, self._writing, self._saved = self._writing, None, None
-            # A manager whose write has failed raises that error again in every later
-            # call, so `save` opens a new one. Among several processes, to close it is
-            # to wait for the others, which wait for this write. The run ends without
-            # that.
-            with contextlib.suppress(Exception):
-                if self._manager is not None and jax.process_count() == 1:
-                    self._manager.close()
-            for unfinished in self._unfinished(step) if is_primary() else ():
+            self._has_failed = True
+            for unfinished in self._unfinished(self._writing) if is_primary() else ():
                 shutil.rmtree(unfinished, ignore_errors=True)
-            self._manager = None
             existing: Any = "unknown"
             with contextlib.suppress(OSError):  # a bucket that is away
                 existing = self.folder / str(self.latest) if self.latest else None
-            failure = StorageError(
-                f"the checkpoint of step {step} could not be written:"
+            raise StorageError(
+                f"the checkpoint of step {self._writing} could not be written:"
                 f" {self._reason(error)}; the newest is {existing}"
-            )
-            failure.__cause__ = error
-            if self._on_error is None:
-                raise failure from error
-            self._on_error(failure)
-            return False
+            ) from error
 
     def _reason(self, error: BaseException) -> str:
         """Return why a checkpoint could not be written, in a part of a sentence."""

@@ -42,7 +42,6 @@ from rampup.engine.processes import (
 from rampup.errors import (
     DataEndedError,
     DataError,
-    StorageError,
 )
 from rampup.loop import events
 from rampup.loop.checkpoint import (
@@ -310,7 +309,7 @@ class Loop:
             for component in self.components:
                 component.load(found)
         with Checkpoints(
-            self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed
+            self.folder / CHECKPOINT_FOLDER, self.checkpoints
         ) as checkpoints:
             restored = self.checkpoints.from_saved(
                 checkpoints.restore(saved, state, self.on_event)
@@ -367,7 +366,7 @@ class Loop:
             self._owned(),
             self._report_abort(),
             Checkpoints(
-                self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed
+                self.folder / CHECKPOINT_FOLDER, self.checkpoints
             ) as checkpoints,
             stop_requests(
                 lambda: self.on_event(events.StopRequested())
@@ -565,34 +564,22 @@ class Loop:
     ) -> None:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all
         # steps before it.
-        if self._flush(metrics):
-            record: dict[str, Any] = {
-                **self.checkpoints.identity,
-                RAMP_ROWS: plan.ramp.to_rows(),
-            }
-            for component in self.components:
-                record |= component.state()
-            record |= self.checkpoints.extra_metadata
-            if checkpoints.save(done, self.checkpoints.to_saved(state), record):
-                self.on_event(events.CheckpointSaved(steps=done))
+        self._flush(metrics)
+        record: dict[str, Any] = {
+            **self.checkpoints.identity,
+            RAMP_ROWS: plan.ramp.to_rows(),
+        }
+        for component in self.components:
+            record |= component.state()
+        record |= self.checkpoints.extra_metadata
+        if checkpoints.save(done, self.checkpoints.to_saved(state), record):
+            self.on_event(events.CheckpointSaved(steps=done))
         metrics.restart_clock()
 
-    def _flush(self, metrics: Metrics) -> bool:
-        """Write all metrics, and return whether the disk took them."""
+    def _flush(self, metrics: Metrics) -> None:
+        """Write all metrics, if the run is still that of this process."""
         require_owner(self.folder)
-        try:
-            metrics.flush()
-        except StorageError as error:
-            self._storage_failed(error)
-            return False
-        return True
-
-    def _storage_failed(self, error: StorageError) -> None:
-        # Several processes always stop: the others would wait for a checkpoint that
-        # never comes.
-        if self.checkpoints.on_checkpoint_error == "stop" or jax.process_count() > 1:
-            raise error
-        self.on_event(events.StorageFailed(problem=str(error)))
+        metrics.flush()
 
 
 def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRamp:

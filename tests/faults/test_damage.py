@@ -11,7 +11,7 @@ from helpers.runs import metrics_of
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.loop import checkpoint
 from rampup.loop.checkpoint import CHECKSUMS_FILE, damage
-from rampup.loop.events import CheckpointDamaged, CheckpointSaved, StorageFailed
+from rampup.loop.events import CheckpointDamaged
 from rampup.loop.run_folder import DAMAGED_FOLDER
 
 
@@ -205,34 +205,10 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, full_disk):
     assert toy_run.run(tmp_path)[0].resumed_from == 4
 
 
-@pytest.mark.parametrize(
-    ("steps", "most", "left", "waits"),
-    [({4, 8}, None, "12", True), ({8, 12}, 1, "4", False)],
-)
-def test_or_the_run_goes_on_without_it(
-    whole, tmp_path, full_disk, steps, most, left, waits
-):
-    """With `continue` the run says so, keeps what is there, also the only one, writes
-    the next one and ends the same.
-
-    What fails at once, without a background write, is not reported as saved.
-    """
-    full_disk |= steps
-    events = []
-    options = {
-        "on_checkpoint_error": "continue",
-        "max_to_keep": most,
-        "async_checkpointing": not waits,
-    }
-    summary, _ = toy_run.run(tmp_path, events=events, **options)
-    assert not waits or [
-        event.steps for event in events if isinstance(event, CheckpointSaved)
-    ] == [int(left)]
-    problems = [event.problem for event in events if isinstance(event, StorageFailed)]
-    assert ["the newest is None" in problem for problem in problems] == [
-        left == "12"
-    ] * 2
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [left]
-    assert damage(tmp_path / "checkpoints" / left) is None
-    assert summary.steps == 12
-    assert metrics_of(tmp_path) == metrics_of(whole)
+def test_the_only_checkpoint_stays_if_the_next_one_fails(tmp_path, full_disk):
+    """Also where one is kept, the one before is deleted only after it."""
+    full_disk.add(8)
+    with pytest.raises(StorageError, match="step 8 could not be written"):
+        toy_run.run(tmp_path, max_to_keep=1, async_checkpointing=False)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+    assert damage(tmp_path / "checkpoints" / "4") is None

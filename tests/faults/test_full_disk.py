@@ -111,24 +111,6 @@ def test_the_run_stops_and_can_go_on(small_disk, whole):
     assert metrics_of(small_disk) == whole
 
 
-def test_the_run_goes_on_as_configured(small_disk, whole):
-    """With `continue` it says so, trains on, and writes metrics and checkpoints again
-    as soon as there is room.
-    """
-    events = Filler(small_disk, 4, 8)
-    summary, _ = toy_run.run(
-        small_disk,
-        events=events,
-        on_checkpoint_error="continue",
-        async_checkpointing=False,
-    )
-    assert events.problems
-    assert summary.steps == 12
-    assert damage(small_disk / "checkpoints" / "4") is None
-    assert damage(small_disk / "checkpoints" / "12") is None
-    assert metrics_of(small_disk) == whole
-
-
 def test_lines_of_evaluations_wait_for_room(small_disk):
     """A flush writes them too."""
     metrics = Metrics(

@@ -17,6 +17,7 @@ from helpers import processes, toy
 from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL, command_line
 
+from rampup.errors import StorageError
 from rampup.loop.checkpoint import Checkpoints
 from rampup.loop.distributed import join
 
@@ -139,9 +140,9 @@ def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_pa
     assert not (folders[0] / "out/run/metrics.jsonl").exists()
 
 
-def save_with_limits(number, port, folder, path):
-    """Save in both processes, whose files have a limit in turn; write the errors, and
-    the steps that are saved, into a file.
+def save_with_limit(number, port, folder, path, limited):
+    """Save in both processes, of which one has a limit of files from the second
+    checkpoint on; write the error, and the steps that are saved, into a file.
     """
     victim.use_cpus(1)
     join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
@@ -153,45 +154,49 @@ def save_with_limits(number, port, folder, path):
         )
         for _ in range(9)
     ]
-    errors = []
-    with Checkpoints(
-        folder / "checkpoints", on_error=lambda error: errors.append(str(error))
-    ) as checkpoints:
-        for step, limited in enumerate([None, 0, 1, None], start=1):
-            most = 4096 if limited == number else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-            checkpoints.save(step, toy.Arrays(w), {})
-            checkpoints.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    path.write_text(json.dumps([errors, sorted(os.listdir(folder / "checkpoints"))]))
+
+    def save(checkpoints, step):
+        checkpoints.save(step, toy.Arrays(w), {})
+        checkpoints.wait()
+
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        save(checkpoints, 1)
+        if limited == number:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        with pytest.raises(StorageError) as caught:
+            save(checkpoints, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    saved = sorted(
+        path.name
+        for path in (folder / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    )
+    path.write_text(json.dumps([str(caught.value), saved]))
 
 
-def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path):
-    """Whichever it is, both have the same error, which names it; the next checkpoint is
-    written.
+@pytest.mark.parametrize("limited", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path, limited):
+    """Whichever it is, both have the same error, which names it, and the checkpoint
+    before stays.
     """
     port, files = (
         processes.free_port(),
         [tmp_path / f"{number}.json" for number in range(2)],
     )
     processes.run_all(
-        save_with_limits,
-        [(number, port, tmp_path, files[number]) for number in range(2)],
+        save_with_limit,
+        [(number, port, tmp_path, files[number], limited) for number in range(2)],
         tmp_path,
         100,
     )
-    (errors, steps), other = (json.loads(file.read_text()) for file in files)
-    assert other == [errors, steps]
-    assert steps == ["1", "4"]
-    for error, limited in zip(errors, range(2), strict=True):
-        assert error.startswith(
-            f"the checkpoint of step {limited + 2} could not be written: process"
-            f" {limited} on "
-        )
-        folder = tmp_path / "checkpoints"
-        assert error.endswith(
-            f": File too large in {folder}; the newest is {folder / '1'}"
-        )
+    (error, steps), other = (json.loads(file.read_text()) for file in files)
+    assert other == [error, steps]
+    assert steps == ["1"]
+    assert error.startswith(
+        f"the checkpoint of step 2 could not be written: process {limited} on "
+    )
+    folder = tmp_path / "checkpoints"
+    assert error.endswith(f": File too large in {folder}; the newest is {folder / '1'}")
     with Checkpoints(
         tmp_path
     ) as checkpoints:  # what tensorstore was doing may stand before the code

@@ -16,7 +16,7 @@ import pytest
 from helpers import toy
 from helpers.processes import wait_until
 
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, StorageError
 from rampup.loop import lock as run_lock
 from rampup.loop.checkpoint import Checkpoints
 from rampup.loop.lock import LOCK_FILE, own_run, require_owner
@@ -158,10 +158,10 @@ def test_an_owner_ends_when_another_process_has_taken_over(
     monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 60.0)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
-    lock, failures = tmp_path / LOCK_FILE, []
+    lock = tmp_path / LOCK_FILE
     with (
         own_run(tmp_path),
-        Checkpoints(tmp_path / "checkpoints", on_error=failures.append) as checkpoints,
+        Checkpoints(tmp_path / "checkpoints") as checkpoints,
     ):
         require_owner(tmp_path)
         time.sleep(0.6)
@@ -179,11 +179,9 @@ def test_an_owner_ends_when_another_process_has_taken_over(
             ),
         ):
             require_owner(tmp_path)
-        assert not checkpoints.save(1, toy.Arrays(jnp.zeros(2)), {})
-        assert (
-            "the checkpoint of step 1 could not be written: another process took over"
-            in str(failures[0])
-        )
+        words = "the checkpoint of step 1 could not be written: another process took"
+        with pytest.raises(StorageError, match=words):
+            checkpoints.save(1, toy.Arrays(jnp.zeros(2)), {})
     assert json.loads(lock.read_text())["host"] == "far"
 
 

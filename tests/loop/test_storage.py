@@ -141,23 +141,32 @@ def test_metrics_of_an_outage_are_uploaded_after_it(
 
 def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
     """A checkpoint that cannot be written is a StorageError that says what is left, and
-    the next one is written.
+    the next start writes it.
     """
     state = toy.Arrays(jnp.arange(3.0))
-    failures = []
-    with Checkpoints(folder / "checkpoints", on_error=failures.append) as checkpoints:
-        assert checkpoints.save(1, state, {})
-        assert checkpoints.wait()
-        with proxy.failing(503, lambda method, path: method != "GET"):
-            assert not (checkpoints.save(2, state, {}) and checkpoints.wait())
-        assert (
-            "the checkpoint of step 2 could not be written: gs://bucket cannot be used"
-            in str(failures[0])
-        )
-        with proxy.failing(503):
-            assert not (checkpoints.save(3, state, {}) and checkpoints.wait())
-        assert "the checkpoint of step 3 could not be written" in str(failures[-1])
-        assert checkpoints.save(4, state, {})
+
+    def save(checkpoints, step):
+        checkpoints.save(step, state, {})
+        checkpoints.wait()
+
+    words = "the checkpoint of step {} could not be written"
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        save(checkpoints, 1)
+        with (
+            proxy.failing(503, lambda method, path: method != "GET"),
+            pytest.raises(
+                StorageError, match=f"{words.format(2)}: gs://bucket cannot be used"
+            ),
+        ):
+            save(checkpoints, 2)
+    with (
+        Checkpoints(folder / "checkpoints") as checkpoints,
+        proxy.failing(503),
+        pytest.raises(StorageError, match=words.format(3)),
+    ):
+        save(checkpoints, 3)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        save(checkpoints, 4)
     assert find_checkpoint(folder / "checkpoints").step == 4
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key, keys_for_alias
@@ -176,7 +176,6 @@ class RolloutConfig(Settings):
     enable_checkpointing: bool = _shared("enable_checkpointing", True)
     checkpoint_period: int = _shared("checkpoint_period", 50)
     async_checkpointing: bool = _shared("async_checkpointing", True)
-    on_checkpoint_error: Literal["stop", "continue"] = _shared("on_checkpoint_error", "stop")
     max_num_checkpoints_to_keep: int | None = _shared("max_num_checkpoints_to_keep", 3)
     jax_cache_dir: str | None = _shared("jax_cache_dir", "~/.cache/rampup")
     eval_interval: int = _shared("eval_interval", 50)
