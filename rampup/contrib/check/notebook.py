@@ -89,38 +89,39 @@ class Constants:
                 self._record_calls(statement)
 
     def _branch(self, statement: ast.If, local: bool) -> None:
-        """Follow the branch that is taken; if that is not known, what both agree on."""
+        """Follow the branch that is taken; if that is not known, both, and forget what
+        they assign.
+        """
         branches = (statement.body, statement.orelse)
-        with contextlib.suppress(_UnknownError):
+        try:
             self.run(branches[not self._value(statement.test)], local=local)
-            return
-        found = []
-        for branch in branches:
-            before = (dict(self._names), dict(self.constants))
-            self.run(branch, local=local)
-            found.append((self._names, self.constants))
-            self._names, self.constants = before
-        (names, constants), (others, _) = found
-        agreed = {k: v for k, v in names.items() if k in others and others[k] == v}
-        gone = (names.keys() | others.keys()) - agreed.keys()
-        self._names = agreed
-        self.constants = {k: v for k, v in constants.items() if k not in gone}
+        except _UnknownError:
+            for branch in branches:
+                self.run(branch, local=local)
+            for node in ast.walk(statement):
+                is_set = isinstance(getattr(node, "ctx", None), ast.Store)
+                name = getattr(node, "id", getattr(node, "attr", ""))
+                if is_set and name in self._names:
+                    self._forget(name, local)
 
     def _assign(self, target: ast.expr, value: ast.expr, local: bool) -> None:
         if not isinstance(target, ast.Name | ast.Attribute):
             return
-        name = target.id if isinstance(target, ast.Name) else target.attr
+        name = _name(target)
         try:
-            found = self._value(value)
+            found = self._names[name] = self._value(value)
         except _UnknownError:
-            self._names.pop(name, None)
-            if not local:
-                self.constants.pop(name, None)
+            self._forget(name, local)
             return
-        self._names[name] = found
         for key, part in _parts(name, found):
             if not local or key not in self.constants:
                 self.constants[key] = self._at(part, value)
+
+    def _forget(self, name: str, local: bool) -> None:
+        """Take a name for unknown, with the keys of its dictionary."""
+        for key, _ in _parts(name, self._names.pop(name, None)):
+            if not local:
+                self.constants.pop(key, None)
 
     def _at(self, value: Any, node: ast.AST) -> Located:
         line = getattr(node, "lineno", None)
@@ -155,72 +156,62 @@ class Constants:
     def _value(self, node: ast.expr) -> Any:
         """Return what an expression is, if constants and arithmetic say it."""
         try:
-            # Every other expression is not followed.
-            return getattr(self, f"_see_{type(node).__name__.lower()}")(node)
+            return self._see(node)
         except _OPEN as error:
             raise _UnknownError from error
 
-    def _see_constant(self, node: ast.Constant) -> Any:
-        return node.value
+    def _see(self, node: ast.expr) -> Any:
+        see = self._value
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name() | ast.Attribute():
+                return self._names[_name(node)]
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                return tuple(map(see, parts))
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                return {see(key): self._or_none(part) for key, part in pairs if key}
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return see(body if see(test) else other)
+            case ast.Subscript(value=value, slice=place):
+                return see(value)[see(place)]
+            case ast.UnaryOp(op=op, operand=part):
+                return _calculate(op, see(part))
+            case ast.BinOp(op=op, left=left, right=right):
+                return _calculate(op, see(left), see(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return _calculate(op, see(left), see(right))
+            case ast.Call(func=func, args=args):
+                return self._see_call(_name(func), isinstance(func, ast.Name), args)
+        raise _UnknownError
 
-    def _see_name(self, node: ast.Name) -> Any:
-        return self._names[node.id]
-
-    def _see_attribute(self, node: ast.Attribute) -> Any:
-        return self._names[node.attr]
-
-    def _see_tuple(self, node: ast.Tuple | ast.List) -> Any:
-        return tuple(map(self._value, node.elts))
-
-    _see_list = _see_tuple
-
-    def _see_dict(self, node: ast.Dict) -> Any:
-        pairs = zip(node.keys, node.values, strict=True)
-        return {self._value(key): self._or_none(part) for key, part in pairs if key}
-
-    def _see_unaryop(self, node: ast.UnaryOp) -> Any:
-        return self._calculate(node.op, node.operand)
-
-    def _see_binop(self, node: ast.BinOp) -> Any:
-        return self._calculate(node.op, node.left, node.right)
-
-    def _see_compare(self, node: ast.Compare) -> Any:
-        if len(node.ops) > 1:
-            raise _UnknownError
-        return self._calculate(node.ops[0], node.left, *node.comparators)
-
-    def _see_ifexp(self, node: ast.IfExp) -> Any:
-        return self._value(node.body if self._value(node.test) else node.orelse)
-
-    def _see_subscript(self, node: ast.Subscript) -> Any:
-        return self._value(node.value)[self._value(node.slice)]
-
-    def _see_call(self, node: ast.Call) -> Any:
-        name = _name(node.func)
+    def _see_call(self, name: str, is_plain: bool, args: Sequence[ast.expr]) -> Any:
         if name in (*_COUNTS, *_LISTS):
             if self.devices is None:
                 raise _UnknownError
             return self.devices if name in _COUNTS else (0,) * self.devices
-        if name in ("get", "getenv") and len(node.args) == 2:
-            return self._value(node.args[1])  # the environment counts as empty
-        if not isinstance(node.func, ast.Name):
+        if name in ("get", "getenv") and len(args) == 2:
+            return self._value(args[1])  # the environment counts as empty
+        if not is_plain:
             raise _UnknownError
-        return _FUNCTIONS[name](*map(self._value, node.args))
+        return _FUNCTIONS[name](*map(self._value, args))
 
     def _or_none(self, node: ast.expr) -> Any:
         with contextlib.suppress(_UnknownError):
             return self._value(node)
         return None
 
-    def _calculate(self, op: ast.AST, *parts: ast.expr) -> Any:
-        sides = [self._value(part) for part in parts]
-        is_test = isinstance(op, ast.Eq | ast.NotEq)
-        if not is_test and not all(isinstance(side, int | float) for side in sides):
-            raise _UnknownError
-        found = _OPERATORS[type(op)](*sides)
-        if abs(found) > _MAX:
-            raise _UnknownError
-        return found
+
+def _calculate(op: ast.AST, *sides: Any) -> Any:
+    """Return the value of an operator of numbers, or of a comparison."""
+    is_test = isinstance(op, ast.Eq | ast.NotEq)
+    if not is_test and not all(isinstance(side, int | float) for side in sides):
+        raise _UnknownError
+    found = _OPERATORS[type(op)](*sides)
+    if abs(found) > _MAX:
+        raise _UnknownError
+    return found
 
 
 def _name(called: ast.expr) -> str:

@@ -754,9 +754,8 @@ class _Commands:
         match = launch.others.search(MARKER.sub("", text))
         if command.script and not (command.unread and programs):
             self.unread += [command] if command.unread else []
-        elif command.skipped or match:
-            if match and not command.skipped:
-                self.other = self.other or show_unknown(match[0]).strip()
+        elif match:
+            self.other = self.other or show_unknown(match[0]).strip()
             self.outside = self.outside or launch.read(command)
         else:
             leaves = launch.read(command)
@@ -848,7 +847,7 @@ def _choose(
         said = f"this starts or sources a script that is not read: {first.unread}"
         raise ConfigError(said, key="from", path=first.path, line=first.line or None)
     if not rows.found:
-        raise _starts_nothing(commands, rows.other, launch, path)
+        raise _starts_nothing(rows.other, launch, path)
     best = rows.best()
     if strict:
         _refuse_open_words(best.command)
@@ -945,9 +944,7 @@ def _ask_of_forks(reading: Reading, launch: Launch) -> Reading:
     return dataclasses.replace(reading, questions=(*reading.questions, question))
 
 
-def _starts_nothing(
-    commands: Sequence[Command], other: str, launch: Launch, path: str
-) -> ConfigError:
+def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
     """Return why a script without a command of the system is refused; `other` is a
     program that the rules do not cover.
     """
@@ -958,31 +955,15 @@ def _starts_nothing(
             f" cover{why}",
             path=path,
         )
-    skipped = next(
-        (
-            row
-            for row in commands
-            if row.skipped and launch.program.search(" ".join(row.words))
-        ),
-        None,
-    )
-    if skipped:
-        names = re.findall(r"\$\{?([A-Za-z_]\w*)", skipped.skipped)
-        said = (
-            f"this starts {launch.system} only if {skipped.skipped} holds, which it"
-            " does not"
-        )
-        return ConfigError(
-            f"{said}; add {names[0]}=..." if names else said,
-            path=skipped.path,
-            line=skipped.line or None,
-        )
     said = (
         f"this script does not start {launch.system} itself: no command in it is like"
         f" `{launch.example}`"
     )
     return ConfigError(
-        f"{said}. If another one starts the run, check that", key="from", path=path
+        f"{said}. If another one starts the run, check that; if a condition decides,"
+        " add VARIABLE=...",
+        key="from",
+        path=path,
     )
 
 

@@ -149,7 +149,7 @@ FILES = {
     "open sizes": (None, f"if [ -d /npu ]; then RUN=({MAIN_PPO} data.train_batch_size=8); else RUN=({MAIN_PPO}); fi\n${{RUN[@]}} actor_rollout_ref.rollout.n=2 data.train_batch_size=64", {}, [], "not known whether"),
     # Without `--from`, a command under a condition that does not hold, and the name of
     # a base file, tell whose file it is.
-    "system of a run that is off": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, [], r"this starts SkyRL only if .* add NODE_RANK="),
+    "system of a run that is off": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, [], r"does not start SkyRL itself.*if a condition decides, add VARIABLE="),
     "system of a run that is on": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, ["NODE_RANK=0"], {"samples_per_step": 160}),
     "system of a base file": (None, "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n", {}, [], {"samples_per_step": 1024, "note": "ppo_trainer: the sizes of veRL"}),
     "no command": ("megatron", "echo hello\n", {}, [], "no command in it is like `torchrun"),
@@ -234,7 +234,7 @@ FILES = {
     "open branches": ("megatron", BRANCHES, {}, [], r"not known whether `\[ -d /opt/big \]` \(line 1\) holds, and \$TP depends on it; add TP="),
     "branches of an argument": ("megatron", BRANCHES.replace("-d /opt/big", "$1 -eq 7"), {}, [], r"\[ \$1 -eq 7 \].*or the script's arguments"),
     "decided branches": ("megatron", BRANCHES, {}, ["TP=4"], {"data_parallel_size": 2}),
-    "a run that is off": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, [], r"only if `\[ .*RUN_TRAINING.* \(line 2\) holds, which it does not; add RUN_TRAINING="),
+    "a run that is off": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, [], r"does not start SkyRL itself.*if a condition decides, add VARIABLE="),
     "a run that is switched on": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, ["RUN_TRAINING=1"], {"samples_per_step": 160}),
     "a comment after a backslash": ("skyrl", f"#!/bin/bash\n{SKYRL} \\\n  # the rest\n  generator.n_samples_per_prompt=2", {}, [], {"samples_per_step": 160, "note": "the command ends in line 2"}),
     "a blank after a backslash": ("skyrl", f"#!/bin/bash\n{SKYRL} \\ \n  generator.n_samples_per_prompt=2", {}, [], {"samples_per_step": 160, "note": "the command ends in line 2"}),

@@ -87,9 +87,6 @@ class Flow(Variables):
     """Evaluates nodes; a subclass evaluates their commands."""
 
     relevant: Relevant
-    skipped: list[tuple[str, Sequence[Any]]] = field(
-        default_factory=list
-    )  # branches that are not taken, and why
     spent: Counter[Any] = field(
         default_factory=Counter
     )  # of all shells: "steps", and the launches of a script by a line
@@ -233,13 +230,13 @@ class Flow(Variables):
         """
         ends: list[dict[str, Any] | None] = []
         whys: list[Why] = []
-        for said, met, body in self.branches(node):
+        for met, body in self.branches(node):
             if met is False:
-                self.skipped.append((said, body))
                 continue
             if met is None:
                 whys.append(self.why)
-            is_else = not said
+            is_else = node.kind == "if" and body is node.parts[-1][1]
+            is_else &= node.parts[-1][0] is None
             if met and not ends:  # nothing before it may have been taken
                 before = dict(self.env)
                 try:
@@ -262,16 +259,13 @@ class Flow(Variables):
         reason = "; ".join(reasons[:_MAX_REASONS])
         self.join(ends, Why(marker, reason), exhaustive=True)
 
-    def branches(self, node: Node) -> Iterator[tuple[str, bool | None, Sequence[Any]]]:
-        """Yield each branch with its condition as it is written, nothing for `else`,
-        and whether that holds; None is unknown, and `why` then says why.
+    def branches(self, node: Node) -> Iterator[tuple[bool | None, Sequence[Any]]]:
+        """Yield whether the condition of each branch holds, and the branch. None is
+        unknown, and `why` then says why.
         """
         if node.kind == "if":
             for condition, body in node.parts:
-                if condition is None:
-                    yield "", True, body
-                else:
-                    yield _show(condition[-1][2]), self.condition(condition), body
+                yield condition is None or self.condition(condition), body
             return
         [word] = node.words
         subject = self.text(word, empty=True)
@@ -282,7 +276,7 @@ class Flow(Variables):
                 met = None
                 said = f"it is not known what {word} is (line {node.line})"
                 self.why = Why(first_marker(subject, *texts), said)
-            yield f"case {word} in {'|'.join(patterns)})", met, body
+            yield met, body
 
     # Loops.
 

@@ -132,7 +132,6 @@ class Command(NamedTuple):
     # the line in which a backslash before a comment or a blank ends it, though more
     # seems to follow
     cut: int = 0
-    skipped: str = ""  # the condition under which it would run, though it does not
 
     def locate(self, value: Any, *words: str) -> Located:
         """Return a value that some words of the command set, and where they stand."""
@@ -181,8 +180,6 @@ def read_commands(
             fix="paste its command: `rampup check -- COMMAND ...`",
             path=str(path),
         ) from None
-    if not any(nested.search(" ".join(command.words)) for command in reader.commands):
-        reader.add_skipped()
     return reader.commands
 
 
@@ -505,28 +502,10 @@ class _Reader(Flow):
             )
         return min(found, key=lambda row: row[0] == str(own))
 
-    def add_skipped(self) -> None:
-        """Add the commands of branches that are not taken, as they are written."""
-        for said, rows in self.skipped:
-            for node in _walk(rows):
-                words = tuple(node.words)
-                if node.kind == "command" and self.nested.search(" ".join(words)):
-                    command = Command(words, node.line, str(self.path), skipped=said)
-                    self.commands.append(command)
-
 
 def _shown(file: str) -> Path:
     """Return a file by its path from here."""
     return Path(file.removeprefix(f"{Path.cwd()}/"))
-
-
-def _walk(part: Any) -> Iterator[Node]:
-    """Yield the nodes within a part of a parsed script."""
-    if isinstance(part, Node):
-        yield part
-        part = part.parts
-    for inner in part if isinstance(part, list | tuple) else ():
-        yield from _walk(inner)
 
 
 def _find_script(words: Sequence[str]) -> int | None:
