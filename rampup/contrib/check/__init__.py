@@ -16,13 +16,9 @@ from pathlib import Path
 
 from rampup.config.yaml import read_text
 from rampup.contrib.check.foreign import COVERED, FOREIGN
-from rampup.contrib.check.reading import (
-    MIN_MATCHES,
-    Settings,
-    Source,
-    read_source,
-)
+from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, find_violations, keep_update
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Always, Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number

@@ -20,19 +20,10 @@ from typing import Any, NamedTuple
 from rampup.config.key import REMOVED
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
+from rampup.contrib.check.base_files import find_in_repository
 from rampup.contrib.check.known import load_known_keys, load_table, load_unread
-from rampup.contrib.check.reading import (
-    Launch,
-    Reading,
-    Settings,
-    Source,
-    find_in_repository,
-    known_end,
-    load_entries,
-    option,
-    read_source,
-    type_settings,
-)
+from rampup.contrib.check.launch import Launch, Reading, known_end, load_entries, option
+from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
     PretrainingJob,
@@ -42,6 +33,7 @@ from rampup.contrib.check.rules import (
     few_samples_per_pass,
     found_by_run,
 )
+from rampup.contrib.check.settings import Settings, type_settings
 from rampup.contrib.check.shell.values import show_unknown, unknown_names
 from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rampup.contrib.check.known import load_unread
+from rampup.contrib.check.launch import Launch, load_entries
 from rampup.contrib.check.maxtext import (
     AXIS_GROUPS,
     BASES,
@@ -20,9 +21,9 @@ from rampup.contrib.check.maxtext import (
     old_keys,
     read_chain,
 )
-from rampup.contrib.check.reading import Launch, Settings, load_entries
 from rampup.contrib.check.rollout import group_note
 from rampup.contrib.check.rules import Dialect, Ruling
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.tunix import PromptJob
 from rampup.contrib.check.verdict import Term, counted, product
 from rampup.plan.numbers import divisors

@@ -21,17 +21,8 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.contrib.check.known import load_known_keys, load_unread, with_lines
-from rampup.contrib.check.reading import (
-    Launch,
-    Reading,
-    Settings,
-    Source,
-    load_entries,
-    option,
-    read_source,
-    resolve_reference,
-    type_settings,
-)
+from rampup.contrib.check.launch import Launch, Reading, load_entries, option
+from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
     PretrainingJob,
@@ -39,6 +30,7 @@ from rampup.contrib.check.rules import (
     ends_before_ramp,
     few_samples_per_pass,
 )
+from rampup.contrib.check.settings import Settings, resolve_reference, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import unknown_names
 from rampup.contrib.check.verdict import Always, Conversion, Term, counted, times

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rampup.contrib.check.reading import Settings
 from rampup.contrib.check.rules import Job
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, counted, times
 from rampup.contrib.rl.plan import RolloutPlan, Size, Training, Unit
 

@@ -22,7 +22,10 @@ from typing import Any, TypeAlias
 
 from rampup.config.build import build_plan
 from rampup.config.schema import KEYS, Config
-from rampup.contrib.check.reading import Launch, Settings, Source, read_hydra
+from rampup.contrib.check.base_files import read_hydra
+from rampup.contrib.check.launch import Launch
+from rampup.contrib.check.reading import Source
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Conversion, FoundBy, Run, Term, Violation
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number

@@ -12,21 +12,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
+from rampup.contrib.check.base_files import Version, read_hydra
 from rampup.contrib.check.known import (
     load_known_keys,
     load_unread,
     with_lines,
 )
-from rampup.contrib.check.reading import (
-    Launch,
-    Reading,
-    Settings,
-    Source,
-    Version,
-    load_entries,
-    program_of,
-    read_hydra,
-)
+from rampup.contrib.check.launch import Launch, Reading, load_entries, program_of
+from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
     RolloutJob,
     batch_meanings,
@@ -34,6 +27,7 @@ from rampup.contrib.check.rollout import (
     group_note,
 )
 from rampup.contrib.check.rules import Dialect, Ruling
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, Term, counted, product, rounded_down
 from rampup.contrib.rl.plan import RolloutPlan
 

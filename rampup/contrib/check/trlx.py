@@ -14,20 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.contrib.check.reading import (
+from rampup.contrib.check.base_files import Version, read_hydra
+from rampup.contrib.check.launch import (
     Launch,
     Reading,
-    Settings,
-    Source,
-    Version,
-    flatten,
     load_entries,
     option,
     program_of,
-    read_hydra,
 )
+from rampup.contrib.check.reading import Source, flatten
 from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.verdict import Term, counted, times
 from rampup.contrib.rl.plan import RolloutPlan

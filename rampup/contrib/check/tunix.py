@@ -16,20 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from rampup.config.yaml import Located, read_text
+from rampup.contrib.check.base_files import repository_folders
 from rampup.contrib.check.known import Unread
+from rampup.contrib.check.launch import Launch, load_entries
 from rampup.contrib.check.notebook import read_constants
-from rampup.contrib.check.reading import (
-    Launch,
-    Settings,
-    Source,
-    load_entries,
-    read_leaves,
-    read_source,
-    repository_folders,
-    type_settings,
-)
+from rampup.contrib.check.reading import Source, read_leaves, read_source
 from rampup.contrib.check.rollout import RolloutJob, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
+from rampup.contrib.check.settings import Settings, type_settings
 from rampup.contrib.check.verdict import Term, counted, times
 from rampup.errors import ConfigError
 

@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
+from rampup.contrib.check.base_files import (
+    Version,
+    find_in_repository,
+    looked_up,
+    read_hydra,
+    repository_folders,
+)
 from rampup.contrib.check.known import (
     Unread,
     load_known_keys,
@@ -24,19 +31,8 @@ from rampup.contrib.check.known import (
     load_unread,
     with_lines,
 )
-from rampup.contrib.check.reading import (
-    Launch,
-    Reading,
-    Settings,
-    Source,
-    Version,
-    find_in_repository,
-    load_entries,
-    looked_up,
-    program_of,
-    read_hydra,
-    repository_folders,
-)
+from rampup.contrib.check.launch import Launch, Reading, load_entries, program_of
+from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
     RolloutJob,
     TrainedModel,
@@ -45,6 +41,7 @@ from rampup.contrib.check.rollout import (
     group_note,
 )
 from rampup.contrib.check.rules import Dialect, Ruling, found_by_run
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Term, counted, product, rounded_down
 from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ConfigError, RampupError

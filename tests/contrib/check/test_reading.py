@@ -10,14 +10,9 @@ from helpers.dialect_files import expect, rules
 from rampup.config.yaml import read_text
 from rampup.contrib.check import SYSTEMS, check_command, check_file, load_dialect
 from rampup.contrib.check.known import load_known_keys
-from rampup.contrib.check.reading import (
-    FACTS,
-    Launch,
-    Reading,
-    entry,
-    read_leaves,
-    type_settings,
-)
+from rampup.contrib.check.launch import Launch, Reading, entry
+from rampup.contrib.check.reading import read_leaves
+from rampup.contrib.check.settings import FACTS, type_settings
 from rampup.errors import ConfigError, RampupError
 
 ENTRIES = {

@@ -12,7 +12,7 @@ from helpers.dialect_files import (
 )
 
 from rampup.contrib.check import check_command
-from rampup.contrib.check.reading import Settings
+from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.skyrl import (
     CRITIC_MINI,
     DEVICES,

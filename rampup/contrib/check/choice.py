@@ -1,0 +1,313 @@
+"""Which command of a script is checked: the one that starts the system and sets most of
+its keys, or the one in the line that the user has chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rampup.config.yaml import Located
+from rampup.contrib.check.launch import Launch, Reading, program_of
+from rampup.contrib.check.shell.script import Command
+from rampup.contrib.check.shell.values import (
+    MARKER,
+    OPTIONS,
+    explain_unknown,
+    show_unknown,
+    unknown_names,
+)
+from rampup.errors import ConfigError
+
+_OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
+
+_NO_RUN = re.compile(
+    r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)"
+)
+
+_SHOWN = 60  # letters of a command in a note
+LINE = "line"  # the setting that chooses one of several commands
+
+
+class _Candidate(NamedTuple):
+    """A command that starts the system or sets keys of it."""
+
+    score: tuple[bool, int]  # whether it starts the system, and how many keys it sets
+    command: Command
+    leaves: Mapping[str, Located]
+
+
+class _Commands:
+    """The commands of a source, by what they may be for a system."""
+
+    def __init__(self, commands: Sequence[Command], launch: Launch) -> None:
+        self.all = commands
+        self.launch = launch
+        self.found: list[_Candidate] = []
+        self.unread: list[Command] = []  # scripts that are started and not read
+        # A program of the system that the rules do not cover, and its keys, which still
+        # tell the system.
+        self.other = ""
+        self.outside: Mapping[str, Located] = {}
+        for command in commands:
+            self._sort(command)
+        # What follows a command that was cut short is not a command of a trainer.
+        if any(row.score[0] and program_of(row.command) for row in self.found):
+            self.found = [row for row in self.found if not _is_rest(row.command)]
+
+    def _sort(self, command: Command) -> None:
+        launch = self.launch
+        text = " ".join(command.words)
+        # A script may be given the program that it starts, as in `/opt/launch.sh
+        # torchrun pretrain_gpt.py`.
+        after = text.partition(command.script)[2].split() if command.script else []
+        programs = [
+            word
+            for word in after
+            if "=" not in word and word[0] != "-" and launch.program.search(word)
+        ]
+        # What a program prints is an argument, and the program not the one that runs.
+        match = launch.others.search(MARKER.sub("", text))
+        if command.script and not (command.unread and programs):
+            self.unread += [command] if command.unread else []
+        elif match:
+            self.other = self.other or show_unknown(match[0]).strip()
+            self.outside = self.outside or launch.read(command)
+        else:
+            leaves = launch.read(command)
+            starts = launch.program.search(text) is not None
+            score = (starts, sum(map(launch.known, leaves)))
+            self.found += [_Candidate(score, command, leaves)] if any(score) else []
+
+    def in_line(self, line: str, path: str) -> None:
+        """Keep the commands that begin in a line, which the user has chosen."""
+        kept = [row for row in self.found if str(row.command.line) == line]
+        if not kept:
+            lines = ", ".join(str(row.command.line) for row in self.found) or "none"
+            raise ConfigError(
+                f"no command of {self.launch.system} begins in line {line}",
+                fix=f"those that do begin in lines {lines}",
+                key=LINE,
+                path=path,
+            )
+        self.found = kept
+
+    def unread_run(self) -> Command | None:
+        """Return a script that is not read and may be the run, or may set its sizes."""
+
+        def is_open(command: Command) -> bool:
+            """Return whether it sources a file whose name is open."""
+            return command.words[0] in ("source", ".") and bool(
+                unknown_names(Path(command.words[1]).name)
+            )
+
+        def sets(command: Command) -> int:
+            return len(self.launch.relevant(command.words))
+
+        first = max(
+            self.unread, key=lambda row: (is_open(row), sets(row)), default=None
+        )
+        if first is None:
+            return None
+        if is_open(first) if self.found else not self.other:
+            return first
+        is_launched = any(row.score[0] for row in self.found)
+        return first if sets(first) and not is_launched else None
+
+    def best(self) -> _Candidate:
+        """Return the command that starts the system and sets most keys; the first of
+        equals.
+        """
+        return max(self.found, key=lambda row: row.score)
+
+    def similar(self, best: _Candidate) -> list[Command]:
+        """Return the other commands that start the same system with keys."""
+        return [
+            row.command
+            for row in self.found
+            if row.score[0] == best.score[0]
+            and row.score[1]
+            and row.command[1:3] != best.command[1:3]
+        ]
+
+
+def _is_rest(command: Command) -> bool:
+    """Return whether a command begins with a setting or an option."""
+    return command.words[0].startswith("-") or "=" in command.words[0]
+
+
+def choose(
+    commands: Sequence[Command],
+    overrides: Sequence[str],
+    launch: Launch,
+    path: str,
+    strict: bool,
+) -> Reading:
+    """Return what the command sets that starts the system and sets most of its keys, or
+    that begins in the line that the user has chosen.
+    """
+    rows = _Commands(commands, launch)
+    settings = [setting.partition("=") for setting in overrides]
+    lines = [value for name, _, value in settings if name == LINE]
+    overrides = [setting for setting in overrides if setting.partition("=")[0] != LINE]
+    if strict and lines:
+        rows.in_line(lines[-1], path)
+    if not rows.found and not strict:
+        return Reading(
+            path=path,
+            leaves=rows.outside,
+            overrides=overrides,
+            recognized=any(map(launch.known, rows.outside)),
+        )
+    if first := rows.unread_run():
+        said = f"this starts or sources a script that is not read: {first.unread}"
+        raise ConfigError(said, key="from", path=first.path, line=first.line or None)
+    if not rows.found:
+        raise _starts_nothing(rows.other, launch, path)
+    best = rows.best()
+    if strict:
+        _refuse_open_words(best.command)
+    return Reading(
+        path=best.command.path,
+        leaves=best.leaves,
+        overrides=overrides,
+        command=best.command,
+        notes=tuple(_notes_of(best, rows, path)),
+        recognized=best.score[0],
+    )
+
+
+def _refuse_open_words(command: Command) -> None:
+    """Refuse a command whose words are not known to be those of the run."""
+    path, line = command.path, command.line or None
+    for word in command.words:
+        if word[:1] == OPTIONS and MARKER.fullmatch(word):
+            [name] = unknown_names(word)
+            raise ConfigError(
+                f"{explain_unknown(word)}, and sizes in this command depend on it",
+                fix=f"add {name}=...",
+                key=name,
+                path=path,
+                line=line,
+            )
+        if re.fullmatch(r"\s+#.*", word):
+            raise ConfigError(
+                "a backslash before a blank and a comment does not continue the line:"
+                " the comment's words are arguments, and the next line is a command of"
+                " its own",
+                fix="move the comment",
+                path=path,
+                line=line,
+            )
+
+
+def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
+    """Yield which command was read, what it lost, and what beside it was not read."""
+    command = best.command
+    if command.line:
+        shown = show_unknown(" ".join(command.words))
+        here = f"line {command.line}" + (
+            f" of {command.path}" if command.path != path else ""
+        )
+        places = sorted(
+            {
+                (other.path != command.path and other.path, other.line)
+                for other in rows.similar(best)
+            }
+        )
+        others = [f"{line} of {file}" if file else str(line) for file, line in places]
+        also = ""
+        if others:
+            also = (
+                f"; similar commands in {'lines' if len(others) > 1 else 'line'}"
+                f" {', '.join(others)}: {LINE}={places[0][1]} chooses another"
+            )
+        yield (
+            f"read from {here}:"
+            f" {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}"
+        )
+    if command.machine.devices:
+        yield f"the manifest asks for {command.machine.devices:,} devices."
+    yield from _command_notes(command)
+    yield from dict.fromkeys(
+        f"{row.unread}; what it sets or starts is not read." for row in rows.unread
+    )
+
+
+def ask_of_forks(reading: Reading, launch: Launch) -> Reading:
+    """Return the reading with a question, or with a note if it is answered, where its
+    program is none of the system's own.
+    """
+    command = reading.command
+    if command is None or launch.own.fullmatch(program := program_of(command)):
+        return reading
+    said = (
+        f"this starts {program}, a program of a fork: its rules may differ from those"
+        f" of {launch.system}"
+    )
+    answer = launch.follows.partition("=")[0]
+    if any(setting.partition("=")[0] == answer for setting in reading.overrides):
+        return dataclasses.replace(
+            reading, is_fork=True, notes=(*reading.notes, f"{said}.")
+        )
+    question = ConfigError(
+        f"unknown, a fork: {said}",
+        fix=f"if it follows them, add {launch.follows}",
+        key=answer,
+        path=command.path,
+        line=command.line or None,
+    )
+    return dataclasses.replace(reading, questions=(*reading.questions, question))
+
+
+def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
+    """Return why a script without a command of the system is refused; `other` is a
+    program that the rules do not cover.
+    """
+    if other:
+        why = ": it does not train" if _NO_RUN.search(other) else ""
+        return ConfigError(
+            f"this starts {other}, which the rules of {launch.system} do not"
+            f" cover{why}",
+            path=path,
+        )
+    said = (
+        f"this script does not start {launch.system} itself: no command in it is like"
+        f" `{launch.example}`"
+    )
+    return ConfigError(
+        f"{said}. If another one starts the run, check that; if a condition decides,"
+        " add VARIABLE=...",
+        key="from",
+        path=path,
+    )
+
+
+def _command_notes(command: Command) -> Iterator[str]:
+    """Yield what is lost between a command and its system: words after its end, and
+    words that are not known.
+    """
+    if command.cut:
+        said = (
+            f"the command ends in line {command.cut}, where a comment or a blank"
+            " follows the backslash"
+        )
+        yield f"{said}; the lines below it are not part of it."
+    # A word after an option is its value, unless its name is that of options.
+    unknown: dict[str, None] = {}
+    for before, word in itertools.pairwise(command.words):
+        names, name = unknown_names(word), show_unknown(word)
+        is_whole = len(names) == 1 and name.lstrip("$") == names[0].lstrip("$")
+        if is_whole and (
+            _OPTIONS.search(name) or not before.startswith("-") or "=" in before
+        ):
+            unknown[name] = None
+    if unknown:
+        yield (
+            f"the script does not say what {', '.join(unknown)} adds to the command; it"
+            " is left out."
+        )

@@ -1,0 +1,257 @@
+"""How a system is started, the keys that its rules read, and what a source of it sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rampup.config.key import Key, Kind
+from rampup.config.yaml import Located, parse_scalar
+from rampup.contrib.check.known import (
+    Unread,
+    load_table,
+)
+from rampup.contrib.check.shell.script import Command
+from rampup.contrib.check.shell.values import (
+    show_unknown,
+    unknown_names,
+)
+from rampup.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A key of another system that its batch arithmetic depends on."""
+
+    key: Key
+    default: Any  # that system's default
+    unit: str = ""  # the unit of a count: prompts, samples, tokens, devices, ...
+    # True if the numbers of a step are known without it, so that a script may leave it
+    # open
+    optional: bool = False
+
+
+def entry(
+    default: Any,
+    doc: str,
+    *,
+    kind: Kind = "int",
+    unit: str = "",
+    optional: bool = False,
+    **limits: Any,
+) -> Entry:
+    """Return an `Entry`; `limits` are those of `Key`."""
+    nullable = limits.pop("nullable", default is None)
+    limits |= {
+        name: tuple(limits[name]) for name in {"choices", "also"} & limits.keys()
+    }
+    key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
+    return Entry(key=key, default=default, unit=unit, optional=optional)
+
+
+def load_entries(system: str) -> dict[str, Entry]:
+    """Return the keys that the rules of a system read: the table `SYSTEM_sizes.yml`
+    beside this module.
+    """
+    return {name: entry(**row) for name, row in load_table(system, "sizes").items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a source sets."""
+
+    path: str  # the name of the source, for errors
+    leaves: Mapping[
+        str, Located
+    ]  # the value of each dotted key; a text may contain markers of what a script does not say
+    overrides: Sequence[
+        str
+    ] = ()  # `key=value` settings that are no variables of the script; they win over `leaves`
+    command: Command | None = (
+        None  # the command that was read, in a script or on the command line
+    )
+    repeated: Mapping[str, int] = field(
+        default_factory=dict
+    )  # keys that are set twice, with the line of the second
+    notes: tuple[str, ...] = ()  # which command was read
+    # whether its command starts the system, or it names one of its base files
+    recognized: bool = False
+    # what must be answered before the numbers are known; raised with all other problems
+    questions: tuple[ConfigError, ...] = ()
+    # whether its program is none of the system's own, and the user has said that it
+    # follows the rules
+    is_fork: bool = False
+    # The files that were read for it: scripts that it starts, and base files.
+    files: frozenset[str] = frozenset()
+
+    def written(self, *signs: str) -> set[str]:
+        """Return the keys that the command writes with one of Hydra's signs."""
+        words = () if self.command is None else self.command.words
+        return {
+            match[2]
+            for word in words
+            if (match := _SETTING.fullmatch(word)) and match[1] in signs
+        }
+
+    def rename(self, canonical: Callable[[str], str]) -> Reading:
+        """Return the same with the canonical names of keys; two names of one with
+        different values are refused.
+        """
+        leaves: dict[str, Located] = {}
+        for name, value in self.leaves.items():
+            known = canonical(name)
+            before = leaves.get(known, value).value
+            if before != value.value:
+                said = (
+                    f"{known} is given twice, as {before!r} and as {value.value!r}"
+                    f" ({name}); leave one out"
+                )
+                raise ConfigError(said, key=known, path=value.path, line=value.line)
+            leaves[known] = value
+        settings = [setting.partition("=") for setting in self.overrides]
+        overrides = [
+            f"{canonical(name)}{equals}{text}" for name, equals, text in settings
+        ]
+        return dataclasses.replace(self, leaves=leaves, overrides=overrides)
+
+
+_SETTING = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
+
+_LAUNCHERS = (
+    "torch.distributed",
+    "deepspeed.",
+    "accelerate.",
+)  # modules that start a program
+
+# In a table of base files: the name of the file that another one starts from.
+PARENT = "defaults"
+
+# The sizes and defaults that each shipped base file sets, by its name.
+Bases = Mapping[str, Mapping[str, Any]]
+
+
+def read_words(command: Command) -> dict[str, Located]:
+    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and
+    `~key`.
+    """
+    located = {}
+    for word in command.words:
+        match = _SETTING.fullmatch(word)
+        if match is None or (match[3] is None and match[1] != "~"):
+            continue
+        value = None if match[1] == "~" else match[3].strip()
+        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
+            value = value[1:-1]
+        elif value is not None:
+            value = (
+                parse_scalar(value, command.path) if not unknown_names(value) else value
+            )
+        located[match[2]] = command.locate(value, word)
+    return located
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a system is started, and the keys and base files that it takes."""
+
+    system: str  # its name in messages
+    program: re.Pattern[str]  # matches a command that starts it
+    example: str  # such a command, for errors
+    entries: Mapping[str, Entry]  # the keys that the rules read
+    canonical: Callable[[str], str] = (
+        str  # from a key as written to its name in `entries`
+    )
+    groups: Sequence[str] = ()  # first parts of its keys that are not in `entries`
+    others: re.Pattern[str] = re.compile(
+        r"(?!)"
+    )  # matches its programs that the rules do not cover
+    read: Callable[[Command], dict[str, Located]] = (
+        read_words  # the keys that a command sets; values may contain markers
+    )
+    bases: Bases = field(default_factory=dict)  # the base files that it ships
+    version: str = ""  # that of `bases`, for notes
+    # The base file that a program starts from if its command names none, by a part of
+    # its name; that of all others by "".
+    programs: Mapping[str, str] = field(default_factory=dict)
+    keys: str = ""  # the name of the table of all its keys
+    # Reads the keys that a Python program or a notebook sets, if the system has them.
+    python: Callable[[str, Sequence[str]], dict[str, Located]] | None = None
+    # The keys that can change sizes or devices and that no rule reads.
+    unread: Mapping[str, Unread] = field(default_factory=dict)
+    # Matches the last part of a key that no version has, but that may be a size.
+    decides: re.Pattern[str] | None = None
+    # Matches the system's own programs, as `program_of` gives them. Another one is a
+    # fork's, which is asked about; `follows` is the setting that says that the rules
+    # are true of it.
+    own: re.Pattern[str] = re.compile(r"[\s\S]*")
+    follows: str = ""
+    # The key of the devices of one host that a run uses.
+    per_host: str = ""
+    # The variables that a script sees where it does not set them.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    repeats: str = (
+        ""  # what has the same effect as a fork's key that repeats each prompt
+    )
+
+    def known(self, name: str) -> bool:
+        """Return whether a key as written is one that the rules read."""
+        return self.canonical(name) in self.entries
+
+    def relevant(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the known keys that some words set."""
+        return {
+            name: value.value
+            for name, value in self.read(Command(tuple(words), 0)).items()
+            if self.known(name)
+        }
+
+
+def option(command: Command | None, *names: str) -> str | None:
+    """Return the value of an option of a command: `--name value` or `--name=value`;
+    None without it.
+    """
+    words = () if command is None else command.words
+    pairs = (
+        (*word.partition("="), following)
+        for word, following in itertools.pairwise((*words, ""))
+    )
+    return next(
+        (
+            value if equals else following
+            for name, equals, value, following in pairs
+            if name in names
+        ),
+        None,
+    )
+
+
+def known_end(path: str) -> str:
+    """Return the part of a path that is known: behind the last folder that is not, such
+    as one of the environment.
+    """
+    return (
+        show_unknown(path).rpartition("$")[2].partition("/")[2]
+        if unknown_names(path)
+        else path
+    )
+
+
+def program_of(command: Command) -> str:
+    """Return the path of the Python program that a command starts, without its suffix:
+    `verl/trainer/main_ppo`.
+    """
+    modules = (
+        following
+        for word, following in itertools.pairwise(command.words)
+        if word == "-m"
+    )
+    if module := next(
+        (name for name in modules if not name.startswith(_LAUNCHERS)), ""
+    ):
+        return module.replace(".", "/")
+    file = next((word for word in command.words if word.endswith(".py")), "")
+    return known_end(file).removesuffix(".py")

@@ -1,0 +1,350 @@
+"""From what a source sets to typed values of a system's keys, above its defaults, with an
+error or a question for each key that is mistyped, misspelt, open or unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from rampup.config.load import COMMAND_LINE
+from rampup.config.yaml import Located, parse_scalar
+from rampup.contrib.check.known import (
+    MULTIPLIES,
+    find_questions,
+    find_unread,
+    load_known_keys,
+    sections_of,
+)
+from rampup.contrib.check.launch import Entry, Launch, Reading
+from rampup.contrib.check.shell.script import Command
+from rampup.contrib.check.shell.values import (
+    ARGUMENT,
+    explain_unknown,
+    show_unknown,
+    unknown_names,
+)
+from rampup.errors import ConfigError, RampupError, raise_together
+
+_REFERENCE = re.compile(
+    r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}"
+)
+
+_MAX_HOPS = 20
+
+# What users state of a run beside its file; it does not tell whose file it is.
+FACTS = frozenset({
+    "num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size", "at_step", "at_samples",
+})  # fmt: skip
+
+# A name at least this similar to a longer one is a misspelling of it.
+_SIMILAR = 0.93
+
+_MIN_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The values of a file, by dotted key."""
+
+    values: Mapping[str, Any]  # the value of each known key, or its default
+    given: frozenset[str] = (
+        frozenset()
+    )  # the known keys that the file or the command line sets
+    others: Mapping[str, Located] = field(
+        default_factory=dict
+    )  # all other keys of the file
+    # The keys that the system looks up in its base file, and refuses if they are not
+    # there. Not those of `key=value` settings.
+    looked_up: Mapping[str, Located] = field(default_factory=dict)
+    other_versions: tuple[
+        str, ...
+    ] = ()  # versions of the system that are possible beside the one of the rules
+    notes: tuple[str, ...] = ()  # remarks of the reader
+    files: frozenset[str] = frozenset()  # as in `Reading`
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def with_value(self, name: str, value: Any) -> Settings:
+        """Return the settings with one more key given."""
+        return dataclasses.replace(
+            self, values={**self.values, name: value}, given=self.given | {name}
+        )
+
+    def describe(self, name: str) -> str:
+        """Return `key = value` for the table of meanings; a default is marked."""
+        value = self.values[name]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        shown = f"{value:,}" if is_number else "null" if value is None else value
+        return f"{name} = {shown}" + ("" if name in self.given else " (default)")
+
+
+def type_settings(
+    reading: Reading, launch: Launch, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Settings:
+    """Return the typed values of a reading's keys, above those of a base file in
+    `defaults`; references are resolved.
+
+    Refused, all at once, are keys that are mistyped, misspelt, given twice, open, or
+    unknown sizes; and a reading that sets no key of the system.
+    """
+    entries, system = launch.entries, launch.system
+    chosen = _read_overrides(reading, launch)
+    given = {**reading.leaves, **chosen}
+    known = entries.keys() & given
+    of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
+    if not (reading.recognized or of_system or _find_mappings(reading.leaves, entries)):
+        raise_together(list(_find_misspelt(reading.leaves, entries)))
+        said = (
+            f"not a file of {system}: it sets none of its batch keys, such as"
+            f" {', '.join(list(entries)[:3])}"
+        )
+        raise ConfigError(said, key="from", path=reading.path)
+    problems: list[RampupError] = [*reading.questions]
+    problems += _find_doubles(reading, entries.keys() - chosen.keys())
+    written = {key: at for key, at in reading.leaves.items() if key not in chosen}
+    problems += _find_mappings(written, entries)
+    problems += _find_misspelt(given, entries)
+    if launch.keys:
+        problems += find_questions(
+            {name: value for name, value in given.items() if name not in entries},
+            launch.unread,
+            load_known_keys(launch.keys),
+            system,
+            launch.decides or _decides(entries),
+            launch.repeats,
+        )
+    notes = [*reading.notes]
+    notes += [
+        f"{said}: the rules do not follow it."
+        for _, said, _ in find_unread(given, launch.unread, asks=False)
+    ]
+    path = f"a base file of {system}"
+    located = {name: Located(value=at, path=path) for name, at in defaults.items()}
+    located |= given
+    values = {name: entry.default for name, entry in entries.items()}
+    for name in [name for name in entries if name in located]:
+        place = located[name]
+        try:
+            value = resolve_reference(place.value, name, located, values)
+            if isinstance(value, str) and unknown_names(value):
+                question = _ask_for(name, value)
+                if not entries[name].optional:
+                    raise question
+                notes.append(
+                    f"{question}. The numbers of a step are the same without it."
+                )
+                known.discard(name)
+            else:
+                values[name] = entries[name].key.convert(name, value)
+        except ConfigError as error:
+            problems.append(
+                ConfigError(
+                    str(error),
+                    key=name,
+                    nearest=error.nearest,
+                    path=place.path,
+                    line=place.line,
+                )
+            )
+    raise_together(problems)
+    notes += _idle_devices(reading.command, launch, values)
+    notes += [
+        f"{name} is given twice, again in line {line}; the last one counts."
+        for name, line in reading.repeated.items()
+        if name not in entries
+    ]
+    others = {name: value for name, value in located.items() if name not in entries}
+    return Settings(
+        values=values,
+        given=frozenset(known),
+        others=others,
+        notes=tuple(notes),
+        files=reading.files | {place.path for place in reading.leaves.values()},
+    )
+
+
+def _find_doubles(reading: Reading, keys: Set[str]) -> Iterator[ConfigError]:
+    """Yield an error for each of some keys that a file gives twice."""
+    for name, line in reading.repeated.items():
+        if name in keys:
+            yield ConfigError(
+                f"{name} is given twice",
+                fix=f"choose one with {name}=...",
+                key=name,
+                path=reading.path,
+                line=line,
+            )
+
+
+def _ask_for(name: str, value: str) -> ConfigError:
+    """Return the question for a value with unknown parts, with the `key=value` that
+    would settle it.
+    """
+    variables = [word for word in unknown_names(value) if word.isidentifier()]
+    settle = f"{name}=..."
+    if variables:
+        settle = f"{variables[0]}=..., or {settle}"
+    why = explain_unknown(value)
+    if ARGUMENT in value or re.search(r"\$\{?\d", why):
+        settle += (
+            ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
+        )
+    return ConfigError(
+        f"{name}={show_unknown(value)[:100]}: {why}", fix=f"add {settle}", key=name
+    )
+
+
+def _idle_devices(
+    command: Command | None, launch: Launch, values: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a note on devices that a script makes visible and that the run leaves
+    idle.
+    """
+    if command is None or not launch.per_host:
+        return
+    visible = command.environment.get("CUDA_VISIBLE_DEVICES", "")
+    count, used = len(visible.split(",")), values[launch.per_host]
+    if re.fullmatch(r"\d+(,\d+)+", visible) and used and used < count:
+        yield (
+            f"the script makes {count:,} devices visible and the run takes {used:,}"
+            f" ({launch.per_host}): {count - used:,} stay idle."
+        )
+
+
+def _decides(entries: Mapping[str, Entry]) -> re.Pattern[str]:
+    """Return what matches the last part of a fork's key that may be a size."""
+    sizes = [
+        re.escape(name.rpartition(".")[2])
+        for name, entry in entries.items()
+        if entry.unit in ("prompts", "samples", "devices", "nodes")
+    ]
+    return re.compile("|".join([*sizes, MULTIPLIES.pattern]))
+
+
+def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
+    """Return `key=value` settings of any key of the source or the system: of its
+    entries, or with the first part of one.
+    """
+    entries = launch.entries
+    groups = {
+        *launch.groups,
+        *(name.partition(".")[0] for name in entries if "." in name),
+    }
+    is_flat = 2 * sum("." in name for name in entries) < len(entries)
+    result = {}
+    for setting in reading.overrides:
+        name, equals, text = setting.partition("=")
+        if not equals or name != name.strip() or name.startswith("-"):
+            raise ConfigError(
+                f"{setting!r} is not key=value (no spaces around '=', no dashes)",
+                path=COMMAND_LINE,
+            )
+        name = name.lstrip("+")
+        result[name] = Located(
+            value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE
+        )
+        if name in entries or name in reading.leaves or name in launch.unread:
+            continue
+        close = difflib.get_close_matches(
+            name, entries, n=1, cutoff=0.8 if is_flat else 0.0
+        )
+        first, dot, _ = name.partition(".")
+        is_foreign = not (dot and first in groups)
+        if is_flat:
+            is_known = launch.keys and load_known_keys(launch.keys).life(name)
+            is_foreign = bool(close) or not is_known
+        if is_foreign or any(
+            True for _ in _find_misspelt({name: result[name]}, entries)
+        ):
+            close = close or difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
+            said = f"unknown key {name[:100]!r}; the closest is {close[0]}"
+            raise ConfigError(said, key=name, nearest=close, path=COMMAND_LINE)
+    return result
+
+
+def _find_mappings(
+    located: Mapping[str, Located], entries: Mapping[str, Entry]
+) -> list[ConfigError]:
+    """Return an error for each key that holds a mapping instead of a value."""
+    within = {
+        section: place
+        for name, place in located.items()
+        for section in sections_of(name)
+    }
+    found = {
+        name: within[name] for name in entries if name in within and name not in located
+    }
+    said = {
+        name: f"{name} is a mapping; it must be {entries[name].key.expected}"
+        for name in found
+    }
+    return [
+        ConfigError(said[name], key=name, path=place.path, line=place.line)
+        for name, place in found.items()
+    ]
+
+
+def _find_misspelt(
+    located: Mapping[str, Located], entries: Mapping[str, Entry]
+) -> Iterator[ConfigError]:
+    """Yield an error for each unknown key that differs from a known, unset one by very
+    little.
+
+    Its last part is compared with those beside it; the parts before the last, if no
+    known key has them, with those of keys of the same name.
+    """
+    missing = [(*name.rpartition("."), name) for name in entries if name not in located]
+    parents = {name.rpartition(".")[0] for name in entries}
+    for name in sorted(located.keys() - entries.keys()):
+        parent, _, last = name.rpartition(".")
+        if parent in parents:
+            alike = {
+                other: key
+                for above, _, other, key in missing
+                if above == parent and len(key) > _MIN_LENGTH
+            }
+        else:
+            alike = {above: key for above, _, other, key in missing if other == last}
+        written = last if parent in parents else parent
+        if close := [
+            alike[found]
+            for found in difflib.get_close_matches(written, alike, n=1, cutoff=_SIMILAR)
+        ]:
+            said = f"unknown key {name!r}; did you mean {close[0]}?"
+            place = located[name]
+            yield ConfigError(
+                said, key=name, nearest=close, path=place.path, line=place.line
+            )
+
+
+def resolve_reference(
+    value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any]
+) -> Any:
+    """Return the value that an OmegaConf reference stands for, or another value as it
+    is; `name` is its key.
+    """
+    for _ in range(_MAX_HOPS + 1):
+        match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            return value
+        target, default = match.groups()
+        if dots := len(target) - len(target.lstrip(".")):
+            target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
+        if target not in located:
+            if target in defaults:
+                return defaults[target]
+            if default is not None:
+                return parse_scalar(default.strip(), name)
+            raise ConfigError(
+                f"{name}={value} refers to {target}, which the file does not set",
+                key=name,
+            )
+        name, value = target, located[target].value
+    raise ConfigError(f"{name}={value} is a circular reference", key=name)
