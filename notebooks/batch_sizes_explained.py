@@ -66,7 +66,7 @@ from IPython.display import HTML, display
 
 import rampup
 from rampup.cli import main
-from rampup.contrib.rl.packing import make_ladder, pack
+from rampup.contrib.rl.packing import packed_rows
 from rampup.contrib.rl.plan import Size, Training
 from rampup.show.figures import draw_batch
 
@@ -323,9 +323,9 @@ except rampup.RampupError as error:
 # %% [markdown]
 # ## Pack sequences
 #
-# Responses differ in length. If each is padded to the longest, most of the work is padding. `pack` fills microbatches
-# up to a token budget. They have a few shapes. Each is compiled once, and every replica gets the same
-# number.
+# Responses differ in length. If each is padded to the longest, most of the work is padding. `packed_rows` fills microbatches
+# up to a token budget, with Grain. They have one shape, and every replica gets the same number. A smaller budget pads
+# the last ones less.
 
 # %%
 # @title Lengths, budget and replicas
@@ -336,14 +336,13 @@ REPLICAS = 4  # @param {type:"integer"}
 lengths = np.clip(
     np.random.default_rng(0).lognormal(6.3, 0.8, SEQUENCES), 32, TOKEN_BUDGET
 ).astype(int)
-packed = pack(
-    lengths, TOKEN_BUDGET, make_ladder(TOKEN_BUDGET, 4), num_replicas=REPLICAS
+tokens = np.ones((SEQUENCES, TOKEN_BUDGET), np.int32)
+packed = packed_rows(
+    {"tokens": tokens}, lengths, token_budget=TOKEN_BUDGET, num_replicas=REPLICAS
 )
 padded = 1 - lengths.sum() / (lengths.max() * len(lengths))
-print(
-    f"padded to the longest: {padded:.0%} padding; packed:"
-    f" {packed.padding_fraction:.1%}, shapes {packed.shapes}"
-)
+padding = 1 - lengths.sum() / packed["tokens"].size
+print(f"padded to the longest: {padded:.0%} padding; packed: {padding:.1%}")
 
 # %%
 # @title The microbatches and their sequences
@@ -352,21 +351,21 @@ figure, axes = plt.subplots(
 )
 shades = ["#14375e", "#a9c4e4", "#5b7fb5", "#cfe0f3"]
 for replica, axis in enumerate(axes[0]):
-    for place, shape in enumerate(packed.microbatch_shapes):
+    for place, segments in enumerate(packed["segments"][:, replica]):
         left = 0
-        for number, sequence in enumerate(packed.replicas[replica][place]):
+        for number, length in enumerate(np.bincount(segments)[1:]):
             axis.barh(
                 place,
-                lengths[sequence],
+                length,
                 left=left,
                 color=shades[number % 4],
                 edgecolor="white",
                 linewidth=0.5,
             )
-            left += lengths[sequence]
+            left += length
         axis.barh(
             place,
-            shape - left,
+            TOKEN_BUDGET - left,
             left=left,
             color="white",
             edgecolor="black",
@@ -379,8 +378,9 @@ for replica, axis in enumerate(axes[0]):
         xticks=[0, TOKEN_BUDGET // 2, TOKEN_BUDGET],
     )
     axis.set_title(f"replica {replica}", fontsize=10)
-axes[0][0].set(ylabel="microbatch", ylim=(packed.num_microbatches - 0.4, -0.6))
-axes[0][0].set_yticks(range(packed.num_microbatches))
+num_microbatches = len(packed["segments"])
+axes[0][0].set(ylabel="microbatch", ylim=(num_microbatches - 0.4, -0.6))
+axes[0][0].set_yticks(range(num_microbatches))
 figure.suptitle(
     "microbatches and their sequences; padding is hatched",
     x=0.01,

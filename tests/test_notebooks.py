@@ -32,7 +32,7 @@ PRINTS = {
     "batch_sizes_explained": [
         "found 1 device(s): CPU",
         "nearest: 16, 32\n",
-        "packed: 2.9%",
+        "packed: 15.0%",
         "fits: 4\n",
     ],
     "rl": [

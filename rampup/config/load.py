@@ -174,7 +174,9 @@ def locate_values(
                     line=entry.lines.get(name.partition(".")[2], entry.line),
                 )
         unknown = [name for name in own if name not in keys]
-        if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
+        if ROLLOUT_GROUP not in groups and any(
+            name.partition(".")[0] == ROLLOUT_GROUP for name in unknown
+        ):
             text = (
                 "this is the configuration of a rollout: `rampup plan` shows it;"
                 " everything else takes the keys of "

@@ -110,8 +110,6 @@ class RolloutConfig(Settings):
     token_budget: int = _training(-1, also=(-1,), **_count, own=True, doc="""
         Tokens per replica and pass, filled with as many samples as fit. Excludes train_micro_batch_size and microbatch_size.
         -1: not used.""")
-    token_budget_shapes: int = _training(4, minimum=1, maximum=64, own=True, doc="""
-        Numbers of tokens, evenly spaced up to token_budget, that a pass is padded to. All are in one compiled program.""")
     pad_microbatches: bool = _training(False, own=True, doc="""
         Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.""")
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rampup.contrib.rl.packing import PackedMicrobatches
 from rampup.contrib.rl.plan import AGGREGATIONS, RolloutPlan
 from rampup.contrib.rl.tasks import stable_permutation
 from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_error
@@ -396,39 +395,3 @@ def padded_rows(rows: Arrays, width: int) -> Arrays:
     for name in ("coefficients", "weights"):
         found[name][~is_real] = 0
     return {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
-
-
-def packed_rows(
-    rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
-) -> Arrays:
-    """Return the rows of `loss_rows`, packed, as arrays (n, replicas, budget, ...) of a
-    mini batch's passes.
-
-    They also have `positions`, `segments` (1, 2, ...; padding is 0) and `shape` (n,
-    replicas), the number of the shape on the ladder that a pass is computed with.
-    """
-    n = packed.num_microbatches
-    replicas = len(packed.replicas)
-    types = {name: x.dtype for name, x in rows.items()} | {
-        "positions": np.int32,
-        "segments": np.int32,
-    }
-    found = {
-        name: np.zeros((n, replicas, packed.token_budget), dtype)
-        for name, dtype in types.items()
-    }
-    for number, replica in np.ndindex(n, replicas):
-        place = 0
-        for segment, member in enumerate(packed.replicas[replica][number], 1):
-            length = lengths[member]
-            here = number, replica, slice(place, place + length)
-            for name, x in rows.items():
-                found[name][here] = x[member, :length]
-            found["positions"][here] = np.arange(length)
-            found["segments"][here] = segment
-            place += length
-    shapes = np.array(
-        [packed.ladder.index(shape) for shape in packed.microbatch_shapes], np.int32
-    )
-    found["shape"] = np.repeat(shapes[:, None], replicas, axis=1)
-    return found

@@ -5,7 +5,7 @@ be causal, so that padding after a row does not change it.
 
 A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum
 of the weights, so that a mini batch has the same gradient however it is split, padded
-or packed. `loss_rows` and `packed_rows` in `rampup.contrib.rl.experience` make the rows; their
+or packed. `loss_rows` in `rampup.contrib.rl.experience` makes the rows; their
 coefficients say how the losses of tokens add up. Entry t of a row is the prediction of
 the token after token t.
 
@@ -236,7 +236,6 @@ def grpo_loss(
     epsilon: float = 0.2,
     beta: float = 0.0,
     temperature: float = 1.0,
-    shapes: tuple[int, ...] = (),
 ) -> LossFn:
     """Return the loss of GRPO and PPO: the clipped ratio, and the KL divergence from a
     reference policy.
@@ -251,7 +250,6 @@ def grpo_loss(
         epsilon: how far the ratio counts; MaxText RL's `rl.grpo_epsilon`.
         beta: the weight of the KL divergence; MaxText RL's `rl.grpo_beta`.
         temperature: divides the logits, as in sampling.
-        shapes: for packed rows, the numbers of tokens that a row may be computed with.
 
     Example:
         >>> import numpy as np
@@ -296,20 +294,19 @@ def grpo_loss(
             loss_BT = loss_BT + beta * found["kl"] if beta else loss_BT
         return {"loss": loss_BT} | found
 
-    return _summed(token_losses, shapes)
+    return _summed(token_losses)
 
 
 def value_loss(
     values_fn: Callable[..., jax.Array],
     *,
     epsilon: float = 0.2,
-    shapes: tuple[int, ...] = (),
 ) -> LossFn:
     """Return the critic's loss: half the squared error of the value, clipped as in PPO
     around the value of the rollout.
 
     `values_fn` is `(params, rows) -> values_BT`, the value before the token after each
-    token; for `shapes` see `grpo_loss`.
+    token.
     """
 
     def token_losses(
@@ -328,7 +325,7 @@ def value_loss(
             )
         }
 
-    return _summed(token_losses, shapes)
+    return _summed(token_losses)
 
 
 def supervised_loss(model: Any) -> LossFn:
@@ -346,7 +343,7 @@ def supervised_loss(model: Any) -> LossFn:
             )
         }
 
-    return _summed(token_losses, ())
+    return _summed(token_losses)
 
 
 def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
@@ -362,15 +359,13 @@ def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.A
     return policy.packed(params, rows["tokens"], rows["positions"], rows["segments"])
 
 
-def _summed(
-    token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int, ...]
-) -> LossFn:
+def _summed(token_losses: Callable[..., dict[str, jax.Array]]) -> LossFn:
     """Return a loss function that adds up the losses of tokens with their
     coefficients.
     """
 
-    def sums(
-        params: Any, rows: Mapping[str, jax.Array]
+    def loss_fn(
+        params: Any, rows: Mapping[str, jax.Array], keys: Any
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         coefficient_BT = rows["coefficients"]
         # Selected and not multiplied by 0: what padding leads to may be infinite.
@@ -379,21 +374,5 @@ def _summed(
             for name, loss_BT in token_losses(params, rows).items()
         }
         return found.pop("loss"), jnp.sum(rows["weights"]), found
-
-    def loss_fn(
-        params: Any, batch: Mapping[str, jax.Array], keys: Any
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        if "shape" not in batch:
-            return sums(params, batch)
-        # The rows of a pass are computed with as many tokens as its shape has: one
-        # branch for each, in one program.
-        rows = {name: x for name, x in batch.items() if name != "shape"}
-        branches = [
-            lambda params, rows, n=n: sums(
-                params, {k: x[:, :n] for k, x in rows.items()}
-            )
-            for n in shapes
-        ]
-        return jax.lax.switch(batch["shape"][0], branches, params, rows)  # type: ignore[no-any-return]
 
     return loss_fn

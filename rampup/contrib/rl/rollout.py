@@ -47,12 +47,11 @@ from rampup.contrib.rl.experience import (
     has_zero_spread,
     loss_rows,
     mini_batches,
-    packed_rows,
     padded_rows,
 )
 from rampup.contrib.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.contrib.rl.noise import FACTS, LAYOUT, block_facts
-from rampup.contrib.rl.packing import make_ladder, pack
+from rampup.contrib.rl.packing import packed_rows
 from rampup.contrib.rl.plan import AGGREGATIONS, Experience, RolloutPlan, count_problems
 from rampup.contrib.rl.policy import (
     Critic,
@@ -81,7 +80,7 @@ from rampup.engine.processes import (
     wait_for_all,
 )
 from rampup.engine.state import TrainState, create_state, describe_fields
-from rampup.engine.step import TrainStep, train_step
+from rampup.engine.step import train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
 from rampup.loop.distributed import leaving_on_error
 
@@ -112,7 +111,6 @@ class RolloutOptions:
             critic's loss.
         shuffle_seed: of the order of samples in mini batches; None keeps the order of
             generation.
-        rungs: shapes that passes are padded to with a token budget.
         decode: from the tokens of a prompt or a response, without its end token, to
             what the reward function gets.
     """
@@ -133,7 +131,6 @@ class RolloutOptions:
     seed: int = 0
     shuffle_seed: int | None = 0
     keep_prompts_together: bool = True
-    rungs: int = 4
     decode: Callable[[Sequence[int]], Any] = list
 
     @property
@@ -194,51 +191,34 @@ class RolloutStep:
         self._reward = reward
         self._policy = over_rows(model, mesh)
         self._critic = critic
-        budgets = {
-            updates.model: updates.token_budget
-            for updates in schedule.stages[0][1].order
-        }
-        self._ladders = {
-            name: make_ladder(b, min(options.rungs, b)) if b else ()
-            for name, b in budgets.items()
-        }
-        terms = {
-            "epsilon": options.epsilon,
-            "beta": options.beta,
-            "temperature": options.temperature,
-        }
-        losses = {
-            "policy": (
-                grpo_loss(
-                    in_replica(model, mesh), **terms, shapes=self._ladders["policy"]
-                ),
-                tx,
-            )
-        }
+        policy_loss = grpo_loss(
+            in_replica(model, mesh),
+            epsilon=options.epsilon,
+            beta=options.beta,
+            temperature=options.temperature,
+        )
+        losses = {"policy": (policy_loss, tx)}
         if critic is not None:
-            loss = value_loss(
-                critic[0].in_replica,
-                epsilon=options.value_epsilon,
-                shapes=self._ladders["critic"],
-            )
-            losses["critic"] = loss, critic[1]
+            values, critic_tx = critic
+            value_fn = value_loss(values.in_replica, epsilon=options.value_epsilon)
+            losses["critic"] = value_fn, critic_tx
         self._plans = {name: schedule.ramp_plan(name) for name in losses}
-        self._steps = dict[str, TrainStep]()
-        # No check of the losses: that they are sums over rows is tested.
-        shared: dict[str, Any] = {
-            "seed": options.seed,
-            "skip_nonfinite": skip_nonfinite,
-            "check_loss": False,
-        }
-        for name, loss_and_tx in losses.items():
-            measures = options.measure_gradient_noise and name == "policy"
-            self._steps[name] = train_step(
-                *loss_and_tx,
+        self._steps = {
+            name: train_step(
+                loss_fn,
+                own_tx,
                 self._plans[name],
                 mesh,
-                measure_gradient_noise=measures,
-                **shared,
+                seed=options.seed,
+                skip_nonfinite=skip_nonfinite,
+                # That the losses are sums over rows is tested.
+                check_loss=False,
+                measure_gradient_noise=(
+                    options.measure_gradient_noise and name == "policy"
+                ),
             )
+            for name, (loss_fn, own_tx) in losses.items()
+        }
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
@@ -772,12 +752,14 @@ class RolloutStep:
         self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition
     ) -> Arrays:
         """Return the passes of an update, arrays (n, rows of a pass, ...)."""
-        if not (ladder := self._ladders[position.model]):
+        budget = position.plan.updates(position.model).token_budget
+        if budget is None:
             return padded_rows(rows, self.schedule.pass_samples(position.model))
-        replicas = position.split.data_parallel_size
-        tokens = np.maximum(lengths, 1).tolist()
         return packed_rows(
-            rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens
+            rows,
+            np.maximum(lengths, 1),
+            token_budget=budget,
+            num_replicas=position.split.data_parallel_size,
         )
 
     def _train(
@@ -832,12 +814,6 @@ class RolloutStep:
         plan = position.plan
         experience, tally = state.experience, Tally.from_words(state.tally)
         n, width, T = passes["tokens"].shape
-        ladder = self._ladders[position.model]
-        computed = (
-            sum(ladder[shape] for shape in passes["shape"].ravel())
-            if ladder
-            else n * width * T
-        )
         responses_SR = np.asarray(experience["response_mask"])[: plan.samples_per_step]
         found = {
             "model": position.model,
@@ -848,7 +824,7 @@ class RolloutStep:
             "consumed_prompts": tally.prompts,
             "consumed_samples": tally.samples,
             "policy_lag": position.update,
-            "padding_share": round(1 - int(lengths.sum()) / computed, 6),
+            "padding_share": round(1 - int(lengths.sum()) / (n * width * T), 6),
             "passes": n,
             "rollout": position.rollout,
             "reward": round(tally.reward, 9),

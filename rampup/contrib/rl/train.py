@@ -192,7 +192,6 @@ class RolloutRun:
             shuffle_seed=(
                 config.data_shuffle_seed if config.shuffle_mini_batches else None
             ),
-            rungs=config.token_budget_shapes,
             decode=decode,
             **{name: getattr(config, name) for name in _SAME_NAMES},
         )

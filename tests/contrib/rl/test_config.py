@@ -187,7 +187,13 @@ def test_load_rejects_bad_files(text, key, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["partial_step", "token_batch_size", "rl.num_generations_schedule"]
+    "name",
+    [
+        "partial_step",
+        "token_batch_size",
+        "token_budget_shapes",
+        "rl.num_generations_schedule",
+    ],
 )
 def test_a_name_that_was_a_key_says_what_replaces_it(name, tmp_path):
     """In a file of a rollout and on the command line."""

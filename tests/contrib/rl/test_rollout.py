@@ -387,11 +387,7 @@ CASES += [
             {"microbatch": SAMPLES[size], "pad": True, "prompts": 5, "mini": 4}
             for size in (1, 3)
         ),
-        *(
-            {"microbatch": size, "mini": 4, "rungs": rungs}
-            for size in TOKENS.values()
-            for rungs in (1, 3)
-        ),
+        *({"microbatch": size, "mini": 4} for size in TOKENS.values()),
     )
 ]
 
@@ -401,18 +397,12 @@ def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
     """In float64 to 1e-9, split, padded or packed, on every kind of mesh, for every
     aggregation; one program.
     """
-    rungs = sizes.get("rungs", 4)
-    devices, plan = (
-        mesh_of(mesh),
-        plan_of(
-            mesh, **{name: size for name, size in sizes.items() if name != "rungs"}
-        ),
-    )
+    devices, plan = mesh_of(mesh), plan_of(mesh, **sizes)
     arrays, placed = (
         stored(plan.samples_per_step),
         jax.device_put(params64(), MODEL.shardings(devices)),
     )
-    step = step_of(devices, plan, arrays=arrays, rungs=rungs)
+    step = step_of(devices, plan, arrays=arrays)
     for mode in modes:
         step.options = replace(step.options, loss_agg_mode=mode)
         state = step.create_state(placed)
