@@ -214,6 +214,8 @@ REMOVED: dict[str, str] = {
     "partial_step": "a step of a rollout has batch_size prompts, and the run ends with a"
     " whole one",
     "token_batch_size": "set batch_size, and token_budget for the tokens of a pass",
+    "keep_prompts_together": "the responses to a prompt are always in one mini batch",
+    "experience_dtype": "log-probabilities, rewards and advantages are stored as float32",
     "token_budget_shapes": "every pass is padded to token_budget",
     "rl.num_generations_schedule": (
         "rl.batch_size_schedule grows the prompts, rl.num_generations is constant"

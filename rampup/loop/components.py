@@ -259,8 +259,8 @@ def decide(
     *,
     sample: int,
 ) -> None:
-    """Decide about the batch after a number of steps, or rollouts, and samples, the
-    same in all processes, and report it.
+    """Decide about the batch after a number of steps and samples, the same in all
+    processes, and report it.
     """
     before = auto.size
     auto.decide(step=step, sample=sample, noise_scale=noise.low)

@@ -32,8 +32,6 @@ class AutoSchedule:
     half_life_samples: float  # samples that must pass between two changes
     rows: list[list[int]]  # start step, start sample and size of every phase so far
     max_waste: float = MAX_WASTE  # share of a sample that a batch may lose to grow
-    # what the sizes count; prompts in reinforcement learning, with rollouts as steps
-    unit: str = "samples"
 
     @property
     def size(self) -> int:
@@ -79,14 +77,14 @@ class AutoSchedule:
         """
         if len(self.rows) > 1 and self.rows[-1][0] == step:
             return (
-                f"{self.rows[-2][2]:,} -> {self.size:,} {self.unit}, because the"
+                f"{self.rows[-2][2]:,} -> {self.size:,} samples, because the"
                 f" noise scale is {noise}"
             )
         wasted = self._broken_limit(noise)
         larger = next((size for size in self.sizes if size > self.size), None)
         if larger is None:
             return (
-                f"{self.size:,} {self.unit}, the largest batch; the noise scale is"
+                f"{self.size:,} samples, the largest batch; the noise scale is"
                 f" {noise}{wasted}"
             )
         needs, needed = [], self.needed_noise(larger)
@@ -98,9 +96,9 @@ class AutoSchedule:
         if (
             missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)
         ) > 0:
-            needs.append(f"{missing:,} more {self.unit}")
+            needs.append(f"{missing:,} more samples")
         more = ", and ".join(needs)
-        return f"{self.size:,} {self.unit}; {larger:,} need {more}{wasted}"
+        return f"{self.size:,} samples; {larger:,} need {more}{wasted}"
 
     def _broken_limit(self, noise: NoiseEstimate) -> str:
         """Return a sentence if the noise scale has fallen so far that the batch in use
@@ -112,6 +110,6 @@ class AutoSchedule:
         waste = self.size / (noise.high + self.size)
         return (
             f". The noise scale has fallen: {self.size:,} lose at least {waste:.0%} of"
-            f" their {self.unit}, more than {self.max_waste:.0%}, and the batch does not"
+            f" their samples, more than {self.max_waste:.0%}, and the batch does not"
             " shrink; a new run with a smaller one would not"
         )

@@ -154,16 +154,8 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
         title: tuple(finite_or_nan(row.get(key)) for row in rows)
         for title, key in CURVES.items()
     }
-    found = {
+    return {
         title: values
         for title, values in found.items()
         if not all(map(math.isnan, values))
     }
-    if any(row.get("dropped_groups") for row in rows):
-        # Of the prompts of each rollout: those that were read since the one before it.
-        ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
-        read = {number: end - ends.get(number - 1, 0) for number, end in ends.items()}
-        found["Share of dropped prompts"] = tuple(
-            row["dropped_groups"] / (read[row["rollout"]] or math.nan) for row in rows
-        )
-    return found

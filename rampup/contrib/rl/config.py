@@ -34,10 +34,7 @@ from rampup.contrib.rl.schedule import RolloutSchedule
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.ramp import parse_schedule
-from rampup.plan.ramp_keys import AUTO_SCHEDULE
 
-_FLOATS = ("float32", "bfloat16", "float16")
-_INTS = ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
 _batch = partial(key, section="Batch")
 _training = partial(key, section="Training on the samples")
@@ -67,8 +64,8 @@ class RolloutConfig(Settings):
         Responses per prompt. A step has batch_size * rl.num_generations samples.""")
     num_iterations: int = _batch(1, "Passes over the samples of a step.", group="rl", **_count)
     batch_size_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
-        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. "0:8 auto": 8 at
-        first, then doubled up to batch_size as the noise allows (measure_gradient_noise). null: constant.""")
+        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. null:
+        constant.""")
     loss_agg_mode: str = _batch("token-mean", choices=AGGREGATIONS, group="rl", own=True, doc="""
         How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the
         mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their
@@ -133,13 +130,9 @@ class RolloutConfig(Settings):
     max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count, identity=True)
     max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count, identity=True)
     enable_reference_policy: bool = _stored(True, "Store the log-probabilities of a reference policy, for a KL term.")
-    token_dtype: str = _stored("int32", "Type of the stored tokens.", choices=_INTS, identity=True)
-    experience_dtype: str = _stored("float32", choices=_FLOATS, identity=True, doc="""
-        Type of the stored log-probabilities, values, rewards and advantages.""")
 
     shuffle_mini_batches: bool = _order(True, own=True, identity=True, doc="""
-        Shuffle the samples of a step in every pass. false: keep the order of generation.""")
-    keep_prompts_together: bool = _order(True, "Keep all responses to a prompt in one mini batch.", own=True, identity=True)
+        Shuffle the prompts of a step in every pass. false: keep the order of generation.""")
     data_shuffle_seed: int = _order(0, minimum=0, maximum=2**31 - 1, own=True, identity=True, doc="""
         Seed of the order of samples, if shuffle_mini_batches is set.""")
 
@@ -164,7 +157,6 @@ class RolloutConfig(Settings):
     warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count, identity=True)
     warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0, identity=True)
 
-    auto_max_waste: float = _shared("auto_max_waste", 0.2)
     distributed: str = _shared("distributed", "auto")
     run_name: str = _shared("run_name", "")
     base_output_directory: str = _shared("base_output_directory", "runs")
@@ -215,11 +207,6 @@ class RolloutConfig(Settings):
         )
 
     @property
-    def is_auto(self) -> bool:
-        """Whether the measured noise decides about the prompts of a step."""
-        return (self.batch_size_schedule or "").split()[-1:] == [AUTO_SCHEDULE]
-
-    @property
     def num_steps(self) -> int:
         """Steps of the run. Prompts that do not fill a batch are dropped."""
         return self.prompts_used * self.num_epoch // self.batch_size
@@ -258,22 +245,6 @@ class RolloutConfig(Settings):
                 AUTO,
                 "set all but one of them to -1",
             )
-        if self.is_auto:
-            # A step is one optimizer step of each model and epoch, whatever its
-            # prompts, and its size is that of the noise.
-            needed = {
-                "measure_gradient_noise": True,
-                "mini_batch_size": AUTO,
-                "critic_mini_batch_size": AUTO,
-            }
-            for name, value in needed.items():
-                if getattr(self, name) != value:
-                    refuse(
-                        f"rl.batch_size_schedule={self.batch_size_schedule!r} follows"
-                        f" the noise, and needs {name}={str(value).lower()}",
-                        name,
-                        value,
-                    )
         if self.num_steps < 1:
             # The keys that leave fewer prompts than one batch: of the run, of the data
             # set, or both.
@@ -387,9 +358,7 @@ def build_rollout_plan(
             experience=Experience(
                 max_prompt_length=config.max_prompt_length,
                 max_response_length=config.max_response_length,
-                token_dtype=config.token_dtype,
                 reference=config.enable_reference_policy,
-                value_dtype=config.experience_dtype,
             ),
         )
     except RampupError as error:
@@ -433,51 +402,31 @@ def build_rollout_schedule(
                     problem.args = (f"with {prompts:,} prompts: {problem}",)
                 problems.append(problem)
     raise_together(problems)
-    schedule = RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
-    first_plan = stages[0][1]
-    replicas = first_plan.policy.data_parallel_size
-    samples = first_plan.samples_per_step
-    if config.is_auto and samples * replicas < 2 * schedule.pass_samples("policy"):
-        raise ConfigError(
-            f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise"
-            f" between the passes of a step, but its first {samples} samples are one"
-            " pass of one replica",
-            fix="set a smaller train_micro_batch_size",
-            key="train_micro_batch_size",
-        )
-    return schedule
+    return RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
 
 
 def _growth(config: RolloutConfig) -> list[tuple[int, int]]:
-    """Return the first step of each stage and its prompts. The sizes of an automatic
-    schedule are reserved by stages after the end of the run.
-    """
+    """Return the first step of each stage and its prompts."""
     text, largest = config.batch_size_schedule, config.batch_size
     if text is None:
         return [(0, largest)]
     key = "rl.batch_size_schedule"
-    if config.is_auto:
-        text = text.rpartition(" ")[0]
     try:
         pairs = parse_schedule(text)
     except RampupError as error:
         raise ConfigError(
-            f"{key}={config.batch_size_schedule!r}: {error}",
-            fix="write it such as '0:8 20:16' or '0:8 auto'",
+            f"{key}={text!r}: {error}",
+            fix="measure_gradient_noise=true shows how many prompts are worth it",
             key=key,
         ) from None
     steps, sizes = zip(*pairs, strict=True)
     rule = ""
-    if config.is_auto and len(pairs) > 1:
-        rule = f"have one pair before auto, such as '0:{sizes[0]} auto'"
-    elif steps[0] != 0 or sorted(set(steps)) != [*steps]:
+    if steps[0] != 0 or sorted(set(steps)) != [*steps]:
         rule = "start at step 0, and its steps must increase"
     elif min(sizes) < 1 or max(sizes) > largest:
         rule = f"have sizes from 1 to batch_size={largest}, the largest"
     if rule:
-        raise ConfigError(f"{key}={config.batch_size_schedule!r} must {rule}", key=key)
-    while config.is_auto and pairs[-1][1] < largest:
-        pairs.append((config.num_steps, min(2 * pairs[-1][1], largest)))
+        raise ConfigError(f"{key}={text!r} must {rule}", key=key)
     return pairs
 
 
@@ -498,8 +447,6 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
         " enable_critic=true": config.num_generations == 1 and not config.enable_critic,
         f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and"
         " are dropped": dropped and not grows,
-        "the noise between prompts decides when a step doubles its prompts, to"
-        f" {config.batch_size:,} at most": config.is_auto,
         f"{lost:,} prompts of an evaluation do not fill a batch of"
         f" {config.eval_batch:,} and are left out": evaluated and lost,
         f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would"

@@ -7,8 +7,7 @@ tokens of a row.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_er
 
 # Added to the standard deviation of a group, as in Tunix.
 STD_EPSILON = 1e-6
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Arrays = dict[str, np.ndarray]
 Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
@@ -28,46 +28,34 @@ def check_rewards(
     reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str
 ) -> np.ndarray:
     """Call a reward function, and return one finite float32 per sample. If it gives
-    something else, a DataError shows where.
+    something else, a DataError shows where; what it raises arrives as it is.
     """
     where = f"the reward function, in {where},"
-    try:
-        found = reward(prompts, responses)
-    except Exception as error:
+    found = reward(prompts, responses)
+    if not isinstance(found, Iterable):
         raise DataError(
-            f"{where} raised {type(error).__name__}: {error}", key="reward"
-        ) from error
-    try:
-        values = list(found)
-    except TypeError:
-        text = (
             f"{where} returned {found!r:.80} and not a sequence of {len(prompts)}"
-            " numbers, one per sample"
+            " numbers, one per sample",
+            key="reward",
         )
-        raise DataError(text, key="reward") from None
+    values = list(found)
     if len(values) != len(prompts):
-        text = (
-            f"{where} returned {len(values)} rewards for {len(prompts)} samples; it"
-            " must return one number per sample"
+        raise DataError(
+            f"{where} returned {len(values)} rewards for {len(prompts)} samples",
+            fix="it must return one number per sample",
+            key="reward",
+            nearest=(len(prompts),),
         )
-        raise DataError(text, key="reward", nearest=(len(prompts),))
-    rewards = np.full(len(values), np.nan, np.float32)
     for number, value in enumerate(values):
-        with (
-            contextlib.suppress(TypeError, ValueError, OverflowError),
-            np.errstate(over="ignore"),
-        ):
-            rewards[number] = float(value)
-        if not np.isfinite(rewards[number]):
-            text = (
-                f"{where} returned {value!r:.80} for sample {number} (prompt"
-                f" {prompts[number]!r:.80}, response "
-            )
+        is_number = np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
+        if not is_number or not abs(float(value)) <= FLOAT32_MAX:
             raise DataError(
-                f"{text}{responses[number]!r:.80}); a reward is a finite number",
+                f"{where} returned {value!r:.80} for sample {number} (prompt"
+                f" {prompts[number]!r:.80}, response {responses[number]!r:.80})",
+                fix="a reward is a finite number",
                 key="reward",
             )
-    return rewards
+    return np.array(values, np.float32)
 
 
 def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
@@ -85,12 +73,13 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
         [0.7099999785423279, -0.7099999785423279, 0.0, 0.0]
     """
     if samples_per_prompt < 2:
-        text = (
+        raise ConfigError(
             f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose"
-            " advantage over the group is always 0; "
+            " advantage over the group is always 0",
+            fix="set rl.num_generations=2 or more, or enable_critic=true",
+            key="rl.num_generations",
+            nearest=(2,),
         )
-        text += "set rl.num_generations=2 or more, or enable_critic=true"
-        raise ConfigError(text, key="rl.num_generations", nearest=(2,))
     groups = np.asarray(rewards_S, np.float64).reshape(-1, samples_per_prompt)
     spread = groups.std(axis=1, ddof=1, keepdims=True)
     return (
@@ -208,7 +197,6 @@ def mini_batches(
     seed: int | None,
     start: int = 0,
     model: str = "policy",
-    keep_prompts_together: bool = True,
 ) -> Iterator[MiniBatch]:
     """Return the mini batches of one model on one rollout, epoch by epoch.
 
@@ -217,11 +205,9 @@ def mini_batches(
 
     Args:
         step: the rollout that generated the samples, counted from 0.
-        seed: of the order, which every rollout, epoch and model has its own of; None =
-            the order of generation.
+        seed: of the order of the prompts, whose responses stay together; every rollout,
+            epoch and model has its own. None = the order of generation.
         start: the optimizer step within this rollout to start at.
-        keep_prompts_together: shuffle prompts with all their responses, which are
-            adjacent, instead of single samples.
 
     Raises:
         ResumeMismatchError: the plan has no such step or start.
@@ -240,50 +226,42 @@ def mini_batches(
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     updates = plan.updates(model)
-    for name, value, last, rule in (
-        ("step", step, plan.num_steps - 1, "num_steps - 1 = {}"),
-        (
-            "start",
-            start,
-            updates.optimizer_steps,
-            f"optimizer_steps={{}} per rollout of the {model}",
-        ),
+    for name, value, last in (
+        ("step", step, plan.num_steps - 1),
+        ("start", start, updates.optimizer_steps),
     ):
         if not 0 <= value <= last:
-            text = f"{name}={value} must be between 0 and {rule.format(last)}"
             raise ResumeMismatchError(
-                text, key=name, nearest=(0 if value < 0 else last,)
+                f"{name}={value} must be between 0 and {last}, by the plan of the"
+                f" {model}",
+                key=name,
+                nearest=(min(max(value, 0), last),),
             )
-    group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
+    group = 1 if seed is None else plan.samples_per_prompt
     if updates.mini_batch_samples % group:
-        text = (
+        raise ConfigError(
             f"mini batches of {updates.mini_batch_samples} samples would separate the"
-            f" samples_per_prompt={group} responses of "
+            f" samples_per_prompt={group} responses of a prompt",
+            fix="count mini batches in prompts, or set seed=None",
+            key="mini_batch_size",
         )
-        text += (
-            "a prompt; set keep_prompts_together=False or count mini batches in prompts"
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+        raise ConfigError(
+            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None",
+            key="seed",
+            nearest=(0,),
         )
-        raise ConfigError(text, key="keep_prompts_together", nearest=(False,))
-    if seed is not None and (
-        isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63
-    ):
-        text = (
-            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
-        )
-        raise ConfigError(text, key="seed", nearest=(0,))
-
-    samples = plan.samples_per_step
 
     def mini_batch(update: int) -> MiniBatch:
         epoch, number = divmod(update, updates.num_mini_batches)
-        order = np.arange(samples)
+        order = np.arange(plan.samples_per_step)
         if seed is not None:
             # From the identity of the epoch alone, so that a resumed run needs no state
             # of a generator.
             groups = stable_permutation(
-                (seed, step, epoch, *model.encode()), samples // group
+                (seed, step, epoch, *model.encode()), len(order) // group
             )
-            order = (groups[:, None] * group + np.arange(group)).ravel()
+            order = order.reshape(-1, group)[groups].ravel()
         places = updates.mini_batch_range(number)
         return MiniBatch(update, epoch, order[places.start : places.stop])
 

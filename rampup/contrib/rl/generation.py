@@ -36,7 +36,7 @@ class Samples(NamedTuple):
         response_length: int32 (B,). The end token counts, so an empty response has
             length 1. R if no end token came.
         log_probabilities: float32 (B, R), of every token of the response under the
-            policy at the sampling temperature, or None.
+            policy at the sampling temperature; None in a rollout.
     """
 
     tokens: Any
@@ -140,10 +140,9 @@ def generate(
     sampling: Sampling | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
-    log_probabilities: bool = False,
 ) -> Samples:
-    """Sample one response to each prompt. Every call with new sizes compiles;
-    `rollout_step` compiles once.
+    """Sample one response to each prompt, with the log-probabilities of its tokens.
+    Every call with new sizes compiles; `rollout_step` compiles once.
 
     Args:
         model: see `as_policy`; a language model of rampup decodes with a cache, others
@@ -154,7 +153,6 @@ def generate(
         sampling: temperature and the like; None = the policy's own probabilities.
         seed: of the random numbers, which depend on it and on the row alone.
         mesh: the devices of `params`; None = one device.
-        log_probabilities: also return those of the sampled tokens.
 
     Example:
         >>> def logits(params, tokens):
@@ -170,16 +168,10 @@ def generate(
         prompts, max(max(map(len, prompts), default=1), 1)
     )
     rows_B = np.arange(len(tokens_BP), dtype=np.int32)
-    sampling = sampling or Sampling()
     policy = as_policy(model) if mesh is None else over_rows(model, mesh)
-    program = jax.jit(
-        make_generate(
-            policy, max_response_length, end_token, log_probabilities=log_probabilities
-        )
-    )
-    found = program(
-        params, tokens_BP, length_B, rows_B, jax.random.key(seed), *sampling.values
-    )
+    run = make_generate(policy, max_response_length, end_token, log_probabilities=True)
+    key, values = jax.random.key(seed), (sampling or Sampling()).values
+    found = jax.jit(run)(params, tokens_BP, length_B, rows_B, key, *values)
     return Samples(*jax.device_get(found))
 
 

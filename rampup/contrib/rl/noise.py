@@ -52,11 +52,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from rampup.contrib.rl.schedule import RolloutSchedule
 from rampup.errors import DataError
-from rampup.loop.components import Component, decide
-from rampup.loop.events import OnEvent
-from rampup.plan.auto import AutoSchedule
+from rampup.loop.components import Component
 from rampup.plan.noise_scale import MIN_STEPS, NoiseEstimate, fieller, student
 from rampup.plan.numbers import finite_or_none
 
@@ -66,9 +63,6 @@ RESPONSES = (2, 4, 8, 16, 32, 64)
 _RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
 _PARTS = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
 UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
-# Entry of a checkpoint's record: first rollout, prompts generated before it, and size
-# of every phase so far.
-PROMPT_ROWS = "prompt_rows"
 
 
 def block_facts(
@@ -215,6 +209,28 @@ class PromptNoise:
             one.mean[3] - two.mean[3]
         ) <= 1e-9 * abs(one.mean[3]):
             return UNKNOWN, UNKNOWN, UNKNOWN
+        found, covariance = self._solve()
+        freedom = one.effective + two.effective - 2
+        parts = []
+        for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
+            spread = student(freedom) * math.sqrt(max(variance, 0.0))
+            ends = (value, value - spread, value + spread)
+            parts.append(
+                NoiseEstimate(
+                    **{
+                        end: float(max(x, 0.0))
+                        for end, x in zip(_ENDS, ends, strict=True)
+                    }
+                )
+            )
+        row = np.array([1, 1 / responses, 0])
+        scale, noise = float(row @ found), covariance @ row
+        variances = float(row @ noise), float(covariance[2, 2]), float(noise[2])
+        return parts[0], parts[1], fieller(scale, float(found[2]), *variances, freedom)
+
+    def _solve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return b, s and |G|^2 by the three equations above, and their covariance."""
+        one, two = self.means
         shares = np.array([one.total, two.total]) / (one.total + two.total)
         *_, weight, pair_weight, per_weight, pairs = shares @ [one.mean, two.mean]
         equations = np.array(
@@ -244,20 +260,7 @@ class PromptNoise:
         for number, means in enumerate(self.means):
             own = slice(2 * number, 2 * number + 2)
             covariance[own, own] = residuals @ means.covariance @ residuals.T
-        found = matrix @ measured
-        covariance = matrix @ covariance @ matrix.T
-        freedom = one.effective + two.effective - 2
-        parts = []
-        for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
-            spread = student(freedom) * math.sqrt(max(variance, 0.0))
-            value, low, high = (
-                float(max(x, 0.0)) for x in (value, value - spread, value + spread)
-            )
-            parts.append(NoiseEstimate(value=value, low=low, high=high))
-        row = np.array([1, 1 / responses, 0])
-        scale, noise = float(row @ found), covariance @ row
-        variances = float(row @ noise), float(covariance[2, 2]), float(noise[2])
-        return parts[0], parts[1], fieller(scale, float(found[2]), *variances, freedom)
+        return matrix @ measured, matrix @ covariance @ matrix.T
 
 
 def advice_from_line(
@@ -275,35 +278,32 @@ def advice_from_line(
     of the line are for one.
     """
     if line.get(_PARTS[0]) is None:
-        text = (
-            "the run has measured no noise between prompts: train it with"
-            " measure_gradient_noise=true, for some steps"
+        raise DataError(
+            "the run has measured no noise between prompts",
+            fix="train it with measure_gradient_noise=true, for some steps",
+            key="measure_gradient_noise",
+            nearest=(True,),
         )
-        raise DataError(text, key="measure_gradient_noise", nearest=(True,))
     between, within, scale = (
-        NoiseEstimate(
-            **{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}
-        )
+        NoiseEstimate(**{end: line[_key(name, end)] for end in _ENDS})
         for name in _PARTS
     )
-    now = _times(reuse, scale)
+    now = NoiseEstimate(
+        **{
+            end: None if (x := getattr(scale, end)) is None else reuse * x
+            for end in _ENDS
+        }
+    )
+    b, s = between.value, within.value
     rows = list[dict[str, Any]]()
-    best = None
-    if within.value is not None and between.value + within.value > 0:
-        B, s = between.value, within.value
-        best = (
-            None
-            if B == 0
-            else max(float(responses), math.sqrt(cost_per_prompt * s / B))
-        )
-        for number in sorted({responses, *(n for n in RESPONSES if n > responses)}):
-            prompts = (B + s / number) / (B + s / responses)
+    if b is not None and s is not None and b + s > 0:
+        for number in (responses, *(n for n in RESPONSES if n > responses)):
+            prompts = (b + s / number) / (b + s / responses)
             cost = prompts * (cost_per_prompt + number) / (cost_per_prompt + responses)
-            size = None if now.value is None else now.value * prompts
             rows.append(
                 {
                     "num_generations": number,
-                    "prompts": size,
+                    "prompts": None if now.value is None else now.value * prompts,
                     "relative_prompts": prompts,
                     "relative_cost": cost,
                 }
@@ -315,78 +315,18 @@ def advice_from_line(
         },
         "num_generations": responses,
         "reuse": reuse,
-        "best_num_generations": best,
+        "best_num_generations": (
+            max(float(responses), math.sqrt(cost_per_prompt * s / b))
+            if rows and b
+            else None
+        ),
         "choices": rows,
     }
 
 
-def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
-    return NoiseEstimate(
-        **{
-            end: None if (x := getattr(scale, end)) is None else reuse * x
-            for end in _ENDS
-        }
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class AutoPrompts(Component):
-    """The decisions of `rl.batch_size_schedule="0:N auto"`; see
-    `rampup.plan.auto`, with rollouts as steps.
-
-    The averages come before it in a loop. The noise scale counts prompts that are
-    trained on, and the schedule those that are
-    generated: if groups are dropped, it grows later.
-    """
-
-    auto: AutoSchedule
-    schedule: RolloutSchedule
-    noise: PromptNoiseAverages
-    reuse: int  # updates on the same samples
-    on_event: OnEvent
-
-    def state(self) -> dict[str, Any]:
-        """Return the decisions, from which `rampup.contrib.rl.train` makes the schedule of a
-        resumed run.
-        """
-        return {PROMPT_ROWS: self.auto.rows}
-
-    def may_change_plan(self, done: int) -> bool:
-        """See `Component`."""
-        last = self.schedule.at(done - 1)
-        return (
-            last.is_last
-            and self.auto.is_due(last.rollout + 1)
-            and done < self.schedule.total_steps
-        )
-
-    def after_step(
-        self, line: Mapping[str, Any], values: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Decide about the prompts, after every tenth rollout. The decision is in the
-        line before it is used.
-        """
-        if not self.may_change_plan(line["step"] + 1):
-            return {}
-        noise = _times(self.reuse, self.noise.scale)
-        facts = values["facts"]
-        decide(
-            self.auto,
-            noise,
-            facts["rollout"] + 1,
-            line,
-            self.on_event,
-            sample=facts["consumed_prompts"],
-        )
-        return {"next_num_prompts": self.auto.size}
-
-    def next_plan(self, plan: Any) -> Any:
-        """See `Component`."""
-        return (
-            plan
-            if self.auto.rows[-1][0] in dict(plan.stages)
-            else plan.grown(self.auto.rows[-1][0], self.auto.size)
-        )
+def _key(name: str, end: str) -> str:
+    """Return the key of a line for one end of an estimate."""
+    return name if end == "value" else f"{name}_{end}"
 
 
 @dataclass(slots=True)
@@ -398,15 +338,6 @@ class PromptNoiseAverages(Component):
     half_life_samples: float
     responses: int
     noises: dict[str, PromptNoise] = field(default_factory=dict)
-
-    @property
-    def scale(self) -> NoiseEstimate:
-        """The noise scale in prompts, in the Euclidean geometry."""
-        return (
-            self.noises[""].estimates(self.responses)[2]
-            if "" in self.noises
-            else UNKNOWN
-        )
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
@@ -437,22 +368,20 @@ class PromptNoiseAverages(Component):
             own = self.noises.setdefault(
                 prefix, PromptNoise(half_life_samples=self.half_life_samples)
             )
-            # Before its first step, Adam's geometry has no squares.
-            counted = 0.0 if prefix and squares == 0 else weight
-            square = squared_norm + trace / weight if weight else math.nan
-            step = {
-                "samples": line["global_batch_size"],
-                "weight": counted,
-                "squares": squares,
-                "square": square,
-            }
-            own.update(int(noise[LAYOUT]), facts=noise[FACTS], **step)
-            for name, estimate in zip(
-                _PARTS, own.estimates(self.responses), strict=True
-            ):
+            own.update(
+                int(noise[LAYOUT]),
+                samples=line["global_batch_size"],
+                # Before its first step, Adam's geometry has no squares.
+                weight=0.0 if prefix and squares == 0 else weight,
+                squares=squares,
+                square=squared_norm + trace / weight if weight else math.nan,
+                facts=noise[FACTS],
+            )
+            estimates = own.estimates(self.responses)
+            for name, estimate in zip(_PARTS, estimates, strict=True):
                 for end in _ENDS:
                     value = getattr(estimate, end)
-                    found[f"{prefix}{name}" + f"_{end}" * (end != "value")] = (
+                    found[prefix + _key(name, end)] = (
                         None if value is None else finite_or_none(value)
                     )
         return found

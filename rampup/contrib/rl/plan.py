@@ -37,13 +37,7 @@ AGGREGATIONS = (
 
 Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
-_TYPES = {
-    1: "bool int8 uint8",
-    2: "float16 bfloat16 uint16",
-    4: "float32 int32 uint32",
-    8: "float64 int64",
-}
-BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
+BYTES = {"bool": 1, "int32": 4, "float32": 4}
 # Upper limit on the sizes of a step.
 MAX_SAMPLES = 10**9
 
@@ -420,23 +414,13 @@ class Experience:
     reference: bool = (
         True  # whether a reference policy's log-probabilities are stored, for a KL term
     )
-    token_dtype: str = "int32"  # type of the tokens
-    value_dtype: str = (
-        "float32"  # type of log-probabilities, values, rewards and advantages
-    )
 
     def __post_init__(self) -> None:
         lengths = {
             "max_prompt_length": self.max_prompt_length,
             "max_response_length": self.max_response_length,
         }
-        types = {"token_dtype": self.token_dtype, "value_dtype": self.value_dtype}
-        wrong = [
-            choice_error(name, dtype, list(BYTES))
-            for name, dtype in types.items()
-            if dtype not in BYTES
-        ]
-        raise_together([*count_problems(lengths), *wrong])
+        raise_together(count_problems(lengths))
 
     @property
     def max_length(self) -> int:
@@ -458,10 +442,10 @@ class Experience:
         ]
         per_response[1:1] = ["reference_log_probabilities"] if self.reference else []
         return {
-            "tokens": (self.token_dtype, self.max_length),
+            "tokens": ("int32", self.max_length),
             "attention_mask": ("bool", self.max_length),
             "response_mask": ("bool", self.max_response_length),
-            **dict.fromkeys(per_response, (self.value_dtype, self.max_response_length)),
+            **dict.fromkeys(per_response, ("float32", self.max_response_length)),
         }
 
     def field_bytes(self, *, critic: bool) -> dict[str, int]:
@@ -540,119 +524,123 @@ class RolloutPlan:
         return rollout_html(self)
 
     def __post_init__(self) -> None:
-        counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
-        problems = count_problems({name: getattr(self, name) for name in counts})
-        problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
-        models = {"policy": self.policy} | (
-            {} if self.critic is None else {"critic": self.critic}
-        )
-
-        def check_unit(name: str, size: Size | None, *, is_pass: bool = False) -> None:
-            if (
-                size is not None
-                and size.unit == "tokens"
-                and not (is_pass and size.scope != "job")
-            ):
-                key = size.key or name
-                rule = ", or tokens per replica" if is_pass else ""
-                problems.append(
-                    ConfigError(
-                        f"{key}={size} must count prompts or samples{rule}", key=key
-                    )
-                )
-
-        for model, training in models.items():
-            counts = ("data_parallel_size", "num_epochs", "num_stages")
-            problems += count_problems(
-                {f"{model}.{name}": getattr(training, name) for name in counts}
-            )
-            check_unit(f"{model}.mini_batch", training.mini_batch)
-            check_unit(f"{model}.microbatch", training.microbatch, is_pass=True)
-        check_unit("rollout_batch", self.rollout_batch)
-        check_unit("generation", self.generation)
-        raise_together(problems)
-
-        # Whether the configured mini batch divides the batch is another question:
-        # `split_updates` blames the mini batch then. Here the batch is to blame,
-        # because no size of a mini batch would do.
-        size = self.rollout_batch
+        self._check_counts()
+        self._check_batch()
         samples = self.samples_per_step
-        factors = self._factors
-        if samples > MAX_SAMPLES:
-            largest = max(MAX_SAMPLES // size.factor(**factors), 1)
-            text = (
-                f"{size.arithmetic('rollout_batch', **factors)} must be at most"
-                f" {MAX_SAMPLES:,} samples"
-            )
-            raise ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))
-        # The batch must be a multiple of each of these. One count of a mini batch may
-        # be several samples, and without padding a mini batch gives every stage of
-        # every replica the same number; with a token budget the lengths decide that.
-        units = [self.samples_per_prompt]
-        replicas = []
-        for model, training in models.items():
-            count = {
-                "samples_per_prompt": self.samples_per_prompt,
-                "data_parallel_size": training.data_parallel_size,
-            }
-            evenly = (
-                1
-                if training.token_budget is not None
-                else training.data_parallel_size * training.num_stages
-            )
-            units += [] if self.pad else [training.mini_batch.factor(**count), evenly]
-            stages = (
-                f" * num_stages={training.num_stages}"
-                if training.num_stages > 1
-                else ""
-            )
-            name = f" ({model})" if self.critic is not None else ""
-            replicas.append(
-                f"data_parallel_size={training.data_parallel_size}{stages}{name}"
-            )
-        divisor = math.lcm(*units)
-        if samples % divisor:
-            rule = (
-                f"must be a multiple of {divisor} samples, the smallest number that has"
-                " whole prompts and divides evenly "
-            )
-            rule += f"over {' and '.join(replicas)}"
-            legal = nearest_multiples(
-                size.count, divisor // math.gcd(divisor, size.factor(**factors))
-            )
-            raise size.refused(
-                "rollout_batch", rule, legal, "", multiple=divisor, **factors
-            )
-
         updates: dict[str, Updates] = {}
-        longest = None if self.experience is None else self.experience.max_length
-        shared: dict[str, Any] = {
-            "samples_per_prompt": self.samples_per_prompt,
-            "max_length": longest,
-        }
-        for model, training in models.items():
+        problems = list[RampupError]()
+        for model, training in self._models.items():
             try:
                 updates[model] = split_updates(
-                    model, training, samples_per_step=samples, pad=self.pad, **shared
+                    model,
+                    training,
+                    samples_per_step=samples,
+                    samples_per_prompt=self.samples_per_prompt,
+                    pad=self.pad,
+                    max_length=self.experience and self.experience.max_length,
                 )
             except RampupError as error:
                 problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one
         # error about it is enough.
         call = self.generation
-        if call is not None and (call.key or "generation") not in {
-            problem.key for problem in problems
-        }:
+        known = {problem.key for problem in problems}
+        if call is not None and (call.key or "generation") not in known:
             problems += call.misfits(
                 "generation",
                 f"the {samples} samples of a step",
                 samples,
                 pad=self.pad,
-                **factors,
+                **self._factors,
             )
         raise_together(problems)
         object.__setattr__(self, "policy_updates", updates["policy"])
         object.__setattr__(self, "critic_updates", updates.get("critic"))
+
+    def _check_counts(self) -> None:
+        """Refuse numbers that are no counts, and sizes in units that they cannot
+        have.
+        """
+        counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
+        problems = count_problems({name: getattr(self, name) for name in counts})
+        problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
+        sizes = {"rollout_batch": self.rollout_batch, "generation": self.generation}
+        for model, training in self._models.items():
+            counts = ("data_parallel_size", "num_epochs", "num_stages")
+            problems += count_problems(
+                {f"{model}.{name}": getattr(training, name) for name in counts}
+            )
+            sizes[f"{model}.mini_batch"] = training.mini_batch
+            sizes[f"{model}.microbatch"] = training.microbatch
+        for name, size in sizes.items():
+            if size is None or size.unit != "tokens":
+                continue
+            rule = ", or tokens per replica" if name.endswith(".microbatch") else ""
+            if not rule or size.scope == "job":
+                key = size.key or name
+                problems.append(
+                    ConfigError(
+                        f"{key}={size} must count prompts or samples{rule}", key=key
+                    )
+                )
+        raise_together(problems)
+
+    def _check_batch(self) -> None:
+        """Refuse a batch for which no mini batch would do.
+
+        Whether the configured mini batch divides it is another question: `split_updates`
+        blames the mini batch then.
+        """
+        size = self.rollout_batch
+        samples = self.samples_per_step
+        per_count = size.factor(**self._factors)
+        if samples > MAX_SAMPLES:
+            raise ConfigError(
+                f"{size.arithmetic('rollout_batch', **self._factors)} must be at most"
+                f" {MAX_SAMPLES:,} samples",
+                key=size.key or "rollout_batch",
+                nearest=(max(MAX_SAMPLES // per_count, 1),),
+            )
+        # The batch must be a multiple of each of these. One count of a mini batch may
+        # be several samples, and without padding a mini batch gives every stage of
+        # every replica the same number; with a token budget the lengths decide that.
+        units = [self.samples_per_prompt]
+        replicas = []
+        for model, training in self._models.items():
+            own = training.data_parallel_size
+            text = f"data_parallel_size={own}"
+            if training.num_stages > 1:
+                text += f" * num_stages={training.num_stages}"
+            replicas.append(text if self.critic is None else f"{text} ({model})")
+            if self.pad:
+                continue
+            units.append(
+                training.mini_batch.factor(
+                    samples_per_prompt=self.samples_per_prompt, data_parallel_size=own
+                )
+            )
+            if training.token_budget is None:
+                units.append(own * training.num_stages)
+        divisor = math.lcm(*units)
+        if samples % divisor:
+            step = divisor // math.gcd(divisor, per_count)
+            raise size.refused(
+                "rollout_batch",
+                f"must be a multiple of {divisor} samples, the smallest number that has"
+                f" whole prompts and divides evenly over {' and '.join(replicas)}",
+                nearest_multiples(size.count, step),
+                "",
+                multiple=divisor,
+                **self._factors,
+            )
+
+    @property
+    def _models(self) -> dict[str, Training]:
+        """The training of each model."""
+        models = {"policy": self.policy}
+        if self.critic is not None:
+            models["critic"] = self.critic
+        return models
 
     @property
     def samples_per_step(self) -> int:
@@ -724,85 +712,46 @@ class RolloutPlan:
         Tokens are those of samples of the maximum lengths; None if these are unknown or
         there is no fixed size.
         """
-        stored = self.experience
-        length, prompt = (
-            (None, None)
-            if stored is None
-            else (stored.max_length, stored.max_prompt_length)
-        )
+        stored, G = self.experience, self.samples_per_prompt
 
-        def row(
-            what: str,
-            number: int | None,
-            samples: int | None,
-            remark: str,
-            **sizes: int | None,
-        ) -> dict[str, Any]:
-            prompts = (
-                None
-                if samples is None or samples % self.samples_per_prompt
-                else samples // self.samples_per_prompt
-            )
-            tokens = None if samples is None or length is None else samples * length
-            counts = {
+        def row(what: str, number: int | None, samples: int | None, how: str) -> Any:
+            whole = samples is not None and samples % G == 0
+            return {
+                "what": what,
                 "number": number,
-                "prompts": prompts,
+                "prompts": samples // G if whole else None,
                 "samples": samples,
-                "tokens": tokens,
+                "tokens": samples and stored and samples * stored.max_length,
+                "how": how,
             }
-            return {"what": what, **counts, **sizes, "how": remark}
 
-        asked = {
+        prompts = row("prompts", 1, None, "read") | {
             "prompts": self.prompts_per_step,
-            "tokens": prompt and prompt * self.prompts_per_step,
+            "tokens": stored and stored.max_prompt_length * self.prompts_per_step,
         }
-        rows = [row("prompts", 1, None, "read", **asked)]
-        rows.append(
-            row(
-                "responses",
-                self.generate_calls,
-                self.sequences_per_call,
-                f"{self.samples_per_prompt:,} per prompt",
-            )
-        )
+        calls, size = self.generate_calls, self.sequences_per_call
+        rows = [prompts, row("responses", calls, size, f"{G:,} per prompt")]
         for updates in self.order:
             model = "" if len(self.order) == 1 else f"{updates.model}: "
             replicas = updates.data_parallel_size
-            remark = (
-                "1 epoch"
-                if updates.num_epochs == 1
-                else f"{updates.num_epochs:,} epochs"
+            mini_batch, passes = updates.mini_batch_samples, updates.accumulation_steps
+            epochs = updates.num_epochs
+            how = "1 epoch" if epochs == 1 else f"{epochs:,} epochs"
+            number = updates.num_mini_batches
+            rows.append(row(f"{model}mini batches", number, mini_batch, how))
+            how = f"{updates.microbatch_size or 0:,} per replica"
+            micro = row(
+                f"{model}microbatches",
+                passes,
+                updates.microbatch_samples,
+                "1 replica" if replicas == 1 else how,
             )
-            rows.append(
-                row(
-                    f"{model}mini batches",
-                    updates.num_mini_batches,
-                    updates.mini_batch_samples,
-                    remark,
-                )
-            )
-            remark = (
-                "1 replica"
-                if replicas == 1
-                else f"{updates.microbatch_size or 0:,} per replica"
-            )
-            sizes = {}
             if updates.token_budget is not None:
-                remark = "at most, packed"
-                sizes = {"tokens": updates.token_budget * replicas}
-            rows.append(
-                row(
-                    f"{model}microbatches",
-                    updates.accumulation_steps,
-                    updates.microbatch_samples,
-                    remark,
-                    **sizes,
-                )
-            )
-            remark = f"{updates.optimizer_steps:,} per step"
-            rows.append(
-                row(f"{model}optimizer step", 1, updates.mini_batch_samples, remark)
-            )
+                micro["how"] = "at most, packed"
+                micro["tokens"] = updates.token_budget * replicas
+            rows.append(micro)
+            how = f"{updates.optimizer_steps:,} per step"
+            rows.append(row(f"{model}optimizer step", 1, mini_batch, how))
         return rows
 
     def to_dict(self) -> Mapping[str, Any]:

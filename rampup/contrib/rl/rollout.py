@@ -63,7 +63,7 @@ from rampup.contrib.rl.policy import (
 )
 from rampup.contrib.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.engine.batch import put_batch
-from rampup.engine.compile import Compiler, compile_program
+from rampup.engine.compile import Compiler
 from rampup.engine.mesh import (
     BatchAxes,
     auto_context,
@@ -71,7 +71,6 @@ from rampup.engine.mesh import (
     process_rows,
     replicated,
 )
-from rampup.engine.offload import bytes_per_device, device_limit, program_memory
 from rampup.engine.processes import (
     FOLDER,
     broadcast_from_process0,
@@ -130,7 +129,6 @@ class RolloutOptions:
     value_epsilon: float = 0.2
     seed: int = 0
     shuffle_seed: int | None = 0
-    keep_prompts_together: bool = True
     decode: Callable[[Sequence[int]], Any] = list
 
     @property
@@ -283,56 +281,6 @@ class RolloutStep:
                 params if reference is None else reference, optax.identity(), self._mesh
             ).params
         return RolloutState(**found, experience=self._empty_experience())
-
-    def check_memory(self, state: RolloutState) -> None:
-        """Refuse updates that do not fit into the devices' memory, by their compiled
-        programs, before anything is generated.
-
-        The size of the passes alone decides. Devices without a limit, such as CPUs, are
-        not checked.
-        """
-        limits = [
-            limit
-            for device in self._mesh.local_devices
-            if (limit := device_limit(device)) is not None
-        ]
-        models = [
-            state.params,
-            state.opt_state,
-            state.critic_params,
-            state.critic_opt_state,
-            state.reference,
-        ]
-        start = 0
-        for updates in self.schedule.stages[0][1].order if limits else ():
-            position = self.schedule.at(start)
-            name = updates.model
-            passes = self._passes(
-                *self._mini_batch(state.experience, position), position
-            )
-            passes.pop("group", None)
-            row = {
-                key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype))
-                for key, x in passes.items()
-            }
-            inner = _train_state(state, name)
-            program = compile_program(
-                self._steps[name].lower(inner, row, self._plans[name].splits[0])
-            )
-            used = (
-                program_memory(program).total
-                + bytes_per_device(models)
-                - bytes_per_device([inner.params, inner.opt_state])
-            )
-            if used > min(limits):
-                training = getattr(position.plan, name)
-                key = (training.microbatch or training.mini_batch).key or "microbatch"
-                text = (
-                    f"an update of the {name} takes {used:,} bytes of a device, which"
-                    f" has {min(limits):,}"
-                )
-                raise ConfigError(f"{text}; set a smaller {key}", key=key)
-            start += updates.optimizer_steps
 
     def __call__(
         self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts
@@ -730,7 +678,6 @@ class RolloutStep:
             start=position.update,
             model=position.model,
             seed=options.shuffle_seed,
-            keep_prompts_together=options.keep_prompts_together,
         )
         rows = next(batches).rows
         if options.measure_gradient_noise and _layout(position):
@@ -1024,8 +971,7 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         "set zero_spread_groups=keep",
         "keep",
     )
-    shuffles = options.shuffle_seed is not None and not options.keep_prompts_together
-    separates = shuffles or any(
+    separates = any(
         stage.policy_updates.mini_batch_samples % stage.samples_per_prompt
         for _, stage in schedule.stages
     )
@@ -1034,7 +980,7 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         "rl.loss_agg_mode",
         "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one"
         " mini batch",
-        "set keep_prompts_together=true and count mini_batch_size in prompts",
+        "count the mini batches in prompts",
         *AGGREGATIONS[:3],
     )
     rows = schedule.pass_samples("policy") // policy.data_parallel_size
@@ -1045,8 +991,7 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         "measure_gradient_noise=true compares passes of several responses to one prompt"
         " with passes of several prompts",
         "set microbatch_size or train_micro_batch_size to 2 or more samples per replica"
-        f" (it is {rows}), token_budget=-1, keep_prompts_together=true and"
-        " rl.num_generations=2 or more",
+        f" (it is {rows}), token_budget=-1 and rl.num_generations=2 or more",
         False,
     )
     refuse(
@@ -1065,14 +1010,5 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         "the plan's experience has max_prompt_length + max_response_length ="
         f" {planned} tokens, fewer than the {longest} of the options",
         "give both the same lengths",
-        longest,
-    )
-    budgets = [updates.token_budget or longest for updates in plan.order]
-    refuse(
-        min(budgets) < longest,
-        "token_budget",
-        f"token_budget={min(budgets)} must be at least max_prompt_length +"
-        f" max_response_length = {longest}",
-        f"set token_budget={longest} or more",
         longest,
     )

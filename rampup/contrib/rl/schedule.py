@@ -84,8 +84,7 @@ class RolloutSchedule:
     """
 
     # The first rollout of each stage, from 0 on, and its plan; later plans have other
-    # sizes of the batch. Stages from `num_rollouts` on are not reached: they reserve
-    # sizes to which `grown` may change.
+    # sizes of the batch. Stages from `num_rollouts` on are not reached.
     stages: tuple[tuple[int, RolloutPlan], ...]
     num_rollouts: int
     # Before each stage, and at the end of the run. A stage that the run does not reach
@@ -105,15 +104,6 @@ class RolloutSchedule:
                 starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan)
             )
         object.__setattr__(self, "_starts", tuple(starts))
-
-    def grown(self, rollout: int, prompts: int) -> RolloutSchedule:
-        """Return the schedule with rollouts of a reserved number of prompts from one
-        on. Everything before it stays.
-        """
-        plan = next(plan for _, plan in self.stages if plan.prompts_per_step == prompts)
-        before = (stage for stage in self.stages if stage[0] < rollout)
-        reserved = (stage for stage in self.stages if stage[0] >= self.num_rollouts)
-        return replace(self, stages=(*before, (rollout, plan), *reserved))
 
     @property
     def total_steps(self) -> int:

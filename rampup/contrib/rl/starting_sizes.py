@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rampup.errors import ConfigError, RampupError, choice_error, raise_together
+from rampup.errors import ConfigError, choice_error
 from rampup.plan.numbers import (
     GIB,
     MAX_COUNT,
@@ -76,6 +76,9 @@ USED = {
         20 * B: (1, 16, 4, 2),
     }
 }
+FIRST_NOTE = (
+    "a starting point only: `rampup tune` finds the largest microbatch that fits"
+)
 TRADE_OFFS = (
     (
         "a smaller batch needs less memory, but its gradient is noisier, so the"
@@ -120,145 +123,113 @@ def suggest(
     The memory of one device, for the rule of thumb, is required for systems without a
     published table.
     """
-    problems: list[RampupError] = (
-        [] if system in SYSTEMS else [choice_error("system", system, SYSTEMS)]
-    )
-    number = 0
-    device_bytes = None
-    try:
-        if (number := parse_count(params, what="params", key="params")) < 1:
-            raise ConfigError(
-                f"params={params} must be at least 1", key="params", nearest=(1,)
-            )
-    except RampupError as error:
-        problems.append(error)
-    try:
-        device_bytes = None if memory_gib is None else parse_memory_gib(memory_gib)
-    except RampupError as error:
-        problems.append(error)
-    raise_together(problems)
-    if system not in TABLES and device_bytes is None:
-        text = (
-            f"no table of starting sizes is published for {system}, only for"
-            f" {', '.join(TABLES)}; set memory-gib, the "
-        )
+    if system not in SYSTEMS:
+        raise choice_error("system", system, SYSTEMS)
+    number = parse_count(params, what="params", key="params")
+    if number < 1:
         raise ConfigError(
-            f"{text}memory of a device, for a rule of thumb", key="memory-gib"
+            f"params={params} must be at least 1", key="params", nearest=(1,)
         )
+    memory = None if memory_gib is None else _memory(number, memory_gib)
+    if system not in TABLES and memory is None:
+        raise ConfigError(
+            f"no table of starting sizes is published for {system}, only for"
+            f" {', '.join(TABLES)}",
+            fix="set memory-gib, the memory of a device, for a rule of thumb",
+            key="memory-gib",
+        )
+    row = used = None
     notes = [
-        "a starting point only: `rampup tune` finds the largest microbatch that fits"
+        f"no table of starting sizes is published for {system}; start with one sample"
+        " per replica and pass, reach the batch size by accumulation, and use the"
+        " remaining memory for more samples per pass"
     ]
-    row = None
-    sizes = None
-    used = None
-    if system not in TABLES:
-        text = (
-            f"no table of starting sizes is published for {system}; start with one"
-            " sample per replica and pass, reach the "
-        )
+    if system in TABLES:
+        rows = TABLES[system]
+        row = next((row for row in rows if number <= row.largest), rows[-1])
+        used = _nearest_used(system, row, number)
+        notes = _notes(system, row, used, number)
+    if memory is not None:
         notes.append(
-            f"{text}batch size by accumulation, and use the remaining memory for more"
-            " samples per pass"
+            f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for"
+            f" mixed-precision Adam and {REFERENCE_BYTES} for a reference policy, shared"
+            " by all devices; frozen layers or a generator on its own devices change it"
+        )
+    return Suggestion(
+        system=system,
+        params=number,
+        published_for=row and row.label,
+        published=row and dict(zip(KEYS[system], row.sizes, strict=True)),
+        repository=used and dict(zip(KEYS[system], used, strict=True)),
+        memory=memory,
+        notes=[FIRST_NOTE, *notes, *TRADE_OFFS],
+    )
+
+
+def _nearest_used(system: str, row: Row, number: int) -> tuple[int, ...] | None:
+    """Return the sizes that the repository uses at the nearest model size of a row."""
+    used = USED.get(system, {})
+    in_row = [size for size in used if row.smallest <= size <= row.largest]
+    nearest = min(in_row, key=lambda size: abs(math.log(size / number)), default=None)
+    return None if nearest is None else used[nearest]
+
+
+def _notes(
+    system: str, row: Row, used: tuple[int, ...] | None, number: int
+) -> list[str]:
+    """Return where the sizes of a row come from, what follows from them, and their
+    limits.
+    """
+    notes = [f"the table is from a community guide, not from the project {system}"]
+    if system == "trlx":
+        notes.append(
+            "rule of thumb behind the table: the larger the model, the smaller"
+            " batch_size; all sizes are per process"
         )
     else:
-        row = next(
-            (row for row in TABLES[system] if number <= row.largest), TABLES[system][-1]
+        prompts, mini, micro, responses, num_devices = map(int, filter(None, row.sizes))
+        steps, samples = prompts // mini, mini * responses
+        smaller = (
+            f"a smaller micro_train_batch_size_per_gpu than {micro}"
+            if micro > 1
+            else "more devices"
         )
-        in_row = [
-            size for size in USED.get(system, {}) if row.smallest <= size <= row.largest
+        notes += [
+            f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples;"
+            f" {steps} optimizer steps of {samples:,}; {num_devices} replicas *"
+            f" {samples // num_devices // micro} passes of {micro}: both batch sizes"
+            " count prompts",
+            "out of memory: first trainer.gradient_checkpointing=true, then"
+            f" {smaller}; policy_mini_batch_size does not change the memory of a pass",
+            f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves"
+            " generation and training), or larger mini batches (policy_mini_batch_size"
+            f"={2 * mini} makes {steps // 2} optimizer steps of {2 * samples:,})",
         ]
-        used = (
-            USED[system][min(in_row, key=lambda size: abs(math.log(size / number)))]
-            if in_row
-            else None
-        )
-        sizes, used = (
-            None if found is None else dict(zip(KEYS[system], found, strict=True))
-            for found in (row.sizes, used)
-        )
+    if not row.smallest <= number <= row.largest:
+        side = "larger" if number > row.largest else "smaller"
         notes.append(
-            f"the table is from a community guide, not from the project {system}"
+            f"the model is {side} than those the row is published for ({row.label}), so"
+            " these sizes are a guess"
         )
-        if system == "skyrl":
-            # What follows from the sizes, and what to change when memory or time runs
-            # out.
-            prompts, mini, micro, responses, num_devices = row.sizes
-            steps = prompts // mini
-            samples = mini * responses
-            smaller = (
-                f"then a smaller micro_train_batch_size_per_gpu than {micro}"
-                if micro > 1
-                else "then more devices"
-            )
-            notes += [
-                (
-                    f"{prompts:,} prompts * {responses} = {prompts * responses:,}"
-                    f" samples; {steps} optimizer steps of {samples:,}; {num_devices}"
-                    f" replicas * {samples // num_devices // micro} passes of {micro}:"
-                    " both batch sizes count prompts"
-                ),
-                (
-                    "out of memory: first trainer.gradient_checkpointing=true,"
-                    f" {smaller}; policy_mini_batch_size does not change the memory of"
-                    " a pass"
-                ),
-                (
-                    f"slow: fewer responses (n_samples_per_prompt={responses // 2}"
-                    " halves generation and training), or larger mini batches"
-                    f" (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer"
-                    f" steps of {2 * samples:,})"
-                ),
-            ]
-        else:
-            text = (
-                "the larger the model, the smaller batch_size; all sizes are per"
-                " process"
-            )
-            notes.append(f"rule of thumb behind the table: {text}")
-        if not row.smallest <= number <= row.largest:
-            side = "larger" if number > row.largest else "smaller"
-            notes.append(
-                f"the model is {side} than those the row is published for"
-                f" ({row.label}), so these sizes are a guess"
-            )
-        if used is not None and any(
-            size not in (None, used[name]) for name, size in sizes.items()
-        ):
-            notes.append(
-                "the repository does not use the published sizes; if they differ,"
-                " prefer those of the repository"
-            )
-    memory = None
-    if device_bytes is not None:
-        # The fewest devices hold the state, sharded over all of them, without anything
-        # else in memory; activations and the generator have what is left on each.
-        state = number * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
-        least_devices = -(-state // device_bytes)
-        memory = {
-            "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
-            "state_gib": float(Fraction(state, GIB)),
-            "device_gib": plain_number(Fraction(device_bytes, GIB)),
-            "least_devices": least_devices,
-            "free_gib_per_device": float(
-                Fraction(device_bytes - -(-state // least_devices), GIB)
-            ),
-        }
-        text = (
-            f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for"
-            f" mixed-precision Adam and {REFERENCE_BYTES} "
+    if used is not None and used != row.sizes:
+        notes.append(
+            "the repository does not use the published sizes; if they differ, prefer"
+            " those of the repository"
         )
-        text += (
-            "for a reference policy, shared by all devices; frozen layers or a"
-            " generator on its own devices change it"
-        )
-        notes.append(text)
-    label = None if row is None else row.label
-    found: dict[str, Any] = {
-        "published_for": label,
-        "published": sizes,
-        "repository": used,
-        "memory": memory,
+    return notes
+
+
+def _memory(number: int, memory_gib: str | float) -> dict[str, Any]:
+    """Return the fewest devices that hold the state, sharded over all of them, without
+    anything else in memory; activations and the generator have what is left on each.
+    """
+    device_bytes = parse_memory_gib(memory_gib)
+    state = number * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
+    least = -(-state // device_bytes)
+    return {
+        "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
+        "state_gib": state / GIB,
+        "device_gib": plain_number(Fraction(device_bytes, GIB)),
+        "least_devices": least,
+        "free_gib_per_device": (device_bytes - -(-state // least)) / GIB,
     }
-    return Suggestion(
-        system=system, params=number, **found, notes=[*notes, *TRADE_OFFS]
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from rampup.contrib.rl.config import (
 )
 from rampup.contrib.rl.experience import Tally, loss_rows
 from rampup.contrib.rl.generation import Sampling, pad_prompts
-from rampup.contrib.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
+from rampup.contrib.rl.noise import PromptNoiseAverages
 from rampup.contrib.rl.policy import (
     critic_of,
     critic_params,
@@ -39,7 +38,7 @@ from rampup.contrib.rl.rollout import (
     RolloutState,
     RolloutStep,
 )
-from rampup.contrib.rl.schedule import RolloutSchedule, UpdatePosition
+from rampup.contrib.rl.schedule import UpdatePosition
 from rampup.contrib.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 from rampup.engine.mesh import make_mesh, process_rows
 from rampup.engine.optimizer import LearningRate, make_optimizer, optimizer_from_config
@@ -73,7 +72,6 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     first_and_last_line,
 )
-from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import HALF_LIFE_BATCHES, HALF_LIFE_SHARE
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
@@ -87,8 +85,8 @@ _SAME_NAMES = (
     "measure_gradient_noise",
     "loss_agg_mode",
     "gamma",
+    "value_epsilon",
 )
-_SAME_NAMES += ("value_epsilon", "keep_prompts_together")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,22 +222,12 @@ class RolloutRun:
         init = jax.jit(self.model.init, out_shardings=self.model.shardings(self.mesh))
         wait_for_all(self.mesh)
         params = init(jax.random.key(self.config.init_weights_seed))
-
-        def state_of(params: Any) -> RolloutState:
-            critic = (
-                critic_params(self.model, params, self.mesh)
-                if self.config.enable_critic
-                else None
-            )
-            return self.step.create_state(params, critic_params=critic)
-
-        state = state_of(params)
-        self.step.check_memory(state)
-        return (
-            state_of(self._warm_start(params))
-            if warm and self.config.warm_start_steps
-            else state
-        )
+        if warm and self.config.warm_start_steps:
+            params = self._warm_start(params)
+        critic = None
+        if self.config.enable_critic:
+            critic = critic_params(self.model, params, self.mesh)
+        return self.step.create_state(params, critic_params=critic)
 
     def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
         """Train in a folder that this process owns, to the end, to SIGTERM or to an
@@ -255,9 +243,7 @@ class RolloutRun:
                 num_parameters=self.model.num_parameters,
             )
         )
-        loop = self._loop(
-            folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS)
-        )
+        loop = self._loop(folder, on_event)
         state, start = loop.restore(self.initial_state(warm=saved is None), saved)
         # A checkpoint restores every array to the devices; those of the host belong
         # there.
@@ -324,63 +310,37 @@ class RolloutRun:
             "eval_samples": rewards.size,
         }
 
-    def _loop(
-        self, folder: Path, on_event: OnEvent, rows: list[list[int]] | None
-    ) -> Loop:
-        """Return the training loop. `rows` are the decisions of an automatic schedule
-        in the checkpoint.
-        """
+    def _loop(self, folder: Path, on_event: OnEvent) -> Loop:
+        """Return the training loop."""
         config = self.config
-        options = self.step.options
         schedule = self.schedule
         at = schedule.at
-        evaluation = EvalOptions(
-            evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True
-        )
-        # As `rampup.plan.noise_scale.default_half_life`: a share of the run, but
-        # this many of its largest steps. With an automatic schedule, of its first
-        # steps: a run may have too few rollouts to wait for as many large ones.
-        first = schedule.stages[0][1]
-        batch = first.samples_per_step if config.is_auto else schedule.max_samples
-        half_life = max(
-            schedule.consumed_samples * HALF_LIFE_SHARE, batch * HALF_LIFE_BATCHES
-        )
-        noise = PromptNoiseAverages(half_life, config.num_generations)
-        components: tuple[Component, ...] = (
-            (noise,) if config.measure_gradient_noise else ()
-        )
-        if config.is_auto:
-            rows = rows or [[0, 0, first.prompts_per_step]]
-            sizes = tuple(plan.prompts_per_step for _, plan in schedule.stages)
-            limits = {
-                "half_life_samples": half_life / config.num_generations,
-                "max_waste": config.auto_max_waste,
-            }
-            auto = AutoSchedule(sizes=sizes, rows=rows, unit="prompts", **limits)
-            components += (
-                AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),
+        components: tuple[Component, ...] = ()
+        if config.measure_gradient_noise:
+            # As `rampup.plan.noise_scale.default_half_life`: a share of the run, but
+            # this many of its largest steps.
+            half_life = max(
+                schedule.consumed_samples * HALF_LIFE_SHARE,
+                schedule.max_samples * HALF_LIFE_BATCHES,
             )
-            for rollout, _, prompts in rows[1:]:
-                schedule = schedule.grown(rollout, prompts)
-
-        def batches_of(schedule: RolloutSchedule) -> Callable[[int], Iterator[_Update]]:
-            return lambda start: (
-                _Update(schedule.at(step))
-                for step in range(start, schedule.total_steps)
-            )
-
+            components = (PromptNoiseAverages(half_life, config.num_generations),)
+        evaluates = config.eval_interval != AUTO and config.eval_prompts > 0
+        lengths = (
+            self.step.options.max_prompt_length,
+            self.step.options.max_response_length,
+        )
         run = Loop(
             plan=schedule,
             step=self.step,
-            batches=batches_of(schedule),
-            batches_of=batches_of,
+            batches=lambda start: (
+                _Update(at(step)) for step in range(start, schedule.total_steps)
+            ),
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=lambda step: self.rates[at(step).model].at(
                     at(step).model_step
                 ),
-                tokens_per_sample=options.max_prompt_length
-                + options.max_response_length,
+                tokens_per_sample=sum(lengths),
                 describe_rows=lambda step: [
                     "rollout {0.rollout}, update {0.update} of the {0.model}".format(
                         at(step)
@@ -393,9 +353,13 @@ class RolloutRun:
             ),
             components=components,
             evaluation=(
-                None
-                if config.eval_interval == AUTO or config.eval_prompts == 0
-                else evaluation
+                EvalOptions(
+                    evaluate=self.evaluate,
+                    eval_interval=config.eval_interval,
+                    at_start=True,
+                )
+                if evaluates
+                else None
             ),
             on_event=on_event,
         )
@@ -406,12 +370,11 @@ class RolloutRun:
         right.
         """
         config = self.config
+        batch = config.warm_start_batch_size
         replicas = self.schedule.stages[0][1].policy.data_parallel_size
-        ramp = BatchRamp.constant(config.warm_start_batch_size)
-        splitter = BatchSplitter(data_parallel_size=replicas)
         plan = RampPlan(
-            ramp=ramp,
-            splitter=splitter,
+            ramp=BatchRamp.constant(batch),
+            splitter=BatchSplitter(data_parallel_size=replicas),
             num_devices=replicas,
             total_steps=config.warm_start_steps,
         )
@@ -419,42 +382,35 @@ class RolloutRun:
             plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1
         )
         tx = make_optimizer(rate, weight_decay=0.0)
-        step = train_step(
-            supervised_loss(in_replica(self.model, self.mesh)),
-            tx,
-            plan,
-            self.mesh,
-            check_loss=False,
-        )
+        loss_fn = supervised_loss(in_replica(self.model, self.mesh))
+        step = train_step(loss_fn, tx, plan, self.mesh, check_loss=False)
         state = create_state(params, tx, self.mesh)
+        for number in range(plan.total_steps):
+            rows = loss_rows(self._answers(number), process_rows(self.mesh, batch))
+            state, _ = step(state, step.batch(rows))
+        return state.params
+
+    def _answers(self, number: int) -> dict[str, Any]:
+        """Return the prompts of a step of the warm start with answers, as samples."""
+        config = self.config
         # Another order than that of the rollouts.
         task = replace(self.task, seed=self.task.seed + 2**31)
-        length = self.step.options.max_prompt_length + task.max_response_length
-        for number in range(plan.total_steps):
-            first = number * config.warm_start_batch_size
-            prompts = task.prompts(first, first + config.warm_start_batch_size)
-            given = task.demonstrations(
-                prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number)
-            )
-            asked = list(map(encode, prompts))
-            answers = [[*encode(answer), END_TOKEN] for answer in given]
-            tokens, _ = pad_prompts(
-                [p + a for p, a in zip(asked, answers, strict=True)], length
-            )
-            lengths = {
-                "prompt_length": list(map(len, asked)),
-                "response_length": list(map(len, answers)),
-            }
-            state, _ = step(
-                state,
-                step.batch(
-                    loss_rows(
-                        {"tokens": tokens, **lengths},
-                        process_rows(self.mesh, len(tokens)),
-                    )
-                ),
-            )
-        return state.params
+        first = number * config.warm_start_batch_size
+        prompts = task.prompts(first, first + config.warm_start_batch_size)
+        given = task.demonstrations(
+            prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number)
+        )
+        asked = list(map(encode, prompts))
+        answers = [[*encode(answer), END_TOKEN] for answer in given]
+        tokens, _ = pad_prompts(
+            [p + a for p, a in zip(asked, answers, strict=True)],
+            self.step.options.max_prompt_length + task.max_response_length,
+        )
+        return {
+            "tokens": tokens,
+            "prompt_length": list(map(len, asked)),
+            "response_length": list(map(len, answers)),
+        }
 
 
 class _Step(RolloutStep, LoopStep):
@@ -475,40 +431,46 @@ class _Step(RolloutStep, LoopStep):
 
 def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     """Refuse what can be planned but not trained."""
+    batch, longest = config.warm_start_batch_size, task.max_prompt_length
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
     problems = []
     if config.grpo_beta > 0 and not config.enable_reference_policy:
-        text = (
-            f"rl.grpo_beta={config.grpo_beta} needs a reference policy; set"
-            " enable_reference_policy=true, or rl.grpo_beta=0"
-        )
-        problems.append(ConfigError(text, key="rl.grpo_beta", nearest=(0,)))
-    if config.max_prompt_length < (longest := task.max_prompt_length):
-        text = (
-            f"max_prompt_length={config.max_prompt_length} must be at least {longest},"
-            " the length of a prompt with "
-        )
-        text += f"max_operand={config.max_operand}"
-        problems.append(ConfigError(text, key="max_prompt_length", nearest=(longest,)))
-    batch = config.warm_start_batch_size
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    if batch % replicas:
-        text = (
-            f"warm_start_batch_size={batch} must be a multiple of the {replicas}"
-            " devices that share a batch"
-        )
         problems.append(
             ConfigError(
-                text,
+                f"rl.grpo_beta={config.grpo_beta} needs a reference policy",
+                fix="set enable_reference_policy=true, or rl.grpo_beta=0",
+                key="rl.grpo_beta",
+                nearest=(0,),
+            )
+        )
+    if config.max_prompt_length < longest:
+        problems.append(
+            ConfigError(
+                f"max_prompt_length={config.max_prompt_length} must be at least"
+                f" {longest}, the length of a prompt with"
+                f" max_operand={config.max_operand}",
+                key="max_prompt_length",
+                nearest=(longest,),
+            )
+        )
+    if batch % replicas:
+        problems.append(
+            ConfigError(
+                f"warm_start_batch_size={batch} must be a multiple of the {replicas}"
+                " devices that share a batch",
                 key="warm_start_batch_size",
                 nearest=nearest_multiples(batch, replicas),
             )
         )
     if config.grpo_epsilon >= 1:
-        text = (
-            f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a clipped"
-            " ratio is positive"
+        problems.append(
+            ConfigError(
+                f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a"
+                " clipped ratio is positive",
+                key="rl.grpo_epsilon",
+                nearest=(0.2,),
+            )
         )
-        problems.append(ConfigError(text, key="rl.grpo_epsilon", nearest=(0.2,)))
     raise_together(problems)
 
 

@@ -53,9 +53,7 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
         toy.mesh_of(mesh),
     )
     placed = jax.device_put(params_of_model(), MODEL.shardings(devices))
-    found = generate(
-        MODEL, placed, PROMPTS, mesh=devices, log_probabilities=True, **options
-    )
+    found = generate(MODEL, placed, PROMPTS, mesh=devices, **options)
     log_p = np.asarray(
         token_log_probabilities(
             MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]
@@ -65,7 +63,6 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     if mesh != "one":
         alone = generate(MODEL, params_of_model(), PROMPTS, **options)
         np.testing.assert_array_equal(found.tokens, alone.tokens)
-        assert alone.log_probabilities is None
     for row, (prompt, start, length) in enumerate(
         zip(PROMPTS, found.prompt_length, found.response_length, strict=True)
     ):
@@ -82,7 +79,7 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
 @pytest.mark.slow
 def test_a_model_without_a_cache_samples_the_same():
     """A function of tokens runs whole rows for every token, with the same numbers."""
-    options = {"max_response_length": 6, "seed": 1, "log_probabilities": True}
+    options = {"max_response_length": 6, "seed": 1}
     cached, whole = (
         generate(model, params_of_model(), PROMPTS, **options)
         for model in (MODEL, MODEL.logits)

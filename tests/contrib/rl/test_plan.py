@@ -45,18 +45,10 @@ def test_size_rejects_bad_counts(count):
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
 def test_experience_bytes_agree_with_arrays(critic, reference):
-    """The bytes are those of arrays of these shapes and types; bfloat16, which NumPy
-    lacks, has two.
-    """
-    assert all(
-        size == (2 if name == "bfloat16" else np.dtype(name).itemsize)
-        for name, size in BYTES.items()
-    )
+    """The bytes are those of arrays of these shapes and types."""
+    assert all(size == np.dtype(name).itemsize for name, size in BYTES.items())
     experience = Experience(
-        max_prompt_length=7,
-        max_response_length=5,
-        reference=reference,
-        value_dtype="float16",
+        max_prompt_length=7, max_response_length=5, reference=reference
     )
     arrays = {
         "tokens": np.zeros(12, np.int32),
@@ -66,7 +58,7 @@ def test_experience_bytes_agree_with_arrays(critic, reference):
     names = ["log_probabilities", "rewards", "advantages"]
     names += ["reference_log_probabilities"] if reference else []
     names += ["values", "returns"] if critic else []
-    arrays |= {name: np.zeros(5, np.float16) for name in names}
+    arrays |= {name: np.zeros(5, np.float32) for name in names}
     assert experience.field_bytes(critic=critic) == {
         name: array.nbytes for name, array in arrays.items()
     }

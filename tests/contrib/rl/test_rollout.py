@@ -799,28 +799,16 @@ def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
     [
         ({"mini": 2}, {"zero_spread_groups": "drop"}, "zero_spread_groups"),
         ({"mini": 2}, {"max_num_gen_batches": 0}, "max_num_gen_batches"),
-        (
-            {"mini": 2},
-            {"loss_agg_mode": "group-mean-token-mean", "keep_prompts_together": False},
-            "rl.loss_agg_mode",
-        ),
         # Passes that cannot tell both parts of the noise apart.
         (
             {"microbatch": SAMPLES[1]},
             {"measure_gradient_noise": True},
             "measure_gradient_noise",
         ),
-        (
-            {},
-            {"measure_gradient_noise": True, "keep_prompts_together": False},
-            "measure_gradient_noise",
-        ),
     ],
 )
 def test_sizes_that_no_step_can_have_are_refused(sizes, options, key):
-    """Ways that do not exist, groups that are separated, and passes that measure no
-    noise.
-    """
+    """Ways that do not exist, and passes that measure no noise."""
     with pytest.raises(ConfigError) as caught:
         plain_run(plan_of(**sizes), lambda p, r: [0.0] * len(p), **options)
     assert caught.value.key == key

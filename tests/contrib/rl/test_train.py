@@ -2,7 +2,6 @@
 their smallest.
 """
 
-import itertools
 import json
 import os
 from dataclasses import replace
@@ -83,70 +82,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     assert found == [
         (rollout, "policy", update) for rollout in range(3) for update in range(4)
     ]
-
-
-AUTO = {
-    "batch_size": 8,
-    "batch_size_schedule": "0:2 auto",
-    "measure_gradient_noise": True,
-    "num_generations": 4,
-}
-AUTO |= {
-    "mini_batch_size": -1,
-    "num_batches": 40,
-    "warm_start_steps": 0,
-    "eval_interval": -1,
-    "checkpoint_period": 7,
-}
-# The noise of two prompts is known too roughly to say that a size of 4 wastes little.
-AUTO |= {"auto_max_waste": 0.75}
-
-
-@pytest.mark.slow
-def test_the_batch_follows_the_noise_between_prompts_also_of_a_killed_run(
-    tmp_path, monkeypatch
-):
-    """It doubles where the line before says so, in one program, and a run killed before
-    and after that is the same.
-    """
-
-    # Noise alone: no size is too large.
-    def reward(task, prompts, responses):
-        return [float(sum(map(ord, text)) % 4 == 0) for text in responses]
-
-    monkeypatch.setattr(rl.Arithmetic, "reward", reward)
-    whole = rl.train(config_of(tmp_path, "whole", **AUTO))
-    lines = metrics_of(tmp_path / "whole")
-    assert {2, 4} <= {line["num_prompts"] for line in lines} <= {2, 4, 8}
-    for before, after in itertools.pairwise(lines):
-        if before["rollout"] != after["rollout"]:
-            assert after["num_prompts"] == before.get(
-                "next_num_prompts", before["num_prompts"]
-            )
-    assert [line["rollout"] for line in lines if "next_num_prompts" in line] == [
-        9,
-        19,
-        29,
-    ]
-    assert lines[-1]["consumed_prompts"] == sum(
-        line["num_prompts"] for line in lines[::2]
-    )
-    assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
-    growths = [
-        number
-        for number, line in enumerate(lines)
-        if line.get("next_num_prompts", 0) > line["num_prompts"]
-    ]
-    for stop in (11, *(number + 3 for number in growths)):
-        train_until(config_of(tmp_path, "cut", **AUTO), stop)
-    resumed = rl.train(config_of(tmp_path, "cut", **AUTO))
-    assert (resumed.samples, resumed.steps) == (whole.samples, whole.steps)
-    assert_same_run(
-        tmp_path / "cut",
-        tmp_path / "whole",
-        whole.optimizer_steps,
-        files=("metrics.jsonl",),
-    )
 
 
 def train_together(process, number, port, settings):
@@ -372,23 +307,6 @@ def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_pa
         or key == "num_devices"
     )
     assert not (tmp_path / "run").exists()
-
-
-def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch):
-    """The sentence has both numbers and the key of a pass; nothing is trained, also
-    where passes are packed.
-    """
-    monkeypatch.setattr("rampup.contrib.rl.rollout.device_limit", lambda device: 10_000)
-    monkeypatch.setattr(rl.RolloutRun, "_warm_start", None)
-    packed = {"token_budget": 16, "train_micro_batch_size": -1, **WHOLE}
-    for key, sizes in (("train_micro_batch_size", {}), ("token_budget", packed)):
-        with pytest.raises(
-            ConfigError,
-            match=r"of the critic takes [\d,]+ bytes of a device, which has 10,000",
-        ) as caught:
-            rl.train(config_of(tmp_path, enable_critic=True, **sizes))
-        assert caught.value.key == key
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
