@@ -327,9 +327,8 @@ def split_updates(
     `pad` fills sizes that do not divide with rows of weight 0; `max_length` is in
     tokens, for a token budget.
     """
-    replicas = training.data_parallel_size
-    stages = training.num_stages
-    budget = training.token_budget
+    replicas, stages = training.data_parallel_size, training.num_stages
+    budget, micro = training.token_budget, training.microbatch
     factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": replicas}
     mini_batch = training.mini_batch.samples(**factors)
     # Every stage of every replica has as many samples as the others, so a mini batch is
@@ -341,16 +340,11 @@ def split_updates(
     if unit > 1:
         rule = f" and be a multiple of data_parallel_size={replicas}"
         rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
-    rule += (
-        f" and give each of data_parallel_size={least} replicas a sample"
-        if least > 1
-        else ""
-    )
-    key = f"{model}.mini_batch"
-    whole = f"the {samples_per_step} samples of a step"
+    if least > 1:
+        rule = f" and give each of data_parallel_size={least} replicas a sample"
     problems = training.mini_batch.misfits(
-        key,
-        whole,
+        f"{model}.mini_batch",
+        f"the {samples_per_step} samples of a step",
         samples_per_step,
         pad=pad,
         rule=rule,
@@ -358,49 +352,52 @@ def split_updates(
         least=least,
         **factors,
     )
-
-    microbatch_size = None
-    max_passes = None
-    if training.microbatch is None:
+    microbatch_size = max_passes = None
+    if micro is None:
         microbatch_size = -(-mini_batch // (replicas * stages))
-    elif budget is not None:
-        if max_length is not None and budget < max_length:
-            key = training.microbatch.key or f"{model}.microbatch"
-            text = (
-                f"{key}={training.microbatch} must be at least the longest sample,"
-                " max_prompt_length + "
-            )
-            text += f"max_response_length = {max_length} tokens; nearest: {max_length}"
-            problems.append(ConfigError(text, key=key, nearest=(max_length,)))
-        elif max_length is not None:
-            per_replica = -(-mini_batch // replicas)
-            max_passes = -(-per_replica // (budget // max_length * stages)) * stages
-    else:
-        microbatch_size = -(-training.microbatch.samples(**factors) // replicas)
+    elif budget is None:
+        microbatch_size = -(-micro.samples(**factors) // replicas)
         # Not after an illegal mini batch: divisors of it would be no advice.
         if not pad and not problems:
             per_stage = mini_batch // stages
-            whole = f"the mini batch of {mini_batch} samples" + (
-                f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
+            whole = f"the mini batch of {mini_batch} samples"
+            whole += f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
+            rule = f" and be a multiple of data_parallel_size={replicas}"
+            problems = micro.misfits(
+                f"{model}.microbatch",
+                whole,
+                per_stage,
+                pad=False,
+                rule=rule if replicas > 1 else "",
+                multiple=replicas,
+                **factors,
             )
-            rule = (
-                f" and be a multiple of data_parallel_size={replicas}"
-                if replicas > 1
-                else ""
+    elif max_length is not None and budget < max_length:
+        key = micro.key or f"{model}.microbatch"
+        problems.append(
+            ConfigError(
+                f"{key}={micro} must be at least the longest sample, max_prompt_length"
+                f" + max_response_length = {max_length} tokens",
+                fix=f"nearest: {max_length}",
+                key=key,
+                nearest=(max_length,),
             )
-            limits = {"multiple": replicas, **factors}
-            problems = training.microbatch.misfits(
-                f"{model}.microbatch", whole, per_stage, pad=False, rule=rule, **limits
-            )
+        )
+    elif max_length is not None:
+        per_replica = -(-mini_batch // replicas)
+        max_passes = -(-per_replica // (budget // max_length * stages)) * stages
     raise_together(problems)
-    sizes: dict[str, Any] = {
-        "samples_per_step": samples_per_step,
-        "mini_batch_samples": mini_batch,
-        "max_passes": max_passes,
-    }
-    same = ("num_epochs", "data_parallel_size", "num_stages", "token_budget")
-    sizes |= {name: getattr(training, name) for name in same}
-    return Updates(model=model, microbatch_size=microbatch_size, **sizes)
+    return Updates(
+        model=model,
+        samples_per_step=samples_per_step,
+        mini_batch_samples=mini_batch,
+        num_epochs=training.num_epochs,
+        data_parallel_size=replicas,
+        num_stages=stages,
+        microbatch_size=microbatch_size,
+        token_budget=budget,
+        max_passes=max_passes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,17 +63,13 @@ class _Totals(NamedTuple):
 
     def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
         """Return the totals with more rollouts of one plan."""
-        steps = {"critic": 0} | {
-            updates.model: updates.optimizer_steps for updates in plan.order
-        }
-        each = (
-            sum(steps.values()),
-            plan.samples_per_step,
-            steps["policy"],
-            steps["critic"],
-        )
+        policy = plan.policy_updates.optimizer_steps
+        critic = plan.critic_updates.optimizer_steps if plan.critic_updates else 0
         return _Totals(
-            *(total + rollouts * one for total, one in zip(self, each, strict=True))
+            steps=self.steps + rollouts * (policy + critic),
+            samples=self.samples + rollouts * plan.samples_per_step,
+            policy=self.policy + rollouts * policy,
+            critic=self.critic + rollouts * critic,
         )
 
 
@@ -136,34 +132,32 @@ class RolloutSchedule:
             update -= updates.optimizer_steps
             updates = plan.policy_updates
         before = start.after(rollouts, plan)
-        length = (
-            None
-            if index == len(self.stages) - 1
-            else self._starts[index + 1].steps - start.steps
-        )
-        size = updates.mini_batch_samples
-        phase = Phase(
-            index=index,
-            start_step=start.steps,
-            start_sample=start.samples,
-            num_steps=length,
-            global_batch_size=size,
-        )
+        is_last_stage = index == len(self.stages) - 1
         rows = self.pass_samples(updates.model)
-        samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
-        split = split_of(
-            -(-samples // rows) if updates.token_budget is None else 1,
-            rows,
-            updates.data_parallel_size,
-        )
-        numbers: dict[str, Any] = {
-            "consumed_samples": before.samples,
-            "rollout": first + rollouts,
-            "update": update,
-        }
-        numbers |= {"step": step, "model_step": getattr(before, updates.model) + update}
+        passes = 1
+        if updates.token_budget is None:
+            samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
+            passes = -(-samples // rows)
         return UpdatePosition(
-            plan=plan, model=updates.model, phase=phase, split=split, **numbers
+            step=step,
+            consumed_samples=before.samples,
+            phase=Phase(
+                index=index,
+                start_step=start.steps,
+                start_sample=start.samples,
+                num_steps=(
+                    None
+                    if is_last_stage
+                    else self._starts[index + 1].steps - start.steps
+                ),
+                global_batch_size=updates.mini_batch_samples,
+            ),
+            split=split_of(passes, rows, updates.data_parallel_size),
+            rollout=first + rollouts,
+            model=updates.model,
+            update=update,
+            model_step=getattr(before, updates.model) + update,
+            plan=plan,
         )
 
     def pass_samples(self, model: str) -> int:
@@ -192,19 +186,19 @@ class RolloutSchedule:
         updates = [plan.updates(model) for _, plan in self.stages]
         rows = self.pass_samples(model)
         replicas = updates[0].data_parallel_size
-        is_packed = updates[0].token_budget is not None
-        most = max(
-            (each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows)
+        passes = max(
+            -(-each.mini_batch_samples // rows)
+            if each.token_budget is None
+            else each.max_passes or 1
             for each in updates
         )
-        largest = split_of(most, rows, replicas)
-        ramp = BatchRamp.constant(largest.global_batch_size)
-        splitter = BatchSplitter(
-            data_parallel_size=replicas, microbatch_size=largest.microbatch_size
-        )
-        steps = max(self.optimizer_steps(model), 1)
         return RampPlan(
-            ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=steps
+            ramp=BatchRamp.constant(passes * rows),
+            splitter=BatchSplitter(
+                data_parallel_size=replicas, microbatch_size=rows // replicas
+            ),
+            num_devices=replicas,
+            total_steps=max(self.optimizer_steps(model), 1),
         )
 
     @property
@@ -229,18 +223,11 @@ class RolloutSchedule:
             {
                 "start_step": first,
                 "num_steps": min(end, self.num_rollouts) - first,
-                **{
-                    name: getattr(plan, name)
-                    for name in (
-                        "prompts_per_step",
-                        "samples_per_prompt",
-                        "samples_per_step",
-                    )
-                },
-                **{
-                    name: getattr(plan.policy_updates, name)
-                    for name in ("mini_batch_samples", "optimizer_steps")
-                },
+                "prompts_per_step": plan.prompts_per_step,
+                "samples_per_prompt": plan.samples_per_prompt,
+                "samples_per_step": plan.samples_per_step,
+                "mini_batch_samples": plan.policy_updates.mini_batch_samples,
+                "optimizer_steps": plan.policy_updates.optimizer_steps,
                 "start_optimizer_step": start.policy,
             }
             for (first, plan), end, start in zip(

@@ -193,9 +193,9 @@ class RolloutRun:
             decode=decode,
             **{name: getattr(config, name) for name in _SAME_NAMES},
         )
-        peaks = {"policy": config.learning_rate} | (
-            {"critic": config.critic_learning_rate} if config.enable_critic else {}
-        )
+        peaks = {"policy": config.learning_rate}
+        if config.enable_critic:
+            peaks["critic"] = config.critic_learning_rate
         self.rates = {
             n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak)
             for n, peak in peaks.items()
@@ -205,13 +205,15 @@ class RolloutRun:
             for name, rate in self.rates.items()
         }
         critic = (critic_of(model, mesh), txs["critic"]) if "critic" in txs else None
-        others: dict[str, Any] = {
-            "options": options,
-            "critic": critic,
-            "skip_nonfinite": config.skip_nonfinite > 0,
-        }
         self.step = _Step(
-            model, txs["policy"], schedule, mesh, reward=task.reward, **others
+            model,
+            txs["policy"],
+            schedule,
+            mesh,
+            reward=task.reward,
+            options=options,
+            critic=critic,
+            skip_nonfinite=config.skip_nonfinite > 0,
         )
         self.step.task = task
 
