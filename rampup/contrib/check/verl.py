@@ -25,7 +25,6 @@ from rampup.contrib.check.base_files import (
     repository_folders,
 )
 from rampup.contrib.check.known import (
-    Unread,
     load_known_keys,
     load_table,
     load_unread,
@@ -110,7 +109,6 @@ ESTIMATORS = (
     *("optimal_token_baseline", "tir_optimal_token_baseline", "gdpo"),
 )
 FILTER = "algorithm.filter_groups.enable"
-REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 LOSS = f"{ACTOR}.loss_agg_mode"
 SUM = "token-sum"
 DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
@@ -120,8 +118,6 @@ PACKING = {
     "actor": "actor_rollout_ref.model.use_remove_padding",
     "critic": "critic.model.use_remove_padding",
 }
-SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
-MODES = ("sync", "colocate_async", "separate_async")
 LAST = "trainer.total_training_steps"
 WORD = "verl_version"
 
@@ -184,11 +180,7 @@ LAUNCH = Launch(
     version="August 2026",
     programs=PROGRAMS,
     keys="verl",
-    unread=load_unread("verl")
-    | {
-        f"trainer.v1.{mode}.parameter_sync_step": Unread("trains in parts", (None, 1))
-        for mode in ("sync", "colocate_async")
-    },
+    unread=load_unread("verl"),
     repeats=(
         "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt,"
         " and a mini batch counts the rows: give data.train_batch_size as many times as"
@@ -410,7 +402,7 @@ CRITIC_BUDGET = (
     32_768  # tokens of the critic's passes since 0.8, whatever the file says
 )
 COUNTS = (
-    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, SYNC_STEP),
+    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS),
     *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], OLD_SEQUENCE["ref"], SEQUENCE["ref"]),
     *(*MEGATRON["actor"], *MEGATRON["ref"], *ROLLOUT_SIZES, WORKERS),
 )
@@ -463,9 +455,6 @@ class VerlJob(RolloutJob):
         # The newer trainer, which pads.
         self.v1: bool = self["trainer.use_v1"]
         self.v1 = self.v1 and not self.of.old_workers
-        self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
-        # Parts in which a step's samples are trained on before the weights are sent.
-        self.sync_step: int = self[SYNC_STEP] if self.mode == "separate_async" else 1
         # Whether processes generate, each an equal share of the samples.
         self.has_agents = not (self.v1 or self.of.old_workers)
         # Whether the check looks at the samples of a step.
@@ -564,25 +553,23 @@ class VerlJob(RolloutJob):
             self.prompts = self._or(GEN, self[TRAIN])
         # The newer trainer fetches prompts one by one where the number that it needs is
         # not known before.
-        is_open = self.mode != "sync" or self[FILTER] or self[REFILL]
-        self.fetches_one = self.v1 and is_open
+        self.fetches_one = self.v1 and self[FILTER]
         # The check wants the samples of a step to be a multiple of this; None if it
         # cannot compute it.
         self.minimal_batch: int | None = self.devices
         if self.checked_as_megatron:
             micro = self[MICRO]
             self.minimal_batch = micro and self.replicas["actor"] * micro
-        # The newer trainer pads each part of a step to what all mini batches and
-        # replicas need (trainer_base.py).
-        self.part_samples = self.samples // self.sync_step
+        # The newer trainer pads a step to what all mini batches and replicas need
+        # (trainer_base.py).
         needed = 1
         if self.v1:
             minis = [self[MINI]]
             minis += [self.effective(CRITIC_MINI)] if self.has_critic else []
             sizes = [mini * self.samples_per_prompt for mini in minis]
             needed = math.lcm(self.replicas["actor"], *sizes)
-        self.padded_part: int = -(-self.part_samples // needed) * needed
-        self.padded_samples = (self.padded_part - self.part_samples) * self.sync_step
+        self.padded: int = -(-self.samples // needed) * needed
+        self.padded_samples = self.padded - self.samples
 
     def _count_updates(self) -> None:
         """Count what the actor and the critic train on in an update, and the actor's
@@ -698,11 +685,11 @@ class VerlJob(RolloutJob):
         """
         if self.of.old_workers:
             return -(-self.step_share(model.name) // max(model.share, 1))
-        return self.padded_part // model.mini_samples * self.sync_step
+        return self.padded // model.mini_samples
 
     def step_share(self, model: str = "actor") -> int:
-        """Return the samples of a part of a step that one replica of a model gets."""
-        return self.padded_part // self.replicas[model]
+        """Return the samples of a step that one replica of a model gets."""
+        return self.padded // self.replicas[model]
 
     def plan(self) -> RolloutPlan | None:
         """Return the plan of a step that is trained on as generated."""
@@ -710,7 +697,7 @@ class VerlJob(RolloutJob):
             model.mini_samples != model.mini_batch * self.samples_per_prompt
             for model in self.trained.values()
         )
-        if self.padded_samples or self.sync_step > 1 or is_cut:
+        if self.padded_samples or is_cut:
             return None
         return self.rollout_plan()
 
@@ -886,10 +873,7 @@ def _data_notes(job: VerlJob) -> Iterator[str]:
     generated, wanted = job[GEN], job[TRAIN]
     yield from dropped_prompts(job)
     if job.fetches_one and generated not in (None, 1):
-        why = FILTER if job[FILTER] else REFILL
-        if job.mode != "sync":
-            why = f"trainer_mode={job.mode}"
-        yield f"{why} sets {GEN} to 1, regardless of the file."
+        yield f"{FILTER} sets {GEN} to 1, regardless of the file."
     elif job[FILTER] and not job.v1:
         yield (
             f"DAPO generates for {generated or wanted:,} prompts at a time, until"
@@ -918,9 +902,6 @@ def _notes(job: VerlJob) -> Iterator[str]:
             " is twice the gradient. token-mean divides by the tokens."
         )
     yield from _device_notes(job)
-    if job.sync_step > 1:
-        part = counted(job.part_samples, "sample")
-        yield f"a step is trained on in {job.sync_step:,} parts of {part}."
     if job.padded_samples:
         added = counted(job.padded_samples, "short artificial sample")
         yield (
@@ -1204,7 +1185,7 @@ def _run_models(job: VerlJob) -> Iterator[Ruling]:
                     key,
                     " when log-probabilities are computed",
                 )
-    samples = Term(f"{job.padded_part:,} samples", job.padded_part)
+    samples = Term(f"{job.padded:,} samples", job.padded)
     for model in ("actor", "critic", "ref"):
         if model in job.models:
             yield job.multiple(
@@ -1288,10 +1269,6 @@ def _run_step(job: VerlJob) -> Iterator[Ruling]:
         text = f"with trainer.use_v1=false the {job.samples:,} samples of a step"
         samples, keys = Term(text, job.samples), (TRAIN, WORKERS)
         yield job.multiple("samples_divide_over_workers", keys, samples, WORKERS)
-    if job.mode == "separate_async":
-        parts = {"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}
-        keys, note = (TRAIN, MINI), " with trainer_mode=separate_async"
-        yield job.equal("part_is_one_mini_batch", keys, TRAIN, product(parts), note)
     if job.v1 and not job.fetches_one and job[GEN] is not None:
         yield job.multiple("loader_divides_train", (GEN, TRAIN), TRAIN, GEN)
     if job.settings.given & set(ROLLOUT_SIZES):

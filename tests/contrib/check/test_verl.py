@@ -28,7 +28,6 @@ from rampup.contrib.check.verl import (
     MICROS,
     MINIS,
     OLD_MICROS,
-    REFILL,
     RESPONSES,
     TRAIN,
     WORD,
@@ -55,7 +54,7 @@ SP, OLD_SP = (
     f"{A}fsdp_config.ulysses_sequence_parallel_size",
     f"{A}ulysses_sequence_parallel_size",
 )
-SYNC, MODE = "trainer.v1.separate_async.parameter_sync_step", "trainer.v1.trainer_mode"
+MODE = "trainer.v1.trainer_mode"
 V0 = {"trainer.use_v1": False}
 BASE = {
     TRAIN: 64,
@@ -195,12 +194,6 @@ BOUNDARIES = [
         {WORD: "0.4", LOSS: "token-sum"},
         "rejects",
     ),
-    (
-        "part_is_one_mini_batch",
-        {MODE: "separate_async", SYNC: 4, LOG: 8},
-        {MODE: "separate_async", SYNC: 2},
-        "accepts",
-    ),
     ("loader_divides_train", {GEN: 32}, {GEN: 33}, "accepts"),
     (
         "engines_divide_devices",
@@ -258,10 +251,7 @@ BUDGET_512, C_SP = (
     {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512},
     "critic.ulysses_sequence_parallel_size",
 )
-SHORT, PARTS = (
-    "less than the longest sequence",
-    {"mini_batches": 4, "padded_samples": 0},
-)
+SHORT = "less than the longest sequence"
 FILTERED = {FILTER: True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
 BY_STRATEGY = {"model_engine": "megatron", STRATEGY: "fsdp", TP: 2}
 PARTIAL = {"async_training.partial_rollout": True}
@@ -282,8 +272,6 @@ NUMBERS = [
     # sequence count.
     (BUDGET_512, {"note": SHORT}),
     ({**BUDGET_512, SP: 2}, {"no_note": SHORT}),
-    # separate_async trains on one mini batch at a time, with the same optimizer steps.
-    ({MODE: "separate_async", SYNC: 4, LOG: 8}, {**PARTS, "note": "in 4 parts of 64 samples"}),
     # The critic's passes are filled by tokens, regardless of its micro size.
     ({**CRITIC, C_MICRO: 3}, {"ok": True, "note": "never reach its engine"}),
     ({OLD_SP: 2}, {"note": f"{OLD_SP} is deprecated; use {SP}"}),
@@ -292,7 +280,6 @@ NUMBERS = [
     ({**MEGATRON, OLD_SP: 8}, {"note": "ulysses_sequence_parallel_size=8 has no effect with megatron"}),
     ({GPUS: 1}, {"note": "does not divide 1 device"}),
     ({**V0, GEN: 32}, {"note": "data.gen_batch_size=32 prompts"}),
-    ({GEN: 4, MODE: "colocate_async"}, {"note": "sets data.gen_batch_size to 1"}),
     ({}, {"note": "once per training step"}),
     ({"num_prompts": 65}, {"note": "the last 1 prompt of 65"}),
     ({"algorithm.adv_estimator": None, C_MICRO: 4}, {"note": "gae by default"}),
@@ -310,7 +297,6 @@ NUMBERS = [
     # (trainer/ppo/v1/trainer_base.py, _init_dataloader).
     (FILTERED, {"ok": True, "samples_per_step": 8192, "note": f"{FILTER} sets data.gen_batch_size to 1"}),
     ({**FILTERED, FILTER: False}, {"rules": ["loader_divides_train"]}),
-    ({**FILTERED, FILTER: False, REFILL: True}, {"ok": True}),
     # DAPO's recipe generates in batches of gen_batch_size, but keeps train_batch_size
     # prompts (dapo_ray_trainer.py).
     ({**FILTERED, **V0}, {"ok": True, "samples_per_step": 8192, "mini_batches": 16, "note": "1,536 prompts at a time"}),
@@ -483,6 +469,9 @@ def test_trainers_of_their_own_are_refused_or_asked_about():
     """
     with pytest.raises(ConfigError, match="gkd has a trainer of its own"):
         verl({"actor_rollout_ref.teacher.server_ip": "127.0.0.1"})
+    for mode in ("separate_async", "colocate_async"):
+        with pytest.raises(ConfigError, match=f"{mode} generates while it trains"):
+            verl({MODE: mode})
     for key in ("require_batches", "trigger_parameter_sync_step"):
         with pytest.raises(ConfigError, match="fully asynchronous training, whose"):
             verl({f"async_training.{key}": 4})
