@@ -143,6 +143,11 @@ GENERATIONS = {
     "0.9": Generation(9, (8,)),
 }
 NEWEST = 9
+# The rules of a version, by its number: those with rules of their own, and the nearest.
+_OWN_RULES = {row.number: name for name, row in GENERATIONS.items()}
+_NEAREST_RULES = _OWN_RULES | {
+    number: name for name, row in GENERATIONS.items() for number in row.nearest_to
+}
 
 
 KEYS = load_entries("verl")
@@ -209,37 +214,6 @@ class Evidence(NamedTuple):
     numbers: Sequence[int]
     why: str
 
-    def covered(self) -> list[str]:
-        """Return those with rules here."""
-        return [
-            name
-            for number in self.numbers
-            for name, generation in GENERATIONS.items()
-            if generation.number == number
-        ]
-
-    def nearest(self) -> str:
-        """Return the likeliest of those, or else the one nearest to the likeliest."""
-        rows = [
-            name
-            for name, generation in GENERATIONS.items()
-            if self.numbers[0] in (generation.number, *generation.nearest_to)
-        ]
-        return [*self.covered(), *rows][0]
-
-    def question(self, fork: str, reading: Reading) -> ConfigError:
-        """Return the question which of the rules a source follows."""
-        what = f"unknown, a fork: {fork}"
-        if not fork:
-            what = f"unknown: this is for veRL 0.{self.numbers[0]} ({self.why})"
-        return ConfigError(
-            f"{what}, and rampup has the rules of {', '.join(GENERATIONS)}",
-            fix=f"if it follows one of them, say which: {WORD}={self.nearest()}",
-            key=WORD,
-            path=reading.path,
-            line=(reading.command and reading.command.line) or None,
-        )
-
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source as Hydra does, by the rules of its version. A trainer of a fork and
@@ -251,29 +225,38 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
         nonlocal keys_of
+        (keys_of, *_), why = evidence = _find_versions(reading, beside)
+        covered = [_OWN_RULES[n] for n in evidence.numbers if n in _OWN_RULES]
+        version = [*covered, _NEAREST_RULES[keys_of]][0]
+        fork = _fork(reading)
         words = [text.partition("=")[2] for text in stated]
         if WORD in reading.leaves:
             words.insert(0, str(reading.leaves[WORD].value))
-        evidence = _find_versions(reading, beside)
-        possible = evidence.covered()
-        fork = _fork(reading)
-        # A word that answers a question chooses rules; the keys are those of the source.
-        keys_of, because, questions = evidence.numbers[0], evidence.why, []
+        questions = []
+        if not words and (fork or not covered):
+            what = fork and f"a fork: {fork}"
+            what = what or f"this is for veRL 0.{keys_of} ({why})"
+            questions.append(
+                ConfigError(
+                    f"unknown: {what}, and rampup has the rules of"
+                    f" {', '.join(GENERATIONS)}",
+                    fix=f"if it follows one of them, say which: {WORD}={version}",
+                    key=WORD,
+                    path=reading.path,
+                    line=(reading.command and reading.command.line) or None,
+                )
+            )
         if words:
-            version, because = _stated_version(words[-1]), f"{WORD} says so"
-            keys_of = GENERATIONS[version].number if possible else keys_of
-        else:
-            version = evidence.nearest()
-            if fork or not possible:
-                questions = [evidence.question(fork, reading)]
-        notes = (
-            [f"the rules are those of veRL {version}: {because}."] if because else []
-        )
+            # A word that answers a question chooses rules; the keys are those of the
+            # source.
+            version, why = _stated_version(words[-1]), f"{WORD} says so"
+            keys_of = GENERATIONS[version].number if covered else keys_of
+        notes = [f"the rules are those of veRL {version}: {why}."] if why else []
         notes += [f"{fork}: its rules may differ from those of veRL."] if fork else []
         return Version(
             defaults={WORD: version, **GENERATIONS[version].defaults},
             notes=notes,
-            others=() if words else tuple(possible[1:]),
+            others=() if words else tuple(covered[1:]),
             is_fork=bool(fork),
             questions=tuple(questions),
         )
@@ -386,8 +369,8 @@ def _of_version_file(major: int, minor: int, rest: str) -> Sequence[int]:
         return [1, 2]
     if "dev" not in rest:
         return [minor]
-    after = {2: [2, 3, 4], 3: [3, 4], 4: [4, 5], 5: [5, 6]}
-    return after.get(minor, [minor - 1, minor])
+    first = minor if minor < 6 else minor - 1
+    return range(first, first + (3 if minor == 2 else 2))
 
 
 def _short(file: Path) -> str:
