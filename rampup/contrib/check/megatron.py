@@ -122,9 +122,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     own = _own_options(reading)
     decides = _LAYOUTS if own is None else _SIZES
     launch = dataclasses.replace(launch, entries=entries, decides=decides)
-    looked_up = {
-        name: leaves[name] for name in (own or set()) - KEYS.keys() - overridden
-    }
+    foreign = (own or set()) - KEYS.keys() - overridden
+    looked_up = {name: place for name, place in leaves.items() if name in foreign}
     return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
 
 
