@@ -37,6 +37,7 @@ CHUNK = "method.chunk_size"
 INNER = "method.ppo_epochs"
 EPOCHS, STEPS = "train.epochs", "train.total_steps"
 KEYS = load_entries("trlx")
+_OTHERS = ("nemo", "rft", "ilql", "sft")  # methods without rules
 
 
 def read_words(command: Command) -> dict[str, Located]:
@@ -61,7 +62,7 @@ def read_words(command: Command) -> dict[str, Located]:
 LAUNCH = Launch(
     system="trlX",
     program=re.compile(r"accelerate launch|trlx|\b(?:ppo|ilql|sft)_\w+\.py"),
-    others=re.compile(r"\b(?:rft|nemo)_\w+\.py"),
+    others=re.compile(r"\b(?:ilql|sft|rft|nemo)_\w+\.py"),
     example=(
         'accelerate launch --num_processes 8 ppo_sentiments.py \'{"train.batch_size":'
         " 32}'"
@@ -71,9 +72,6 @@ LAUNCH = Launch(
     read=read_words,
 )
 MAX_LISTED = 10_000
-# Defaults of the library's three ready-made configurations; PPO is what a file without
-# a method has.
-BATCH_SIZES: Mapping[str, int] = {"ilql": 128, "sft": 8, "ppo": 32}
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -90,13 +88,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             f"{program}.py may set {', '.join(unset)} itself; it is not read, and"
             " trlX's ready-made sizes are taken."
         )
-        # The names of trlX's own programs begin with their method.
-        first = program.rpartition("/")[2].partition("_")[0]
-        method = first.upper() if first in BATCH_SIZES else "PPO"
-        return Version(
-            defaults={"train.trainer": f"Accelerate{method}Trainer"},
-            notes=[note] if program and unset else [],
-        )
+        return Version(notes=[note] if program and unset else [])
 
     return read_hydra(source, overrides, launch, choose)
 
@@ -113,33 +105,23 @@ class TrlxJob(RolloutJob):
         super().__init__(settings)
         text = (self["method.name"] + self["train.trainer"]).lower()
         is_megatron = any("megatron_cfg" in name for name in settings.others)
-        if "nemo" in text or "rft" in text or is_megatron:
+        if is_megatron or any(name in text for name in _OTHERS):
             raise ConfigError(
                 f"train.trainer={self['train.trainer']},"
-                f" method.name={self['method.name']}: the rules of trlX cover PPO, ILQL"
-                " and SFT with Accelerate",
+                f" method.name={self['method.name']}: the rules of trlX cover PPO with"
+                " Accelerate",
                 key="train.trainer",
             )
-        # PPO collects samples from the model before it trains; the others train on
-        # given ones.
-        self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
-        self.ppo = self.method == "ppo"
-        self.batch: int = (
-            BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
-        )
+        self.batch: int = self[TRAIN]
         self.micro_given: int = self[MICRO] or 0
         self.micro = self.micro_given or self.batch
         self.replicas: int = self["num_processes"]
         self.usable = all(rule.holds for rule in _counts(self))
         if not self.usable:
             return
-        # Passes of an optimizer step, and of the first, which is short if fewer samples
-        # than a batch are collected.
-        self.passes: int = self.batch // self.micro
-        self.first_passes = self.passes
+        self.passes: int = self.batch // self.micro  # those of an optimizer step
         self.global_batch = self.batch * self.replicas
-        if self.ppo:
-            self._collect()
+        self._collect()
 
     def _collect(self) -> None:
         """Count what PPO collects before it trains: whole chunks until there are enough
@@ -168,6 +150,7 @@ class TrlxJob(RolloutJob):
         self.last_batch = self.collected - (self.mini_batches - 1) * self.batch
         steps = self[EPOCHS] * self.mini_batches * self[INNER]
         self.planned_steps: int = min(steps, self[STEPS])
+        # The first optimizer step is short if fewer samples than a batch are collected.
         self.first_passes = -(-min(self.batch, self.collected) // self.micro)
 
     def num_mini_batches(self, _: TrainedModel) -> int:
@@ -180,8 +163,6 @@ class TrlxJob(RolloutJob):
         """Return the numbers of a round, or of an optimizer step, in one line."""
         processes = counted(self.replicas, "process")
         step = times(processes, counted(self.passes, "pass"), self.micro)
-        if not self.ppo:
-            return f"{counted(self.global_batch, 'sample')} per optimizer step; {step}"
         samples = counted(self.samples, "sample")
         updates = counted(self.updates(self.policy), "optimizer step")
         return (
@@ -191,16 +172,12 @@ class TrlxJob(RolloutJob):
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
+        evaluated = self["num_prompts"] or self.global_batch
         derived: dict[str, Any] = {
             "data_parallel_size": self.replicas,
             "micro_batch_samples_per_process": self.micro,
             "accumulation_steps": self.passes,
             "mini_batch_samples": self.global_batch,
-        }
-        if not self.ppo:
-            return derived
-        evaluated = self["num_prompts"] or self.global_batch
-        derived |= {
             "rollouts_per_process": self.collected,
             "samples_per_step": self.samples,
             "num_chunks": self.num_chunks,
@@ -224,7 +201,7 @@ class TrlxJob(RolloutJob):
 
     def plan(self) -> RolloutPlan | None:
         """Return the plan of one round of collecting and training."""
-        if not self.ppo or self.planned_steps < 1:
+        if self.planned_steps < 1:
             return None
         return self.rollout_plan("samples", pad=self.last_batch < self.batch)
 
@@ -241,8 +218,6 @@ def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     yield f"{TRAIN} = {job.batch:,}", f"samples per process: {size} per optimizer step"
     passes = f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')}"
     yield MICRO, f"{passes} per process and optimizer step"
-    if not job.ppo:
-        return
     over = job.collected - job[ROLLOUTS]
     more = f", {over:,} more than requested" if over else ""
     collected = f"{counted(job.collected, 'sample')} are collected{more}"
@@ -268,12 +243,6 @@ def _notes(job: TrlxJob) -> Iterator[str]:
             " clipping, epsilon and plain SGD do not."
         )
         yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
-    if not job.ppo:
-        yield (
-            f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size"
-            " and ppo_epochs have no effect."
-        )
-        return
     if job.last_batch < job.batch:
         size = f"{job.last_batch:,} of {job.batch:,} samples"
         yield f"the last mini batch of each pass has {size} and the weight of others."
@@ -295,9 +264,8 @@ def _notes(job: TrlxJob) -> Iterator[str]:
 def _counts(job: TrlxJob) -> Iterator[Ruling]:
     """Yield the rules without which there are no numbers."""
     yield from job.positive([TRAIN], "the trainer divides by it")
-    if job.ppo:
-        why = "nothing would be collected or trained"
-        yield from job.positive([ROLLOUTS, CHUNK, INNER], why, found_by="run")
+    why = "nothing would be collected or trained"
+    yield from job.positive([ROLLOUTS, CHUNK, INNER], why, found_by="run")
     why = "there would be nothing to train"
     yield from job.positive(["num_processes", "num_prompts"], why, found_by="run")
     if job.micro_given < 0:

@@ -73,15 +73,6 @@ NUMBERS = [
     ({}, {"note": "summed over the 4 passes"}),
     ({"deepspeed": True}, {"note": "under DeepSpeed each pass ends"}),
     ({MICRO: None}, {"no_note": "summed"}),
-    # Each method has its own default batch, and only PPO collects samples.
-    (
-        {TRAIN: None, MICRO: None, "method.name": "ILQLConfig"},
-        {"mini_batch_samples": 128, "chunks": "absent"},
-    ),
-    (
-        {TRAIN: None, MICRO: None, "method.name": "SFTConfig"},
-        {"mini_batch_samples": 8, "chunks": "absent"},
-    ),
     (
         {TRAIN: None, MICRO: None, "method.name": "PPOConfig"},
         {"mini_batch_samples": 32, "chunks": [64, 64]},
@@ -116,12 +107,18 @@ def test_explanation_and_plan_have_the_numbers_of_the_verdict():
 
 
 @pytest.mark.parametrize(
-    "change", [{"train.trainer": "NeMoPPOTrainer"}, {"method.name": "RFTConfig"}]
+    "change",
+    [
+        {"train.trainer": "NeMoPPOTrainer"},
+        *({"method.name": f"{name}Config"} for name in ("RFT", "ILQL", "SFT")),
+    ],
 )
 def test_other_trainers_are_refused(change):
-    """NeMo's trainers and RFT have sizes of their own, which are not covered."""
+    """NeMo's trainers have sizes of their own, and other methods train on given
+    samples, which the rules do not cover.
+    """
     with pytest.raises(
-        ConfigError, match="the rules of trlX cover PPO, ILQL and SFT with Accelerate"
+        ConfigError, match="the rules of trlX cover PPO with Accelerate"
     ):
         trlx(change)
     with pytest.raises(ConfigError, match="AcceleratePPOTrainer"):
@@ -143,4 +140,5 @@ def test_sizes_that_a_program_may_set_are_named():
     sizes = ["train.batch_size=4", "method.num_rollouts=64", "method.chunk_size=16"]
     expect(check_command(words, "trlx", sizes), no_note="may set", ok=True)
     words[-1] = "examples/ilql_sentiments.py"
-    expect(check_command(words, "trlx"), mini_batch_samples=7 * 128)
+    with pytest.raises(ConfigError, match=r"starts ilql_sentiments\.py, which the"):
+        check_command(words, "trlx")
