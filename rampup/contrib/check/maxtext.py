@@ -262,16 +262,13 @@ def known_keys(job: Any, key: str) -> Iterator[Ruling]:
             details = [f"line {place.line}"] if place.line else []
             details += [f"the closest key is {other}" for other in close]
             shown.append(f"{name} ({'; '.join(details)})" if details else name)
-    if shown:
-        yield job.broken(
-            "known_keys",
-            [key],
-            f"{', '.join(shown[:4])} must be left out: MaxText refuses what is not in"
-            " its configuration (that of November 2025 warned). For a fork with keys of"
-            f" its own, name its base file with {BASE}=..., or give them on rampup's"
-            " command line as well",
-            candidates=None,
-        )
+    yield from job.unknown(
+        shown,
+        key,
+        "left out: MaxText refuses what is not in its configuration (that of November"
+        " 2025 warned). For a fork with keys of its own, name its base file with"
+        f" {BASE}=..., or give them on rampup's command line as well",
+    )
 
 
 def old_keys(job: Any) -> Iterator[str]:
@@ -771,10 +768,6 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     if job.ramp_phases:
         yield from _ramp_notes(job)
     yield from _pipeline_notes(job)
-    is_legal = all(rule.holds for rule in _rules(job))
-    if is_legal and isinstance(job.planned, RampupError):
-        problems = job.planned.problems or (job.planned,)
-        yield f"rampup itself would refuse this file: {'; '.join(map(str, problems))}"
 
 
 def _ramp_notes(job: MaxTextJob) -> Iterator[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rampup.contrib.check.rules import Job
+from rampup.contrib.check.rules import Job, Ruling
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Run, counted, times
+from rampup.contrib.check.verdict import Run, Term, counted, times
 from rampup.contrib.rl.plan import RolloutPlan, Size, Training, Unit
 
 
@@ -126,6 +126,14 @@ class RolloutJob(Job):
             self.training_steps = steps * rounds
         if most is not None:
             self.training_steps = min(self.training_steps or most, most)
+
+    def data_set_rule(self, key: str) -> Iterator[Ruling]:
+        """Yield the rule that the data set fills a step; `key` is the size of one."""
+        if (prompts := self["num_prompts"]) is not None:
+            data = Term(f"a data set of {prompts:,} prompts", prompts)
+            step = Term(f"a step's {self.prompts:,}", self.prompts)
+            keys = ("num_prompts", key)
+            yield self.at_least("data_set_fills_a_step", keys, data, step)
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples."""

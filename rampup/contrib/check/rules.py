@@ -134,6 +134,14 @@ class Job:
             **options,
         )
 
+    def unknown(self, names: Sequence[str], key: str, why: str) -> Iterator[Ruling]:
+        """Yield the rule that the system has all keys, of which it lacks some; `key`
+        stands for them.
+        """
+        if names:
+            said = f"{', '.join(names[:4])} must be {why}"
+            yield self.broken("known_keys", [key], said, candidates=None)
+
     def positive(
         self, keys: Iterable[str], why: str, **options: Any
     ) -> Iterator[Ruling]:

@@ -329,15 +329,12 @@ def _rules(job: SkyRLJob) -> Iterator[Ruling]:
             " has it",
             candidates=["fsdp"],
         )
-    if job.unknown_keys:
-        yield job.broken(
-            "known_keys",
-            [TRAIN],
-            f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as"
-            " invalid fields. For a fork with keys of its own, give one of them on"
-            " rampup's command line as well",
-            candidates=None,
-        )
+    yield from job.unknown(
+        job.unknown_keys,
+        TRAIN,
+        "left out: SkyRL refuses them as invalid fields. For a fork with keys of its"
+        " own, give one of them on rampup's command line as well",
+    )
     why = "SkyRL's check divides by it or compares it with 0"
     yield from job.positive((*COUNTS, *MODEL_COUNTS["policy"]), why)
     if "critic" in job.models:
@@ -439,9 +436,7 @@ def _step_rules(job: SkyRLJob) -> Iterator[Ruling]:
         " notice it",
         found_by="run",
     )
-    if job["num_prompts"] is not None:
-        data = Term(f"a data set of {job['num_prompts']:,} prompts", job["num_prompts"])
-        yield job.at_least("data_set_fills_a_step", ("num_prompts", TRAIN), data, TRAIN)
+    yield from job.data_set_rule(TRAIN)
     if not job["trainer.fully_async.enabled"]:
         return
     note = " in fully asynchronous training"

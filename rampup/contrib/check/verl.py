@@ -1056,15 +1056,12 @@ def _check_settings(job: VerlJob) -> Iterator[Ruling]:
     if job[LOSS] not in losses:
         said = f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}"
         yield job.broken("loss_is_known", [LOSS], said, candidates=_LOSSES)
-    if job.unknown_keys:
-        yield job.broken(
-            "known_keys",
-            [TRAIN],
-            f"{', '.join(job.unknown_keys[:4])} must be written with `+`, or left out:"
-            f" no base file of veRL {job[WORD]} has it. A fork with keys of its own:"
-            " give one on rampup's command line",
-            candidates=None,
-        )
+    yield from job.unknown(
+        job.unknown_keys,
+        TRAIN,
+        f"written with `+`, or left out: no base file of veRL {job[WORD]} has it. A fork"
+        " with keys of its own: give one on rampup's command line",
+    )
 
 
 def _strategy_fits(job: VerlJob, name: str) -> Iterator[Ruling]:
@@ -1266,13 +1263,7 @@ def _run_step(job: VerlJob) -> Iterator[Ruling]:
     if job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices:
         rule = "fsdp_size_divides_devices"
         yield job.multiple(rule, [FSDP_SIZE], _devices(job), FSDP_SIZE)
-    if (prompts := job["num_prompts"]) is not None:
-        yield job.at_least(
-            "data_set_fills_a_step",
-            ("num_prompts", TRAIN),
-            Term(f"a data set of {prompts:,} prompts", prompts),
-            Term(f"a step's {job.prompts:,}", job.prompts),
-        )
+    yield from job.data_set_rule(TRAIN)
 
 
 DIALECT = Dialect(
