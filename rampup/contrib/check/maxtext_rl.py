@@ -25,7 +25,7 @@ from rampup.contrib.check.rollout import group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.tunix import PromptJob
-from rampup.contrib.check.verdict import Term, counted, product
+from rampup.contrib.check.verdict import counted, product
 from rampup.plan.numbers import divisors
 
 BATCH = "batch_size"
@@ -42,12 +42,11 @@ TRAIN, ROLLOUT = (f"{work}_{OLD}" for work in ("train", "rollout"))
 ROLLOUT_AXES = tuple(
     f"rollout_{axis}_parallelism" for axis in ("tensor", "data", "expert")
 )
-SLICES = ("num_trainer_slices", "num_samplers_slices")
 FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 AXES = tuple(
     f"ici_{axis}_parallelism" for axes in AXIS_GROUPS.values() for axis in axes
 )
-FSDP, TENSOR = "ici_fsdp_parallelism", "ici_tensor_parallelism"
+FSDP = "ici_fsdp_parallelism"
 AUTO = -1
 
 KEYS = load_entries("maxtext_rl")
@@ -133,20 +132,13 @@ class MaxTextRlJob(PromptJob):
         self.rollout_axes = [self[axis] for axis in ROLLOUT_AXES]
         are_sizes = all(n == AUTO or n > 0 for n in self.rollout_axes)
         self.axes_valid = are_sizes and self.rollout_axes.count(AUTO) <= 1
-        slices = [self[key] for key in SLICES]
-        # Training and generation have slices of their own.
-        self.multislice = min(slices) > 0
-        self.slices_agree = self.multislice or slices == [AUTO, AUTO]
         self.fractions_valid = all(0 < self[key] <= 1 for key in FRACTIONS)
         self.trainer_devices: int | None = None
         self.sampler_devices: int | None = None
         devices = self["num_devices"]
-        is_split = self.multislice or (self.slices_agree and self.fractions_valid)
-        if devices is not None and is_split:
+        if devices is not None and self.fractions_valid:
             shares = [devices, devices]
-            if self.multislice:
-                shares = [devices * n // sum(slices) for n in slices]
-            elif devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
+            if devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
                 # A single slice is divided only between at least two hosts, under
                 # Pathways.
                 shares = [int(devices * self[key]) for key in FRACTIONS]
@@ -154,13 +146,11 @@ class MaxTextRlJob(PromptJob):
         # Devices along the fsdp axis of training; None if the file and `num_devices`
         # leave it open.
         self.fsdp: int | None = None
-        if not self.multislice and self[FSDP] != AUTO:
+        if self[FSDP] != AUTO:
             self.fsdp = self[FSDP]
         elif self.trainer_devices is not None:
             sizes = (self[axis] for axis in AXES if axis != FSDP)
             others = math.prod(size for size in sizes if size != AUTO)
-            if self.multislice:
-                others = self[SLICES[0]] * max(self[TENSOR], 1)
             self.fsdp = max(self.trainer_devices // others, 1)
 
     def derived(self) -> dict[str, Any]:
@@ -329,14 +319,6 @@ def _device_rules(job: MaxTextRlJob) -> Iterator[Ruling]:
                 f" {devices} devices that generate",
                 division=(devices, 1),
             )
-    if not job.slices_agree:
-        shown = " and ".join(f"{key}={job[key]}" for key in SLICES)
-        said = f"{shown} must both be -1 or both be above 0"
-        yield job.broken("slices", SLICES, said, candidates=(AUTO, 1))
-    if job.multislice and job["num_devices"] is not None and job[TENSOR] > 1:
-        count = (job.trainer_devices or 0) // job[SLICES[0]]
-        slices = Term(f"the {count} training devices of a slice", count)
-        yield job.multiple("tensor_in_slice", (TENSOR, SLICES[0]), slices, TENSOR)
     trains = job.trainer_devices
     if trains is not None and job.fractions_valid and min(trains, devices) < 1:
         yield job.broken(

@@ -21,10 +21,7 @@ def found(config=VALID, *settings, **more):
 
 
 TRAIN, ROLLOUT = "train_micro_batch_size", "rollout_micro_batch_size"
-SLICES, TENSOR = (
-    {"num_trainer_slices": 1, "num_samplers_slices": 1},
-    "rollout_tensor_parallelism",
-)
+TENSOR = "rollout_tensor_parallelism"
 AXES = {"rollout_data_parallelism": 4}
 BOUNDARIES = [
     (f"{TRAIN}_divides_batch", {TRAIN: 4}, {TRAIN: 3}, "rejects"),
@@ -57,23 +54,23 @@ BOUNDARIES = [
         {"sampler_devices_fraction": 1.5},
         "rejects",
     ),
-    ("slices", SLICES, {"num_trainer_slices": 1}, "rejects"),
     ("rollout_axes", {TENSOR: -1, **AXES}, {TENSOR: -1}, "rejects"),
     ("rollout_axes", {}, {TENSOR: 0}, "rejects"),
     ("rollout_devices", {TENSOR: 8}, {TENSOR: 3}, "rejects"),
     ("rollout_devices", {TENSOR: 2, **AXES}, {TENSOR: 4, **AXES}, "rejects"),
-    (
-        "tensor_in_slice",
-        {**SLICES, "ici_tensor_parallelism": 4},
-        {**SLICES, "ici_tensor_parallelism": 3},
-        "rejects",
-    ),
     ("devices_left", {}, {"trainer_devices_fraction": 0.01}, "accepts"),
     ("older_name", {}, {"micro_batch_size": 2}, "rejects"),
 ]
 test_rules_break_just_beyond_their_boundary = boundary_test(
     "maxtext_rl", VALID | {"num_devices": 16}, BOUNDARIES, exact=True
 )
+
+
+def test_slices_of_their_own_are_asked_about():
+    """The rules divide one slice between training and generation."""
+    with pytest.raises(ConfigError, match="slices of their own"):
+        found(num_trainer_slices=1, num_samplers_slices=1)
+    assert found(num_trainer_slices=-1).ok
 
 
 OPEN = {
