@@ -51,13 +51,11 @@ ACCUMULATION = "gradient_accumulation_steps"
 MICROBATCHES, REPEATS = (f"num_pipeline_{what}" for what in ("microbatches", "repeats"))
 LAYERS = "pipeline_parallel_layers"
 EXPANSION = "expansion_factor_real_data"
-DELAY = "pipeline_delay_activation_forwarding"
 RAMP = "enable_rampup_batch_size"
 STAGE_LAYERS = "num_layers_per_pipeline_stage"
 SHARD_OPTIMIZER = "shard_optimizer_over_data"
 VERSION = "maxtext_version"
 AT_STEP = "at_step"  # where a run stands
-TUNIX = "use_tunix_gradient_accumulation"
 # How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
 AXIS_GROUPS: dict[str, tuple[str, ...]] = {
     "data": ("diloco", "data"),
@@ -427,10 +425,9 @@ class MaxTextJob(PretrainingJob):
         """Read the pipeline. With one stage every pipeline key is ignored."""
         self.stages = self.axes.pipeline
         self.is_piped = self.stages > 1
-        self.least_microbatches = self.stages * (2 if self[DELAY] else 1)
         self.microbatches: int = self[MICROBATCHES]
         if self.microbatches == AUTO:
-            self.microbatches = self.least_microbatches
+            self.microbatches = self.stages
         self.layers: int = self[LAYERS]
         if self.layers == AUTO:
             self.layers = self["base_num_decoder_layers"]
@@ -571,12 +568,8 @@ class MaxTextJob(PretrainingJob):
             "dropped_samples_per_step": self.dropped_per_step,
         }
         if self.is_piped and self.microbatches > 0:
-            # Forwarding one tick later is a pipeline with twice the distance between
-            # its stages.
-            distance = (2 if self[DELAY] else 1) * (self.stages - 1) + 1
-            bubble = bubble_fraction(
-                distance, max(self.microbatches, self.stages), max(self.repeats, 1)
-            )
+            count = max(self.microbatches, self.stages)
+            bubble = bubble_fraction(self.stages, count, max(self.repeats, 1))
             derived |= {
                 "num_repeats": self.repeats,
                 "num_pipeline_microbatches": self.microbatches,
@@ -759,12 +752,6 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             " summed in bfloat16, which keeps 8 bits of each sum; rampup sums in"
             " float32"
         )
-    if passes > 1 and job[TUNIX]:
-        yield (
-            f"{TUNIX} divides the loss of each of the {passes:,} passes by its own"
-            " tokens and averages them: a pass with few tokens counts as much as a full"
-            " one; otherwise the sum over all passes is divided by all tokens"
-        )
     if job.ramp_phases:
         yield from _ramp_notes(job)
     yield from _pipeline_notes(job)
@@ -945,11 +932,6 @@ def _pipeline_rules(job: MaxTextJob) -> Iterator[Ruling]:
                 count,
                 candidates=_sizes_near(job, END),
             )
-    if job[DELAY]:
-        least = Term(f"2 * stages = {job.least_microbatches}", job.least_microbatches)
-        keys = [MICROBATCHES, DELAY]
-        note = f" with {DELAY}"
-        yield job.at_least("delayed_microbatches", keys, count, least, note)
 
 
 def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:

@@ -120,12 +120,6 @@ BOUNDARIES = [
         "rejects",
     ),
     ("microbatches_positive", {PIPED: 7}, {**PIPELINE, PIPED: 0}, "rejects"),
-    (
-        "delayed_microbatches",
-        {**PIPELINE, **DELAY, PIPED: 8},
-        {**PIPELINE, **DELAY, PIPED: 4},
-        "rejects",
-    ),
     ("pipeline_layers", {**PIPELINE, LAYERS: 4}, {**PIPELINE, LAYERS: 3}, "rejects"),
     ("pipeline_layers", {**PIPELINE, REPEATS: 4}, {**PIPELINE, REPEATS: 3}, "rejects"),
     ("ramp_in_pipeline", RAMP, {**PIPELINE, **RAMP}, "accepts"),
@@ -145,7 +139,7 @@ PIPED_NUMBERS = {
 }
 GRADIENT = {
     "shard_optimizer_over_data": "the 4 passes are summed in bfloat16",
-    "use_tunix_gradient_accumulation": "each of the 4 passes by its own tokens",
+    "use_tunix_gradient_accumulation": "each accumulation pass by its own tokens",
 }
 LOADED = ("global_batch_size_to_load", TO_TRAIN, "micro_batch_size_to_train_on")
 NUMBERS = [
@@ -178,10 +172,8 @@ NUMBERS = [
     ({**ramp(1, 1, 4, 36), "num_devices": 1}, {"run": "runs", "lost_samples_at_ramp_end": 0}),
     # The nearest increments divide the growth of the batch.
     (ramp(4, 3, 12), {"message": f"12 - 4 = 8 must be a multiple of {SIZE}_increment=3; nearest {SIZE}_increment: 2, 4"}),
-    # Stages, repeats, microbatches and bubble, which delayed forwarding doubles; a note
-    # reports uneven microbatches.
+    # Stages, repeats, microbatches and bubble; a note reports uneven microbatches.
     (PIPED8, {**PIPED_NUMBERS, "pipeline_microbatch_samples": 4, "bubble_fraction": 3 / 35}),
-    ({**PIPED8, **DELAY}, {"bubble_fraction": 6 / 38}),
     ({**PIPELINE, SIZE: 2, PIPED: 16},
      {"validator": "accepts", "note": "does not divide over data * fsdp = 2"}),
     # fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts
@@ -245,6 +237,12 @@ def test_conversion_keeps_the_key_that_rampup_has_and_phases_count_accumulation(
     ] == [8, 16]
     converted = found({PASSES: 4, **dict.fromkeys(GRADIENT, True)}).conversion.values
     assert set(GRADIENT) & set(converted) == {"shard_optimizer_over_data"}
+
+
+def test_delayed_forwarding_is_asked_about():
+    """It is a pipeline with twice the distance between its stages."""
+    with pytest.raises(ConfigError, match="doubles the ticks between two stages"):
+        found({**PIPED8, **DELAY})
 
 
 def test_grpo_of_2025_is_asked_about():
