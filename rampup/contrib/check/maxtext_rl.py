@@ -174,11 +174,7 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     yield BATCH, f"{job.prompts_text(job.batch)} per training step and optimizer step"
     responses = counted(job.samples_per_prompt, "sample")
     yield GENERATIONS, f"{responses} (responses) per prompt"
-    micro = job.prompts_text(job.train_micro)
-    yield TRAIN, f"{micro} per backward pass; {job.passes_text} per optimizer step"
-    calls = counted(job.batch // job.rollout_micro, "call")
-    micro = job.prompts_text(job.rollout_micro)
-    yield ROLLOUT, f"{micro} per generate call; {calls} per step"
+    yield from job.micro_meanings(TRAIN, ROLLOUT)
     yield LOSS, LOSSES[job[LOSS]]
     updates = counted(job.iterations, "optimizer step")
     yield ITERATIONS, f"{updates} on the samples of one batch"

@@ -42,9 +42,7 @@ from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase, check_num_phases
 from rampup.plan.split import BatchSplitter
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
-MICRO, GLOBAL, EVAL_MICRO, EVAL_GLOBAL = (
-    f"{scope}_batch_size" for scope in ("micro", "global", "eval_micro", "eval_global")
-)
+MICRO, GLOBAL = "micro_batch_size", "global_batch_size"
 DECREASE = "decrease_batch_size_if_needed"
 MODEL_AXES = (
     "tensor_model_parallel_size",
@@ -473,7 +471,7 @@ class MegatronJob(PretrainingJob):
 
     system = "megatron"
     expressed = (
-        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK, EVAL_GLOBAL),
+        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK),
         *(*AXES, *_DEVICES_GIVEN, LAYERS, VERSION, "seq_length"),
         *("train_iters", "max_steps", "train_samples"),
     )
@@ -533,7 +531,6 @@ class MegatronJob(PretrainingJob):
         self.micro: int = self[MICRO] or 0
         # Samples of one forward pass of all replicas.
         self.unit = self.micro * self.replicas
-        self.eval_unit = max(self[EVAL_MICRO] or self.micro, 1) * self.replicas
         # The requested batch after the ramp.
         self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]
         # The divisor to which batches are rounded down.
@@ -788,10 +785,6 @@ class MegatronJob(PretrainingJob):
             }
         if self["seq_length"] is not None:
             values["max_target_length"] = self["seq_length"]
-        if self[EVAL_GLOBAL] is not None:
-            values["eval_per_device_batch_size"] = Fraction(
-                self[EVAL_GLOBAL], self.num_devices
-            )
         if self.stages > 1:
             chunks = self.stages * self.chunks
             layers = chunks if self.num_layers is None else self.num_layers
@@ -1005,14 +998,6 @@ def _rules(job: MegatronJob) -> Iterator[Ruling]:
         yield job.at_least(
             "decreased_to_nothing", (GLOBAL, MICRO), final, unit, too_small
         )
-    if job[EVAL_GLOBAL] is not None:
-        per_pass = Term(
-            "the evaluation's micro batch * data_parallel_size ="
-            f" {job.eval_unit // job.replicas} * {job.replicas} = {job.eval_unit}",
-            job.eval_unit,
-        )
-        keys = (EVAL_GLOBAL, EVAL_MICRO)
-        yield job.multiple("eval_batch_divisible", keys, EVAL_GLOBAL, per_pass)
     if job.has_linear:
         yield from _ramp_rules(job, final, unit, too_small)
     if job.has_schedule:

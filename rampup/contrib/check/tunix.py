@@ -192,13 +192,14 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 class PromptJob(RolloutJob):
     """The numbers of a run of Tunix, by whatever program: all sizes count prompts."""
 
+    micro: int  # prompts of a pass
     rollout_micro: int  # prompts of a generate call
     num_devices: int | None = None
 
     def count(self, mini: int, micro: int, iterations: int) -> None:
         """Count the updates of a step and the passes of an update."""
         self.train("policy", mini, 1, micro=None, epochs=iterations)
-        self.passes = mini // micro
+        self.micro, self.passes = micro, mini // micro
         self.pass_sequences = micro * self.samples_per_prompt
 
     def summary(self) -> str:
@@ -230,6 +231,14 @@ class PromptJob(RolloutJob):
         """Return prompts with their samples."""
         samples = counted(number * self.samples_per_prompt, "sample")
         return f"{counted(number, 'prompt')} = {samples}"
+
+    def micro_meanings(self, train: str, rollout: str) -> Iterator[tuple[str, str]]:
+        """Yield the meanings of the two micro batches, whose sizes have these names."""
+        micro = self.prompts_text(self.micro)
+        yield train, f"{micro} per backward pass; {self.passes_text} per optimizer step"
+        calls = counted(self.prompts // self.rollout_micro, "call")
+        micro = self.prompts_text(self.rollout_micro)
+        yield rollout, f"{micro} per generate call; {calls} per step"
 
     def sharding_note(self, fsdp: int) -> Iterator[str]:
         """Yield that the sequences of a pass do not divide over the axis that they are
@@ -328,15 +337,8 @@ def _meanings(job: TunixJob) -> Iterator[tuple[str, str]]:
         f"mini batch = {job.mini:,}",
         f"{job.prompts_text(job.mini)} per update; {updates}",
     )
-    yield (
-        f"train micro batch = {job.micro:,}",
-        f"{job.prompts_text(job.micro)} per pass; {job.passes_text} per update",
-    )
-    calls = counted(job.prompts // job.rollout_micro, "call")
-    yield (
-        f"rollout micro batch = {job.rollout_micro:,}",
-        f"{job.prompts_text(job.rollout_micro)} per generate call; {calls} per step",
-    )
+    train = f"train micro batch = {job.micro:,}"
+    yield from job.micro_meanings(train, f"rollout micro batch = {job.rollout_micro:,}")
     for role, shape in job.meshes.items():
         if shape:
             chips = counted(math.prod(shape), "chip")

@@ -190,6 +190,7 @@ NUMBERS = [
     (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": "has no effect in Megatron-LM since April 2026"}),
     (RAMP | HEAD | {"rampup_batch_size": "1 2 x", "train_iters": 10}, {"ok": True}),
     (CONSTANT | REPLICAS, {"no_note": "April 2026"}),
+    (CONSTANT | REPLICAS | {"eval_global_batch_size": 24}, {"ok": True, "note": "is a batch of evaluation"}),
     (STEPS | REPLICAS, {"no_note": "April 2026"}),
 ]  # fmt: skip
 test_numbers_and_notes = numbers_test(
@@ -223,7 +224,6 @@ GLOBAL, MICRO, DECREASE = (
     "decrease_batch_size_if_needed",
 )
 LINEAR, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
-EVALUATED = {**CONSTANT, "eval_global_batch_size": 24}
 BOUNDARIES = [
     ("batch_divisible", CONSTANT, {**CONSTANT, GLOBAL: 65}, "rejects"),
     ("batch_divisible", {**CONSTANT, GLOBAL: 16}, {**CONSTANT, GLOBAL: 8}, "rejects"),
@@ -231,7 +231,6 @@ BOUNDARIES = [
     ("decreased_to_nothing", {**CONSTANT, GLOBAL: 65, DECREASE: True}, {**CONSTANT, GLOBAL: 15, DECREASE: True}, "rejects"),
     ("micro_batch_positive", CONSTANT, {**CONSTANT, MICRO: 0}, "rejects"),
     ("micro_batch_positive", CONSTANT, {GLOBAL: 64}, "rejects"),
-    ("eval_batch_divisible", {**EVALUATED, "eval_micro_batch_size": 3}, EVALUATED, "rejects"),
     ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: [16, 8]}, "rejects"),
     ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: "16 8 many"}, "rejects"),
     *[("ramp_numbers_positive", RAMP, {**RAMP, LINEAR: numbers}, "rejects")
