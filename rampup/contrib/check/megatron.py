@@ -161,14 +161,10 @@ def _least_nested(reading: Reading, overridden: Collection[str]) -> dict[str, Lo
         names[canonical(name)].append(name)
     located: dict[str, Located] = {}
     for known, (first, *rest) in names.items():
-        value = reading.leaves[first]
-        # A reference to Megatron's own name of a key is resolved later.
-        with contextlib.suppress(ConfigError):
-            content = resolve_reference(value.value, first, reading.leaves, {})
-            value = dataclasses.replace(value, value=content)
+        value = _resolve(reading, first)
         located.update([_normalize(known, value)])
         for other in rest:
-            second = reading.leaves[other]
+            second = _resolve(reading, other)
             if (
                 known in KEYS
                 and known not in overridden
@@ -184,6 +180,17 @@ def _least_nested(reading: Reading, overridden: Collection[str]) -> dict[str, Lo
                     line=second.line,
                 )
     return located
+
+
+def _resolve(reading: Reading, name: str) -> Located:
+    """Return the value of a key, or of the key that it refers to; a reference to
+    Megatron's own name of a key is resolved later.
+    """
+    place = reading.leaves[name]
+    with contextlib.suppress(ConfigError):
+        value = resolve_reference(place.value, name, reading.leaves, {})
+        place = dataclasses.replace(place, value=value)
+    return place
 
 
 def _is_open(place: Located) -> bool:

@@ -173,7 +173,7 @@ FILES = {
     "repeated size": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8], "micro_batch_size is given twice"),
     "repeated size that is chosen": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8, "micro_batch_size=2"], {"micro_batch_size": 2}),
     "reference": ("megatron", "model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n", {}, [WORLD8], {"micro_batch_size": 2}),
-    "further runs": ("megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8], {"micro_batch_size": 2, "note": "ARGS_2"}),
+    "further runs": ("megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8], "given twice, as ARGS.--micro-batch-size=2"),
     "mapping": ("trlx", "method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n", {}, [], r"method\.num_rollouts is a mapping; it must be a whole number"),
     # Layers and the length of a run may be unknown, with a note; not if a ramp or a
     # chunk depends on them. An unknown value of an option is no unknown option.
@@ -203,9 +203,9 @@ FILES = {
     "nodes of xpk": ("maxtext", f"xpk workload create --device-type h100-mega-80gb-8 --num-nodes 2 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 16}),
     "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 8"}),
     "PyTorchJob": ("megatron", TORCH_JOB, {}, [], {"num_microbatches": [2]}),
-    "one process": ("megatron", f"python -u {GPT} --tensor-model-parallel-size 1", {}, [], {"num_devices": 1, "note": "says no number of processes"}),
+    "one process": ("megatron", f"python -u {GPT} --tensor-model-parallel-size 1", {}, [], "add world_size=N"),
     "nodes of NeMo": ("megatron", "apiVersion: 1\ntrainer: {devices: 8}\nmodel: {micro_batch_size: 1, global_batch_size: 64}\n", {}, [], {"num_devices": 8, "note": "one node is taken"}),
-    "torchrun of one": ("megatron", f"torchrun --master_port 6000 {GPT.replace('size 2', 'size 1')}", {}, [], {"num_devices": 1}),
+    "torchrun of one": ("megatron", f"torchrun --master_port 6000 {GPT.replace('size 2', 'size 1')}", {}, ["world_size=1"], {"num_devices": 1}),
     "a module that generates": ("megatron", f"torchrun --nproc_per_node 8 -m examples.gpt_static_inference {GPT[15:]}", {}, [], "does not train"),
     "processes of another script": ("megatron", f"python {GPT}", {}, [], "number of devices"),
     "devices of deepspeed": ("megatron", f"deepspeed --include=a:0,1@b:2,3 {GPT}", {}, [], {"num_devices": 4}),
