@@ -73,6 +73,9 @@ GONE_OPTIONS = {
         'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
         " -o FILE` draws a candidate"
     ),
+    "rampup design --cost-per-prompt": (
+        "--cost-per-prompt is gone; rampup.contrib.rl.noise.advice_from_line takes it"
+    ),
     "rampup suggest --tuned": (
         "--tuned is gone; a tuned rate times the square root of the ratio of the"
         " batches is that of another batch"

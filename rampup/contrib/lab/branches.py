@@ -84,9 +84,6 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
 REPORTS_PER_BRANCH = 4  # lines of progress
-# the noise scale and the critical batch disagree if one is more than this many times
-# the other
-DISAGREEMENT = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,32 +155,14 @@ class CriticalBatch:
         return facts
 
     @property
-    def disagreement(self) -> str | None:
-        """How the measured noise scale differs by more than a factor of 2 from that
-        which follows from the critical batch.
+    def implied_noise_scale(self) -> float | None:
+        """The gradient noise scale in samples that follows from the critical batch, or
+        None if nothing was decided.
         """
-        noise, size = self.noise_scale_samples, self.critical_batch_size
-        if noise is None or size is None or not self.gain:
+        if self.critical_batch_size is None or self.gain is None:
             return None
-        implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
-        ratio = (noise.value or noise.low or 0.0) / implied
-        # A lower bound does not contradict a larger number, nor an upper one a smaller
-        # number.
-        is_above = ratio > DISAGREEMENT and self.bound != "at_least"
-        is_below = (
-            0 < ratio < 1 / DISAGREEMENT
-            and noise.value is not None
-            and self.bound != "at_most"
-        )
-        if not is_above and not is_below:
-            return None
-        factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
-        return (
-            f"the gradient noise scale, {noise} samples, is {factor} the {implied:,.3g}"
-            " that follow from the critical batch. Either can be wrong: the noise"
-            " scale describes plain SGD, and branches are short and have no anneal."
-            " Whole runs would settle it; until then, the smaller of the two wastes"
-            " fewer tokens"
+        return implied_noise_scale(
+            self.critical_batch_size, tolerance=self.tolerance, gain=self.gain
         )
 
 

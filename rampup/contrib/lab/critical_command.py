@@ -117,13 +117,20 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             f" tolerance of {found.tolerance:.4g}; a window several times as long, such"
             f" as --tokens {8 * found.tokens:,}, could decide"
         )
-    if found.noise_scale_samples is None:
-        noise = "none was measured (measure_gradient_noise=true)"
-    else:
-        noise = f"{found.noise_scale_samples} samples"
-    console.print(f"gradient noise scale of the run: {noise}")
+    noise = found.noise_scale_samples
+    console.print(
+        "gradient noise scale measured by the run:"
+        f" {'none' if noise is None else f'{noise} samples'}"
+    )
     close = [branch for branch in found.branches if _is_close(branch, found.tolerance)]
-    notes = [] if found.disagreement is None else [found.disagreement]
+    notes = []
+    if (implied := found.implied_noise_scale) is not None:
+        notes.append(
+            f"from the critical batch follows a noise scale of {implied:,.3g} samples."
+            " Either can be wrong: the measured one describes plain SGD, and branches"
+            " are short and have no anneal. Whole runs would settle it; until then, the"
+            " smaller of the two wastes fewer tokens"
+        )
     if close:
         sizes = ", ".join(f"{branch.global_batch_size:,}" for branch in close)
         notes.append(

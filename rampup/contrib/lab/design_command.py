@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,10 +17,8 @@ from rampup.cli.common import Result, arg
 from rampup.config.files import yaml_text
 from rampup.config.schema import Config
 from rampup.contrib.lab.prediction import with_ends, write_prediction
-from rampup.contrib.rl import config as rl
 from rampup.loop import run_folder as files
-from rampup.plan.noise_scale import NoiseEstimate
-from rampup.plan.numbers import AUTO, parse_count
+from rampup.plan.numbers import parse_count
 from rampup.show.console import print_notes, print_table
 from rampup.show.format import format_si, format_value
 
@@ -46,12 +43,6 @@ DESIGN = {
         type=float,
     ),
     **common.DEVICES,
-    "--cost-per-prompt": arg(
-        "RESPONSES",
-        "of a run of reinforcement learning: the cost of a prompt in units of that of"
-        " one response; default 0",
-        type=float,
-    ),
     "--write": arg(
         "RUN_DIR",
         "make the folder of a new run with the fastest schedule, and keep the"
@@ -63,22 +54,8 @@ DESIGN = {
 
 
 def design(args: argparse.Namespace) -> Result:
-    """Design schedules, and predict their steps, hours and loss; of a run of rollouts,
-    the sizes that its noise is worth.
-    """
+    """Design schedules, and predict their steps, hours and loss."""
     source = files.as_path(args.config)
-    if (
-        source.is_dir()
-        and (source / files.CONFIG_FILE).is_file()
-        and rl.is_rollout_file(source / files.CONFIG_FILE)
-    ):
-        return _rollout_sizes(args, source)
-    if args.cost_per_prompt is not None:
-        raise common.usage_error(
-            "--cost-per-prompt is for the folder of a run of reinforcement learning;"
-            " leave it out",
-            key="cost-per-prompt",
-        )
     file, folders = _measured(args, source)
     config = rampup.load_config(file, args.overrides, environ=os.environ)
     written = None if args.write is None else files.absolute_path(args.write)
@@ -131,6 +108,12 @@ def _measured(args: argparse.Namespace, source: Path) -> tuple[str, list[Path]]:
             " run of `rampup train`; name a configuration of the run to design, and"
             f" give a run of another loop as CONFIG.yml --measured {source}"
         )
+    if common.commands_of(source / files.CONFIG_FILE) is not None:
+        raise common.usage_error(
+            f"{source} is a run of reinforcement learning, and design makes ramps of"
+            " pre-training; rampup.contrib.rl.noise.advice_from_line says how many"
+            " prompts and responses its noise is worth"
+        )
     return common.run_config(source), [source, *folders]
 
 
@@ -156,84 +139,6 @@ def _write_run(
         config.to_dict(),
     )
     files.write_whole(folder / files.CONFIG_FILE, text.encode())
-
-
-def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
-    """Return how many prompts and responses the noise of a run of reinforcement
-    learning makes worth it.
-    """
-    from rampup.contrib.rl.noise import advice_from_line
-
-    names = (
-        "train_tokens",
-        "measured",
-        "max_batch",
-        "assume_growth",
-        "devices",
-        "write",
-    )
-    for name in names:
-        if getattr(args, name) not in (None, []):
-            raise common.usage_error(
-                f"--{name.replace('_', '-')} is for ramps of pre-training; leave it out"
-                " for a run of reinforcement learning",
-                key=name,
-            )
-    cost = args.cost_per_prompt or 0.0
-    if not 0 <= cost < math.inf:
-        raise common.usage_error(
-            f"--cost-per-prompt={cost} must be 0 or more",
-            key="cost-per-prompt",
-            nearest=(0,),
-        )
-    # The settings of this command apply, but for the responses: the noise scale in the
-    # lines is that of the responses that the run had.
-    file = folder / files.CONFIG_FILE
-    config = rl.load_rollout_config(file, args.overrides, environ=os.environ)
-    responses = rl.load_rollout_config(file).num_generations
-    if config.num_generations != responses:
-        raise common.usage_error(
-            f"rl.num_generations={config.num_generations} is not that of the run, whose"
-            f" noise scale is for {responses} responses; leave it out: the command"
-            " lists other numbers of responses",
-            key="rl.num_generations",
-            nearest=(responses,),
-        )
-    lines = reversed(list(files.read_lines(folder / files.METRICS_FILE)))
-    measured = (x for x in lines if x.get("noise_between_prompts") is not None)
-    facts = advice_from_line(
-        next(measured, {}),
-        responses=responses,
-        reuse=config.num_iterations,
-        cost_per_prompt=cost,
-    )
-    facts["mini_batch_prompts"] = config.mini_batch_size
-    if config.mini_batch_size == AUTO:
-        facts["mini_batch_prompts"] = config.batch_size
-    return Result(facts=facts, show=lambda console: _print_sizes(facts, console))
-
-
-def _print_sizes(facts: Mapping[str, Any], console: Console) -> None:
-    """Print the noise scale in prompts, and other numbers of responses."""
-    scale = NoiseEstimate(**facts["noise_scale_prompts"])
-    console.print(
-        f"noise scale: {scale} prompts, with {facts['num_generations']} responses each"
-        f" and {facts['reuse']} updates on each at the same learning rate"
-    )
-    console.print(
-        f"a mini batch has {facts['mini_batch_prompts']} prompts; above the noise scale,"
-        " more prompts pay less and less"
-    )
-    console.print(
-        "for the same noise, with the mean gradient taken as fixed; it falls with"
-        " fewer responses, which are not listed:"
-    )
-    for row in facts["choices"]:
-        prompts = "unknown" if row["prompts"] is None else f"{row['prompts']:,.3g}"
-        console.print(
-            f"{row['num_generations']:3} responses: {prompts} prompts,"
-            f" {row['relative_cost']:.2f} of the cost"
-        )
 
 
 def print_design(
