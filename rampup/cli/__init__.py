@@ -69,31 +69,19 @@ GONE = {
 }
 # Options that there were, and what is there instead.
 GONE_OPTIONS = {
-    "rampup design -o": (
-        'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
-        " -o FILE` draws a candidate"
-    ),
-    "rampup design --cost-per-prompt": (
-        "--cost-per-prompt is gone; rampup.contrib.rl.noise.advice_from_line takes it"
-    ),
-    "rampup suggest --tuned": (
-        "--tuned is gone; a tuned rate times the square root of the ratio of the"
-        " batches is that of another batch"
-    ),
-    "rampup tune -o": "tune draws no picture; its table has the memory of every size",
-    "rampup tune --memory-options": (
-        "--memory-options is gone; set a key that saves memory, such as"
-        " remat_policy=full, and tune again"
-    ),
-}
-
-
-# Options that there were, and what is there instead.
-GONE_OPTIONS = {
     "budget": "set train_tokens instead: the plan has the steps that they take",
     "tokens-per-second": "divide the tokens of a run by it",
     "diff": "print both plans, and compare them with `diff`",
     "from": "`rampup check FILE` has the verdict on another system's file",
+    "o": (
+        'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
+        " -o FILE` draws a candidate, and tune's table has the memory of every size"
+    ),
+    "cost-per-prompt": "rampup.contrib.rl.noise.advice_from_line takes it",
+    "tuned": ("multiply the tuned rate by the square root of the ratio of the batches"),
+    "memory-options": (
+        "set a key that saves memory, such as remat_policy=full, and tune again"
+    ),
 }
 
 
@@ -101,11 +89,8 @@ class _Parser(argparse.ArgumentParser):
     """Turns wrong usage into an error like any other."""
 
     def error(self, message: str) -> NoReturn:
-        if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
-            name = f"{self.prog} {unknown[1].replace('--output', '-o')}"
-            message = GONE_OPTIONS.get(name, message)
         if option := re.match(
-            r"unrecognized arguments: --([a-z][\w-]*)(?:[ =]([^-\s]\S*))?$", message
+            r"unrecognized arguments: --?([a-z][\w-]*)(?:[ =]([^-\s]\S*))?$", message
         ):
             message += "; " + GONE_OPTIONS.get(
                 option[1],
