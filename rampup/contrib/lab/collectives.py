@@ -71,10 +71,7 @@ class Collective(NamedTuple):
 def collectives_of(
     program: Program, mesh: MeshShape | None = None
 ) -> tuple[Collective, ...]:
-    """Return the collectives of a program, in its order; `mesh` names its axes if the
-    program does not.
-    """
-    mesh = mesh or program.mesh
+    """Return the collectives of a program, in its order; `mesh` names its axes."""
     found, pieces = list[Collective](), set[tuple[Any, ...]]()
     for visit in program.visits():
         made = visit.instruction

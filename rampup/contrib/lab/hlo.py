@@ -183,12 +183,6 @@ class Program:
             int(n)
             for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         )
-        # Names and sizes of the axes of the mesh, if the program states them. Axes that
-        # the compiler has made up are called axis_0, axis_1, ...
-        named = re.findall(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text)
-        axes = next((names for names in named if "'axis_" not in names), "")
-        pairs = re.findall(r"'([^']+)'=(\d+)", axes)
-        self.mesh = tuple((name, int(size)) for name, size in pairs) or None
         self._read(text)
         # Where a computation is a loop's body or condition, and where else it is called.
         self._loops: dict[str, tuple[Computation, Instruction]] = {}

@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +27,7 @@ from rampup.plan.split import BatchSplit
 from rampup.plan.topology import Topology
 
 Report = Callable[[str], None]
-ROUNDS, TIMING_SECONDS = 5, 60.0
-# A shorter measurement would depend on the clock's resolution and on other processes;
-# short steps are repeated.
-LEAST_SECONDS, MAX_REPEATS = 0.05, 20
+ROUNDS, TIMING_SECONDS = 9, 60.0
 
 
 class Timing(NamedTuple):
@@ -196,23 +193,20 @@ def take_turns(
     after two rounds that are not counted.
     """
 
-    def run(chosen: Iterable[Callable[[], None]], repeats: int = 1) -> float:
+    def run(step: Callable[[], None]) -> float:
         start = time.perf_counter()
-        for step in chosen:
-            for _ in range(repeats):
-                step()
+        step()
         return time.perf_counter() - start
 
-    run(steps.values())
-    one_round = run(steps.values())
-    repeats = min(max(int(LEAST_SECONDS * len(steps) / one_round), 1), MAX_REPEATS)
-    rounds = max(min(int(seconds / (repeats * one_round)), ROUNDS), 1)
     names = list(steps)
+    # Compiled and warm.
+    one_round = [sum(map(run, steps.values())) for _ in range(2)][-1]
+    rounds = max(min(int(seconds / one_round), ROUNDS), 1)
     times: dict[Any, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        for place in range(len(names)):
-            name = names[(place + number) % len(names)]
-            times[name].append(run([steps[name]], repeats) / repeats)
+        # Each round begins with another one.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            times[name].append(run(steps[name]))
     found = {}
     for name, measured in times.items():
         median = statistics.median(measured)
