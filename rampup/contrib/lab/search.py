@@ -289,10 +289,14 @@ def _split_by(
             settings[name] = Fraction(own, accumulation) * getattr(config, name)
     made = replace(config, **settings)
     try:
-        is_same = build_plan(made, plan.num_devices).ramp.phases == plan.ramp.phases
+        found = build_plan(made, plan.num_devices)
     except RampupError:
         return None
-    return made if is_same else None
+    # An evaluation in larger microbatches would be a program that nobody has compiled.
+    largest = max(split.microbatch_size for split in found.splits)
+    evaluation = found.eval_split
+    is_small = evaluation is None or evaluation.microbatch_size <= largest
+    return made if is_small and found.ramp.phases == plan.ramp.phases else None
 
 
 def _times(trials: Sequence[Trial], report: Report) -> dict[int, Times]:

@@ -50,17 +50,20 @@ def tried(config, num_devices=4):
     return plan, shared, two_shapes(config, plan, max(shared))
 
 
+@pytest.mark.parametrize("eval_interval", [-1, 10])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_tried_keeps_the_ramp(name):
+def test_what_is_tried_keeps_the_ramp(name, eval_interval):
     """Every configuration is legal, with the same batches at the same steps, in
     microbatches that divide them.
     """
-    config = Config(eval_interval=-1, **CONFIGS[name])
+    config = Config(eval_interval=eval_interval, **CONFIGS[name])
     plan, shared, final = tried(config)
     assert shared
     for size, made in (shared | final).items():
         again = build_plan(made, 4)
         assert again.ramp.phases == plan.ramp.phases
+        if again.eval_split is not None:
+            assert again.eval_split.microbatch_size <= size
         assert max(split.microbatch_size for split in again.splits) == size
         legal = unconstrained(plan.splitter).legal_microbatches
         for split, batch in zip(again.splits, plan.ramp.sizes, strict=True):
