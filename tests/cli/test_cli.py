@@ -85,8 +85,6 @@ REFUSED = {
         "gradient_accumulation"
     ),
     "tune BASE --memory-gib 1 --devices 1 ici_context_parallelism=2": "num_devices",
-    "tune BASE --memory-gib 1 -o found.txt": "output",
-    "tune BASE --memory-gib 1 -o none/found.png": "output",
     "plan RL --fix": None,
     "plan BASE banana=1 --fix": "banana",
 }
