@@ -94,8 +94,8 @@ class RolloutConfig(Settings):
     max_num_gen_batches: int = _batch(10, minimum=1, maximum=1000, own=True, doc="""
         Batches of prompts that a step samples at most with zero_spread_groups refill. If they are not enough, the run ends.""")
     measure_gradient_noise: bool = _batch(False, own=True, doc="""
-        Measure the gradient noise between prompts and between the responses to a prompt, from which `rampup design` tells how
-        many of both are worth it. A pass needs several samples per replica.""")
+        Measure the gradient noise between prompts and between the responses to a prompt, which says how many of both are worth
+        it. A pass needs several samples per replica.""")
 
     mini_batch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
         Prompts per optimizer step, for the whole job. -1: batch_size, which MaxText RL always uses.""")

@@ -270,8 +270,7 @@ def advice_from_line(
     cost_per_prompt: float = 0.0,
     reuse: int = 1,
 ) -> dict[str, Any]:
-    """Return how many prompts and responses are worth it by a line of metrics.jsonl, as
-    `rampup design` prints them.
+    """Return how many prompts and responses are worth it by a line of metrics.jsonl.
 
     `responses` per prompt are those of the run, a prompt costs as much as
     `cost_per_prompt` responses, and a sample is used in `reuse` updates; the estimates
