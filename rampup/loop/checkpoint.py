@@ -49,6 +49,7 @@ _WRITTEN_LATER = frozenset(
     {"commit_success.txt", "_CHECKPOINT_METADATA"}
 )  # by Orbax; no part of the state
 _THREADS = 8
+_OWNER_SECONDS = 60.0  # until it is known whether the run is still that of this process
 _TELL_SECONDS = 60.0  # until the others know of a write that has failed
 MAX_DIFFERENCES = 5  # leaves that an error message names
 _question_numbers = itertools.count()
@@ -308,7 +309,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         try:
             if is_primary():
-                require_owner(self.folder.parent)
+                require_owner(self.folder.parent, seconds=_OWNER_SECONDS)
                 probe = self.folder / "probe"
                 if is_bucket(self.folder):
                     probe.write_bytes(b"")

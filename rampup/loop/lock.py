@@ -40,8 +40,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
 _VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
-# Returns who has a run instead of its owner, or None.
-FindOwner = Callable[[], dict[str, Any] | None]
+_STEP_SECONDS = 5.0  # a step waits no longer for a bucket that is away
+# Returns who has a run instead of its owner, after so many seconds at most, or None.
+FindOwner = Callable[[float], dict[str, Any] | None]
 # The folders that this process owns -> the thread that does, and what finds a later
 # owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
@@ -78,12 +79,15 @@ def own_run(
         yield
 
 
-def require_owner(folder: Path) -> None:
+def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
     """Refuse to go on in a folder that another process owns now. Storage that does not
-    answer says nothing.
+    answer within `seconds` says nothing.
     """
-    _, find_owner = _held.get(absolute_path(folder), (0, lambda: None))
-    if (owner := find_owner()) is not None:
+    _, find_owner = _held.get(absolute_path(folder), (0, lambda seconds: None))
+    owner = None
+    with contextlib.suppress(OSError):
+        owner = find_owner(seconds)
+    if owner is not None:
         raise ConfigError(
             f"another process took over {folder}: {_words(owner)}; this one was paused"
             f" or cut off for longer than {STALE_SECONDS:g} s, or {LOCK_FILE} was"
@@ -162,7 +166,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
             break
         os.close(file)
 
-    def find_owner() -> dict[str, Any] | None:
+    def find_owner(seconds: float) -> dict[str, Any] | None:
         return None if os.fstat(file).st_nlink else _read(path)
 
     def release() -> None:
@@ -191,7 +195,7 @@ def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
             raise _TakenError(owner)
         owner = now
     lease = _Lease(path)
-    lease.renew()
+    lease.write()
     time.sleep(SETTLE_SECONDS)
     found = _read(path) or {}
     if found.get("token") != lease.token:
@@ -215,26 +219,43 @@ class _Lease:
         self._content = {**_identity(), "token": self.token}
         self._beats = itertools.count()
         self._released = threading.Event()
-        # When it was last renewed, or training went on without.
-        self._renewed = time.monotonic()
-        self._owner: dict[str, Any] | None = None  # instead of this process
+        self._asked = threading.Event()
+        # When the last successful renewal began, when training went on without one, and
+        # who has the lease instead.
+        self._renewed = threading.Condition()
+        self._renewal = self._excused = time.monotonic()
+        self._owner: dict[str, Any] | None = None
 
-    def renew(self) -> None:
+    def write(self) -> None:
         """Write the lease, with another number."""
         self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
 
-    def find_owner(self) -> dict[str, Any] | None:
-        """Return who has the lease instead. One that may have run out is renewed first.
-        If the storage is away, that takes a while, and is tried once in a while.
+    def find_owner(self, seconds: float) -> dict[str, Any] | None:
+        """Return who has the lease instead. One that may have run out is renewed first,
+        which takes `seconds` at most.
         """
-        if time.monotonic() - self._renewed >= STALE_SECONDS:
-            self._look()
-            self._renewed = time.monotonic()
+
+        def is_known() -> bool:
+            return (
+                self._owner is not None
+                or time.monotonic() - self._renewal < STALE_SECONDS
+            )
+
+        is_excused = (
+            seconds <= _STEP_SECONDS
+            and time.monotonic() - self._excused < STALE_SECONDS
+        )
+        if not is_known() and not is_excused:
+            self._asked.set()
+            with self._renewed:
+                self._renewed.wait_for(is_known, seconds)
+            self._excused = time.monotonic()
         return self._owner
 
     def release(self) -> None:
         """Stop renewing, and delete the lease."""
         self._released.set()
+        self._asked.set()
         # A sign of life that is being written would come back after it.
         self.thread.join(timeout=STALE_SECONDS)
         with contextlib.suppress(OSError):
@@ -242,19 +263,21 @@ class _Lease:
                 self._path.unlink()
 
     def _renew_again(self) -> None:
-        while self._owner is None and not self._released.wait(HEARTBEAT_SECONDS):
-            self._look()
-
-    def _look(self) -> None:
-        """Renew the lease if it is still this process's."""
-        began = time.monotonic()
-        with contextlib.suppress(OSError):
-            found = _read(self._path)
-            if found is None or found.get("token") == self.token:
-                self.renew()
-                self._renewed = began
-            elif found:
-                self._owner = found
+        while self._owner is None:
+            self._asked.wait(HEARTBEAT_SECONDS)
+            self._asked.clear()
+            if self._released.is_set():
+                return
+            began = time.monotonic()
+            with contextlib.suppress(OSError):
+                found = _read(self._path)
+                if found is None or found.get("token") == self.token:
+                    self.write()
+                    self._renewal = began
+                elif found:
+                    self._owner = found
+            with self._renewed:
+                self._renewed.notify_all()
 
 
 def _read(path: Path) -> dict[str, Any] | None:

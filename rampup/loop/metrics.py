@@ -161,7 +161,8 @@ class Metrics:
         log: dict[str, Any] = {
             "writes": is_primary(),
             "on_event": on_event,
-            "before_upload": lambda: require_owner(folder),
+            # A minute: a lease of which nothing was heard for a while is renewed first.
+            "before_upload": lambda: require_owner(folder, seconds=60),
         }
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):

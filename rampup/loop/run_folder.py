@@ -17,6 +17,7 @@ import os
 import re
 import reprlib
 import statistics
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,8 +51,8 @@ class StepLog:
     Lines that a full disk refuses stay in memory and are written with the next line, or
     by `sync`. A bucket cannot append, so there the file has parts, such as
     `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `PART_BYTES` each. Only the
-    last one is written again: by a line at most every `UPLOAD_SECONDS`, by `sync` and
-    by `close`.
+    last one is written again: at most every `UPLOAD_SECONDS` in the background, by
+    `sync` and by `close`.
 
     Lines of step `keep_below` and later, and a last line that a crash left incomplete,
     are removed first. Damaged lines are moved aside and reported. A process with
@@ -78,6 +79,10 @@ class StepLog:
         self._part = path
         self._content = b""
         self._uploaded = time.monotonic()
+        # One upload at a time, in the background or in `sync`. Lines are appended
+        # meanwhile.
+        self._uploading = threading.Lock()
+        self._appending = threading.Lock()
         if not writes:
             return
         try:
@@ -121,11 +126,18 @@ class StepLog:
         """Append one line."""
         if not self._writes:
             return
-        self._unwritten += (json.dumps(record) + "\n").encode()
+        with self._appending:
+            self._unwritten += (json.dumps(record) + "\n").encode()
         is_due = time.monotonic() - self._uploaded >= UPLOAD_SECONDS
-        if self._file is not None or is_due:
+        if self._file is not None:
             with contextlib.suppress(OSError):
                 self._store()
+        elif is_due and not self._uploading.locked():
+            # A bucket that is away takes half a minute to say so, or never does, and
+            # training does not wait for it.
+            threading.Thread(
+                target=self._upload_quietly, name="rampup-upload", daemon=True
+            ).start()
 
     def sync(self) -> None:
         """Wait until every line is on disk, or raise a StorageError: the lines stay in
@@ -156,8 +168,7 @@ class StepLog:
         if self._file is not None:
             os.close(self._file)
         elif self._writes:
-            with contextlib.suppress(OSError, ConfigError):
-                self._store()
+            self._upload_quietly()
         self._file = None
         self._writes = False
 
@@ -167,19 +178,28 @@ class StepLog:
         """
         while self._unwritten and self._file is not None:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        if not self._unwritten:
+        if self._file is not None:
             return
-        self._uploaded = time.monotonic()
-        self._before_upload()
-        if len(self._content) >= PART_BYTES:
-            number = _part_number(self._part) + 1
-            self._part = self.path.with_name(
-                f"{self.path.stem}-{number:03}{self.path.suffix}"
-            )
-            self._content = b""
-        self._part.write_bytes(self._content + self._unwritten)
-        self._content += self._unwritten
-        self._unwritten = b""
+        with self._uploading:
+            self._uploaded = time.monotonic()
+            new = self._unwritten  # lines that are written meanwhile go behind it
+            if not new:
+                return
+            self._before_upload()
+            if len(self._content) >= PART_BYTES:
+                number = _part_number(self._part) + 1
+                self._part = self.path.with_name(
+                    f"{self.path.stem}-{number:03}{self.path.suffix}"
+                )
+                self._content = b""
+            self._part.write_bytes(self._content + new)
+            self._content += new
+            with self._appending:
+                self._unwritten = self._unwritten[len(new) :]
+
+    def _upload_quietly(self) -> None:
+        with contextlib.suppress(OSError, ConfigError):
+            self._store()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
