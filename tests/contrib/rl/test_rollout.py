@@ -655,7 +655,7 @@ def test_advantages_are_normalized_over_the_samples_that_are_kept():
     """
     step, state = ppo_run(
         plan_of(prompts=4, mini=4, critic=True),
-        lambda tokens: float(sum(tokens)) if sum(tokens) % 3 else 7.0,
+        lambda tokens: 7.0 if sum(tokens) % 4 else float(sum(tokens)),
         optax.sgd(RATE),
         max_prompt_length=1,
         zero_spread_groups="refill",
