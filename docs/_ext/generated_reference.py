@@ -15,7 +15,6 @@ from typing import Any
 
 from rampup.cli import ALL, make_parser
 from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
-from rampup.config.schema import PRESETS
 from rampup.contrib.rl.config import ROLLOUT_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,18 +134,6 @@ def presets() -> str:
     return "\n".join(lines)
 
 
-def preset_rules() -> str:
-    """Return the choices of the key `preset`, with their sources."""
-    lines = []
-    for name, preset in PRESETS.items():
-        lines += [
-            f"`{name}`",
-            f": {_escape(preset.summary)} *Source:* {_escape(preset.source)}.",
-            "",
-        ]
-    return "\n".join(lines)
-
-
 def changed_lines(name: str) -> tuple[int, int]:
     """Return how many lines of a program a ramp adds or changes, and how many it
     removes, without docstring, comments and blanks. A statement or a docstring is one
@@ -194,17 +181,13 @@ def examples() -> str:
 
 
 def _head(path: Path) -> str:
-    """Return the comment at the head of a file, without the lines that every file
-    begins with.
+    """Return the comment at the head of a file, without the line that every file begins
+    with.
     """
     head = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
     assert head is not None
     lines = [line.removeprefix("#").strip() for line in head[0].splitlines()]
-    return " ".join(
-        line
-        for line in lines
-        if not line.startswith("yaml-language-server") and path.name not in line
-    )
+    return " ".join(line for line in lines if path.name not in line)
 
 
 def command_line() -> str:
@@ -271,7 +254,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "configuration-keys": configuration_keys,
     "rollout-keys": rollout_keys,
     "presets": presets,
-    "preset-rules": preset_rules,
     "command-line": command_line,
     "examples": examples,
 }

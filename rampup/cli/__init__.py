@@ -72,6 +72,7 @@ GONE_OPTIONS = {
     "budget": "set train_tokens instead: the plan has the steps that they take",
     "tokens-per-second": "divide the tokens of a run by it",
     "diff": "print both plans, and compare them with `diff`",
+    "width": "an .svg or .pdf can be scaled, and `draw_*` return a figure to resize",
     "from": "`rampup check FILE` has the verdict on another system's file",
     "o": (
         'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'

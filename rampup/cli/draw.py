@@ -45,9 +45,6 @@ PLOT = {
         " runs: loss, batch and tokens/s of runs (default for runs)",
         choices=("batch", "rate", "timetable", "runs"),
     ),
-    "--width": arg(
-        "INCHES", "of the picture; below 7, its panels are in one column", type=float
-    ),
 }
 REPORT = {
     **SOURCES,
@@ -64,9 +61,8 @@ def plot(args: argparse.Namespace) -> Result:
     inputs = parse_inputs(args.sources)
     output = args.output or f"{inputs.name}.png"
     kind = args.kind or ("runs" if inputs.runs else "batch")
-    size = {} if args.width is None else {"width": args.width}
     if kind == "runs":
-        figures.draw_runs(inputs.read_runs(), output, **size)
+        figures.draw_runs(inputs.read_runs(), output)
     else:
         if (others := inputs.commands()) is not None:
             result: Result = others.plot(args)
@@ -74,11 +70,11 @@ def plot(args: argparse.Namespace) -> Result:
         config = inputs.read_config()
         plan = rampup.build_plan(config, common.count_devices(args, config))
         if kind == "rate":
-            figures.draw_rate(plan, learning_rates(config, plan), output, **size)
+            figures.draw_rate(plan, learning_rates(config, plan), output)
         elif kind == "timetable":
-            figures.draw_timetable(plan.timetable(), output, **size)
+            figures.draw_timetable(plan.timetable(), output)
         else:
-            figures.draw_batch(plan, output, **size)
+            figures.draw_batch(plan, output)
     return Result(
         facts={"kind": kind, "output": output},
         show=lambda console: console.print(f"wrote {output}", soft_wrap=True),

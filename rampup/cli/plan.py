@@ -23,6 +23,7 @@ from rampup.config.schema import Config
 from rampup.config.stages import global_batch_to_load
 from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError
+from rampup.plan.describe import MAX_PHASES
 from rampup.plan.pipeline import SCHEDULES, Timetable
 from rampup.plan.plan import RampPlan
 from rampup.show import console as tables
@@ -31,9 +32,7 @@ PLAN = {
     **common.CONFIG,
     **common.DEVICES,
     **common.TOPOLOGY,
-    "--all": arg(
-        None, f"print every phase, also if there are more than {tables.MAX_PHASES}"
-    ),
+    "--all": arg(None, f"print every phase, also if there are more than {MAX_PHASES}"),
     "--hyperparameters": arg(None, "show the hyperparameters of every phase"),
     "--other-devices": arg(
         None, "show the numbers of devices on which all batches of this plan run"
@@ -100,7 +99,7 @@ def _phases(args: argparse.Namespace) -> Result:
     if args.other_devices:
         possible = facts["possible_devices"] = possible_devices(config, plan)
         devices = list_devices(possible)
-    max_phases = None if args.all else tables.MAX_PHASES
+    max_phases = None if args.all else MAX_PHASES
 
     def show(console: Console) -> None:
         tables.print_plan(plan, console, max_phases=max_phases)

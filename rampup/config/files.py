@@ -1,14 +1,11 @@
-"""What is written from the keys and so cannot differ from them: configuration files,
-their JSON schemas, explanations.
+"""What is written from the keys and so cannot differ from them: configuration files and
+explanations.
 
-`python -m rampup.config.files configs` writes configs/base.yml and
-configs/rampup.schema.json.
+`python -m rampup.config.files configs` writes configs/base.yml.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 import sys
 import textwrap
@@ -18,29 +15,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import FOLDER_NAME, REMOVED, Key, Settings, keys_for_alias
-from rampup.config.load import BASE
-from rampup.config.schema import KEYS, Config
+from rampup.config.key import Key, Settings, closest_keys
+from rampup.config.schema import Config
 from rampup.errors import ConfigError
 
-MODELINE = "# yaml-language-server: $schema={}"
 LINE_LENGTH = 118
-# Keys that `explain` suggests for an unknown one.
-MAX_CLOSE = 6
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
-# A number as text, which YAML 1.2 does not take for one: 1_000, 2K or, of a size, 1/3.
-# In Python, `$` alone also matches before a line's end.
-_NUMERAL = r"^(?=.*[1-9])[0-9][0-9_]*(\.[0-9_]+)?{end}$(?!\n)"
-_ENDS = {"int": "[KMBTkmbt]?", "float": "", "size": "(/[0-9_.]*[1-9][0-9_.]*)?"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A configuration file that sets every key, and its JSON schema."""
+    """A configuration file that sets every key."""
 
     name: str  # the file's name, such as base.yml
-    schema_name: str  # the name of the file with its JSON schema
-    title: str  # the title of that schema
     head: str  # the comment at the top of the file
     settings: type[Settings]  # the class whose attributes are the keys
     overrides: Mapping[str, Any] = field(
@@ -65,89 +51,15 @@ class ConfigFile:
     @property
     def text(self) -> str:
         """The content of the file."""
-        return yaml_text(
-            f"{MODELINE.format(self.schema_name)}\n{self.head}", self.keys, self.values
-        )
-
-    @property
-    def json_schema(self) -> dict[str, Any]:
-        """The JSON schema (draft 2020-12) with which an editor checks and completes
-        such files; dotted keys may be nested.
-
-        It accepts legal values as people write them, and refuses other types and
-        numbers outside the limits.
-        """
-        base = {
-            "description": (
-                "The configuration that provides all values not set here: a file in the"
-                " same folder, or one that comes with rampup."
-            ),
-            "type": ["string", "null"],
-            "examples": ["base.yml"],
-        }
-        properties: dict[str, Any] = {BASE: base}
-        types = {
-            "bool": "boolean",
-            "int": "integer",
-            "float": "number",
-            "size": "number",
-            "text": "string",
-            "name": "string",
-        }
-        defaults = self.defaults
-        for name, key in self.keys.items():
-            limits = {"minimum": key.minimum, "maximum": key.maximum}
-            limits |= {"exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
-            shape: dict[str, Any] = {"type": types[key.kind]}
-            shape |= {
-                limit: value for limit, value in limits.items() if value is not None
-            }
-            shape |= {
-                "text": {"pattern": r"\S"},
-                "name": {"pattern": f"^({FOLDER_NAME.pattern})?$(?!\\n)"},
-            }.get(key.kind, {})
-            if key.choices:
-                shape = {
-                    "enum": [
-                        *key.choices,
-                        *([True, False] if "off" in key.choices else []),
-                    ]
-                }  # YAML's on and off
-            shapes = [shape]
-            if key.kind in _ENDS:
-                shapes.append(
-                    {"type": "string", "pattern": _NUMERAL.format(end=_ENDS[key.kind])}
-                )
-            shapes += [{"const": value} for value in key.also]
-            if key.nullable or "none" in key.choices:
-                shapes.append({"type": "null"})
-            properties[name] = {"description": describe(key), "default": defaults[name]}
-            properties[name] |= shape if len(shapes) == 1 else {"anyOf": shapes}
-            group, dot, own = name.partition(".")
-            if dot:
-                nested = properties.setdefault(
-                    group,
-                    {"type": "object", "properties": {}, "additionalProperties": False},
-                )
-                nested["properties"][own] = properties[name]
-        others = {
-            "type": "object",
-            "properties": properties,
-            "additionalProperties": False,
-        }
-        return {"$schema": DRAFT, "title": self.title, **others}
+        return yaml_text(self.head, self.keys, self.values)
 
     def write(self, folder: str | Path) -> None:
-        """Write the file and its schema into a folder."""
+        """Write the file into a folder."""
         Path(folder, self.name).write_text(self.text, encoding="utf-8")
-        schema = json.dumps(self.json_schema, indent=2, ensure_ascii=False)
-        Path(folder, self.schema_name).write_text(schema + "\n", encoding="utf-8")
 
 
 BASE_FILE = ConfigFile(
     name="base.yml",
-    schema_name="rampup.schema.json",
-    title="A configuration of rampup",
     head="""\
 # The configuration of `rampup train`: every key, its documentation and its value.
 # Names and meanings are those of MaxText. If its default differs, the comment ends with it.
@@ -234,35 +146,14 @@ def yaml_value(value: Any) -> str:
 
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
     """Return a key's explanation from the first file that has it, as `rampup explain
-    --json` prints it; or name close keys.
+    --json` prints it; or refuse an unknown one.
     """
     file = next((file for file in files if name in file.keys), None)
     if file is None:
-        # Keys that are spelled like the name, or that have a part which is.
-        known = list(dict.fromkeys(key for each in files for key in each.keys))
-        word = name.lower()
-        parts = {part for key in known for part in re.split(r"[_.]", key)}
-        alike = difflib.get_close_matches(
-            word, {part for part in parts if len(part) > 2}, n=2, cutoff=0.75
-        )
-        near = [
-            key for key in keys_for_alias(word, KEYS) if key in known
-        ] + difflib.get_close_matches(word, known, n=3)
-        near += [
-            key
-            for key in known
-            if (len(word) > 2 and word in key) or {*re.split(r"[_.]", key)} & {*alike}
-        ]
-        nearest = list(dict.fromkeys(near))[:MAX_CLOSE]
-        hint = (
-            f"; close: {', '.join(nearest)}"
-            if nearest
-            else "; configs/base.yml lists all keys"
-        )
-        if name in REMOVED:
-            nearest, hint = [], f"; {REMOVED[name]}"
+        known = dict.fromkeys(key for each in files for key in each.keys)
+        nearest, hint = closest_keys(name, known)
         raise ConfigError(
-            f"unknown key {name[:100]!r}{hint}", key=name, nearest=nearest
+            f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest
         )
     key, default = file.keys[name], file.defaults[name]
     return {

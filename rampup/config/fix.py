@@ -1,14 +1,16 @@
 """Fix a refused configuration: change each bad value to the nearest legal one, in the
 text of the file.
 
-An error names the key to blame and the legal values next to the refused one. Each round
-applies one such value per error; the configuration is then checked again, because a
-value that was hidden behind another problem may be refused too.
+An error names the key to blame and the legal values next to the refused one. One such
+value is applied at a time; the configuration is then checked again, because a value that
+was hidden behind another problem may be refused too.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +39,7 @@ from rampup.errors import (
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
 from rampup.plan.refusal import END, START
 
-MAX_ROUNDS = 20
+MAX_CHANGES = 60
 # Two words are spellings of each other if difflib's ratio, from 0 to 1, is at least
 # this.
 MIN_SIMILARITY = 0.6
@@ -47,6 +49,7 @@ MAX_ALTERNATIVE_DISTANCE = 0.5
 # A size of a schedule moves by at most this share of the larger of the two; further
 # away, it is not the ramp that was meant.
 MAX_SIZE_CHANGE = 0.25
+MAX_SCHEDULES = 4096  # of near sizes that are tried
 SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
 SCHEDULE = "batch_size_schedule"
 DEVICES = "num_devices"
@@ -110,70 +113,14 @@ def find_fix(
     file = find_config(path)
     text = read_text(file)
     parse_mapping(text, str(file))
-    draft = start = _Draft(
+    start = _Draft(
         file=file, text=text, overrides=tuple(overrides), environ=environ or {}
     )
-    problems = found = start.problems(check)
-    edits: dict[str, str] = {}
-    tried: set[tuple[str, str]] = set()
-    for _ in range(MAX_ROUNDS):
-        before = draft
-        # What was written, with the right names.
-        meant = (
-            start.with_edits(
-                {name: key for name, key in edits.items() if name not in KEYS}
-            )
-            or start
-        )
-        # A key changes at most once a round.
-        done: set[str | None] = set()
-        for problem in problems:
-            if problem.key in done:
-                continue
-            ways: list[tuple[str, str, _Draft]] = []
-            for key, value in _suggestions(problem, problems, before):
-                fresh = key not in done and (key, value) not in tried
-                edited = start.with_edits(edits | {key: value}) if fresh else None
-                if edited is not None and (
-                    key not in KEYS or _keeps_ramp(meant.located(), edited.located())
-                ):
-                    ways.append((key, value, edited))
-            if ways:
-                # The nearest value, unless another one leaves nothing else to change.
-                whole = (way for way in ways[1:] if not way[2].problems(check))
-                nearest_is_whole = len(ways) == 1 or not ways[0][2].problems(check)
-                best = ways[0] if nearest_is_whole else next(whole, ways[0])
-                key, value, draft = best
-                edits[key] = value
-                tried.add((key, value))
-                done |= {key, problem.key}
-        if draft is before:
-            break
-        problems = draft.problems(check)
-    if problems:
-        changed = " and ".join(
-            f"{c.key}={c.after}" for c in draft.changes.values() if c.renamed is None
-        )
-        with_changes = f" with {changed}" if changed else ""
-        sizes = any(
-            problem.key == SCHEDULE and isinstance(problem, BatchDivisibilityError)
-            for problem in problems
-        )
-        rule = (
-            " that keeps the ramp (it grows where it grew, and a size moves by at most"
-            f" {MAX_SIZE_CHANGE:.0%})" * sizes
-        )
-        left = (
-            f"{problems[0]}, and {len(problems) - 1:,} more"
-            if len(problems) > 1
-            else problems[0]
-        )
-        raise ConfigError(
-            f"no legal configuration was found near this one{rule}; what is"
-            f" left{with_changes}: {left}",
-            key=problems[0].key,
-            nearest=problems[0].nearest,
-        )
+    found = start.problems(check)
+    edits = _find_edits(start, found, check)
+    draft = start.with_edits(edits) or start
+    if problems := draft.problems(check):
+        raise _nothing_near(problems, draft)
     # A change may have been made for a problem that another change solves too.
     for key in list(edits)[::-1] if len(edits) > 1 else ():
         fewer = {name: value for name, value in edits.items() if name != key}
@@ -186,6 +133,65 @@ def find_fix(
         text=draft.text,
         changes=tuple(draft.changes.values()),
         problems=tuple(map(str, found)),
+    )
+
+
+def _find_edits(
+    start: _Draft, problems: Sequence[RampupError], check: Callable[[Config], object]
+) -> dict[str, str]:
+    """Return edits by name, each for the first problem that has one; those that are
+    found before none is left, or no way to solve one.
+    """
+    edits: dict[str, str] = {}
+    tried: set[tuple[str, str]] = set()
+    while problems and len(tried) < MAX_CHANGES:
+        draft = start.with_edits(edits) or start
+        # What was written, with the right names.
+        names = {name: key for name, key in edits.items() if name not in KEYS}
+        meant = (start.with_edits(names) or start).located()
+        ways: list[tuple[tuple[str, str], _Draft]] = []
+        for problem in problems:
+            for name, value in _suggestions(problem, problems, draft):
+                edited = start.with_edits(edits | {name: value})
+                if (
+                    edited is not None
+                    and (name, value) not in tried
+                    and (name not in KEYS or _keeps_ramp(meant, edited.located()))
+                ):
+                    ways.append(((name, value), edited))
+            if ways:
+                break
+        if not ways:
+            break
+        # The nearest value, unless another one leaves nothing else to change.
+        whole = (way for way in ways if not way[1].problems(check))
+        edit, draft = next(whole, ways[0])
+        edits |= dict([edit])
+        tried.add(edit)
+        problems = draft.problems(check)
+    return edits
+
+
+def _nothing_near(problems: Sequence[RampupError], draft: _Draft) -> ConfigError:
+    """Return the error about the problems that edits have left."""
+    changed = " and ".join(
+        f"{c.key}={c.after}" for c in draft.changes.values() if c.renamed is None
+    )
+    with_changes = f" with {changed}" if changed else ""
+    sizes = any(
+        problem.key == SCHEDULE and isinstance(problem, BatchDivisibilityError)
+        for problem in problems
+    )
+    rule = (
+        " that keeps the ramp (it grows where it grew, and a size moves by at most"
+        f" {MAX_SIZE_CHANGE:.0%})" * sizes
+    )
+    more = f", and {len(problems) - 1:,} more" * (len(problems) > 1)
+    return ConfigError(
+        f"no legal configuration was found near this one{rule}; what is"
+        f" left{with_changes}: {problems[0]}{more}",
+        key=problems[0].key,
+        nearest=problems[0].nearest,
     )
 
 
@@ -331,11 +337,6 @@ def _suggestions(
         and isinstance(problem, BatchDivisibilityError)
         and isinstance(before, str)
     ):
-        # A smaller microbatch keeps the sizes.
-        yield from (
-            ("microbatch_size", yaml_value(size))
-            for size in problem.alternatives.get("microbatch_size", ())
-        )
         refused = {
             p.value: p.nearest
             for p in problems
@@ -357,22 +358,7 @@ def _suggestions(
             small = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
             found.append((0 if own and small else 3, other, value))
     if name == DEVICES and isinstance(problem, BatchDivisibilityError):
-        # The product of the mesh axes does not divide the devices, but other sizes of
-        # an axis may.
-        for axis in (
-            axis for axis in KEYS if axis.endswith(PARALLELISM) and axis in str(problem)
-        ):
-            size = _value(located, axis)
-            if isinstance(size, int) and size > 1 and problem.divisor % size == 0:
-                rest, wrong = divmod(problem.value, problem.divisor // size)
-                legal = (
-                    []
-                    if wrong
-                    else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
-                )
-                found += [
-                    (1, axis, other_size) for other_size in nearest_in(size, legal)
-                ]
+        found += [(1, axis, size) for axis, size in _other_axes(problem, located)]
     key = KEYS[name]
     # A value of another type says nothing about what was meant. One that only
     # contradicts other keys may become automatic.
@@ -393,6 +379,22 @@ def _suggestions(
     yield from ((name, yaml_value(value)) for _, name, value in found)
 
 
+def _other_axes(
+    problem: BatchDivisibilityError, located: Mapping[str, Located]
+) -> Iterator[tuple[str, int]]:
+    """Yield near sizes of the mesh axes in a message about devices that their product
+    does not divide.
+    """
+    for axis in KEYS:
+        size = _value(located, axis) if axis.endswith(PARALLELISM) else None
+        if axis not in str(problem) or not isinstance(size, int) or size < 2:
+            continue
+        rest, wrong = divmod(problem.value * size, problem.divisor)
+        if problem.divisor % size == 0 and not wrong:
+            legal = [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
+            yield from ((axis, other) for other in nearest_in(size, legal))
+
+
 def _with_near_sizes(
     schedule: str, refused: Mapping[int, Sequence[object]]
 ) -> str | None:
@@ -404,31 +406,27 @@ def _with_near_sizes(
         sizes = [parse_count(text, what="size") for text in written]
     except RampDefinitionError:
         return None
-    # For each choice of the last size so far: how far all moved, and the choices.
-    ways: dict[int, tuple[float, tuple[int, ...]]] = {}
-    for index, size in enumerate(sizes):
-        longer = {}
-        for near in (int(str(near)) for near in refused.get(size, (size,))):
-            rise = size - sizes[index - 1]
-            same_shape = [
-                way
-                for last, way in ways.items()
-                if (near > last, near < last) == (rise > 0, rise < 0)
-            ]
-            if (moved := _distance(size, near)) <= MAX_SIZE_CHANGE and (
-                same_shape or index == 0
-            ):
-                total, chosen = min(same_shape) if index else (0.0, ())
-                longer[near] = (total + moved, (*chosen, near))
-        ways = longer
-    if not ways:
+    choices = [[int(str(n)) for n in refused.get(size, (size,))] for size in sizes]
+    if math.prod(map(len, choices)) > MAX_SCHEDULES:
         return None
-    _, chosen = min(ways.values())
+
+    near: list[tuple[float, tuple[int, ...]]] = []
+    for chosen in itertools.product(*choices):
+        moved = [_distance(a, b) for a, b in zip(sizes, chosen, strict=True)]
+        if max(moved) <= MAX_SIZE_CHANGE and _shape(chosen) == _shape(sizes):
+            near.append((sum(moved), chosen))
+    if not near:
+        return None
     new = iter(
-        text if size == near else str(near)
-        for text, size, near in zip(written, sizes, chosen, strict=True)
+        text if size == chosen else str(chosen)
+        for text, size, chosen in zip(written, sizes, min(near)[1], strict=True)
     )
     return SCHEDULED_SIZES.sub(lambda _: next(new), schedule)
+
+
+def _shape(sizes: Sequence[int]) -> list[tuple[bool, bool]]:
+    """Return where sizes grow and where they fall."""
+    return [(a < b, a > b) for a, b in itertools.pairwise(sizes)]
 
 
 def _keeps_ramp(before: Mapping[str, Located], after: Mapping[str, Located]) -> bool:

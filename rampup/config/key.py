@@ -11,7 +11,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from importlib.resources import files
 from typing import Any, Literal, Self
+
+import yaml
 
 from rampup.errors import ConfigError, RampDefinitionError, RampupError, raise_together
 from rampup.plan.numbers import MAX_COUNT, exact_fraction, parse_count, to_yaml_number
@@ -43,184 +46,6 @@ _BOOL_WORDS = {
 # A name whose likeness to a key, from 0 to 1 as of difflib, is lower is no misspelling:
 # tokenizer_path is not token_dtype.
 MIN_LIKENESS = 0.75
-# Names under which other systems have a key. An error about an unknown key suggests the
-# name here; none of them is accepted.
-ALIASES: dict[str, str] = {
-    "num_batches": "steps max_steps num_steps total_steps train_steps",
-    "run_name": "name experiment experiment_name exp_name",
-    "base_output_directory": (
-        "output_dir out_dir save_dir log_dir logdir checkpoint_dir work_dir workdir"
-        " output_directory save"
-    ),
-    "steps": (
-        "max_steps num_steps train_steps num_train_steps total_steps train_iters"
-        " max_iters iterations"
-    ),
-    "enable_tensorboard": "tensorboard tensorboard_dir",
-    "wandb_project": "wandb project",
-    "log_period": "log_interval log_every log_every_n_steps logging_steps log_freq",
-    "checkpoint_period": (
-        "save_interval save_every save_steps checkpoint_interval checkpoint_every"
-        " save_freq ckpt_interval"
-    ),
-    "max_num_checkpoints_to_keep": (
-        "save_total_limit max_checkpoints keep_checkpoints max_to_keep keep_last"
-    ),
-    "eval_interval": "eval_every eval_freq eval_period val_interval val_check_interval",
-    "eval_steps": "eval_iters num_eval_steps val_steps",
-    "per_device_batch_size": (
-        "batch_size global_batch_size train_batch_size batch bs"
-        " per_device_train_batch_size"
-    ),
-    "eval_per_device_batch_size": (
-        "eval_batch_size val_batch_size per_device_eval_batch_size"
-    ),
-    "gradient_accumulation_steps": (
-        "grad_accum grad_accum_steps accum_steps accumulation_steps"
-        " accumulate_grad_batches"
-    ),
-    "microbatch_size": "micro_batch_size mbs micro_batch micro_batch_size_per_gpu",
-    "enable_rampup_batch_size": "rampup ramp_up batch_rampup",
-    "batch_size_schedule": (
-        "rampup_batch_size batch_schedule global_batch_size_schedule"
-    ),
-    "num_devices": "num_gpus n_gpus gpus devices world_size",
-    "ici_data_parallelism": "dp data_parallel data_parallel_size",
-    "ici_fsdp_parallelism": "fsdp fsdp_size zero_stage",
-    "ici_tensor_parallelism": (
-        "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size"
-    ),
-    "ici_context_parallelism": "cp context_parallel context_parallel_size",
-    "ici_pipeline_parallelism": (
-        "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size"
-        " num_stages"
-    ),
-    "num_pipeline_microbatches": "num_microbatches num_micro_batches",
-    "learning_rate": "lr max_lr peak_lr base_lr peak_learning_rate",
-    "lr_schedule_type": (
-        "lr_schedule lr_scheduler lr_scheduler_type scheduler lr_decay_style"
-        " learning_rate_schedule"
-    ),
-    "learning_rate_schedule_steps": "lr_decay_iters lr_decay_steps decay_steps",
-    "warmup_steps_fraction": (
-        "warmup warmup_steps warmup_ratio lr_warmup lr_warmup_steps lr_warmup_iters"
-        " num_warmup_steps"
-    ),
-    "learning_rate_final_fraction": "min_lr final_lr end_lr min_lr_ratio",
-    "opt_type": "optimizer optim optimizer_type",
-    "adam_b1": "beta1 beta_1 adam_beta1",
-    "adam_b2": "beta2 beta_2 adam_beta2",
-    "adam_eps": "eps epsilon adam_epsilon",
-    "adam_weight_decay": "weight_decay wd decay",
-    "gradient_clipping_threshold": (
-        "grad_clip clip_grad max_grad_norm clip_norm grad_norm_clip gradient_clipping "
-        "gradient_clip_val"
-    ),
-    "base_emb_dim": (
-        "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd model_dim width"
-    ),
-    "base_num_decoder_layers": (
-        "num_layers n_layers n_layer layers depth num_hidden_layers"
-    ),
-    "base_mlp_dim": "mlp_dim d_ff ffn_dim ffn_hidden_size intermediate_size",
-    "base_num_query_heads": "num_heads n_heads n_head heads num_attention_heads",
-    "base_num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads num_query_groups",
-    "vocab_size": "vocab vocabulary_size n_vocab padded_vocab_size",
-    "max_target_length": (
-        "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length"
-        " max_length context_length block_size"
-    ),
-    "logits_via_embedding": "tie_embeddings tie_word_embeddings tied_embeddings",
-    "dropout_rate": "dropout hidden_dropout",
-    "weight_dtype": "param_dtype params_dtype parameter_dtype",
-    "mu_dtype": "adam_mu_dtype moment_dtype",
-    "gradient_reduction_dtype": (
-        "grad_reduce_dtype grad_dtype reduce_dtype allreduce_dtype"
-    ),
-    "gradient_accumulator_dtype": (
-        "accumulator_dtype grad_accum_dtype accumulate_dtype"
-        " gradient_accumulation_dtype"
-    ),
-    "attention": (
-        "attn_implementation flash_attention use_flash_attention attention_kernel"
-    ),
-    "dtype": "precision compute_dtype bf16 fp16 mixed_precision",
-    "remat_policy": (
-        "remat gradient_checkpointing activation_checkpointing recompute_granularity"
-    ),
-    "init_weights_seed": "seed random_seed rng_seed",
-    "data_shuffle_seed": "seed shuffle_seed data_seed shuffle shuffle_data",
-    "dataset_type": "dataset data data_type",
-    "grain_train_files": (
-        "train_files train_data data_path dataset_path train_data_path train_file"
-        " data_dir"
-    ),
-    "grain_eval_files": "eval_files eval_data val_data valid_data validation_file",
-    "num_epoch": "epochs num_epochs max_epochs num_train_epochs n_epochs epoch",
-}
-# Names that were keys, or that are keys of MaxText which rampup has no use for, with what
-# replaces each. An error about such a name says it.
-REMOVED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "dcn_fsdp_parallelism",
-            "dcn_tensor_parallelism",
-            "dcn_context_parallelism",
-            "dcn_expert_parallelism",
-        ),
-        "slices are along the data or the pipeline axis: set dcn_data_parallelism or"
-        " dcn_pipeline_parallelism",
-    ),
-    "ici_expert_parallelism": (
-        "rampup trains no experts; for a plan, ici_context_parallelism counts devices"
-        " that do not shard the batch"
-    ),
-    "wsd_decay_style": "the decay of lr_schedule_type=wsd is linear",
-    "grain_num_threads": "two threads read rows ahead of training",
-    "grain_prefetch_buffer_size": "four batches are read ahead of training",
-    "eval_holdout_fraction": (
-        "a twentieth of the rows is held out; set grain_eval_files for others"
-    ),
-    "pipeline_delay_activation_forwarding": (
-        "set num_pipeline_microbatches to at least twice the stages, which is all that"
-        " it asked for"
-    ),
-    "num_layers_per_pipeline_stage": (
-        "set num_pipeline_repeats = layers / (stages * layers per stage)"
-    ),
-    "pipeline_keep": "a stage recomputes its layers; PipelinedLoss has keep=...",
-    "scan_layers": "layers always run in a loop",
-    "whole_batch": "set rampup_microbatch=whole",
-    "wait_for_compilation": (
-        "rampup_microbatch=fixed compiles one shape, for which no phase waits;"
-        " a step has wait_for_compilation, which you can set"
-    ),
-    "jax_distributed_initialization_timeout": (
-        "processes wait 300 seconds for each other at the start"
-    ),
-    "on_checkpoint_error": "a checkpoint that cannot be written ends the run",
-    "nu_dtype": "the second moment has weight_dtype; make_optimizer has nu_dtype=...",
-    "parameter_memory_host_offload": (
-        "set optimizer_memory_host_offload, ici_fsdp_parallelism or remat_policy to"
-        " save memory"
-    ),
-    "auto_schedule": (
-        "batch_size_schedule=auto grows the batch; measure_gradient_noise=true alone"
-        " only measures"
-    ),
-    "enable_data_shuffling": (
-        "set data_shuffle_seed=null to keep the order of the files"
-    ),
-    "partial_step": "a step of a rollout has batch_size prompts, and the run ends with a"
-    " whole one",
-    "token_batch_size": "set batch_size, and token_budget for the tokens of a pass",
-    "keep_prompts_together": "the responses to a prompt are always in one mini batch",
-    "experience_dtype": "log-probabilities, rewards and advantages are stored as float32",
-    "token_budget_shapes": "every pass is padded to token_budget",
-    "rl.num_generations_schedule": (
-        "rl.batch_size_schedule grows the prompts, rl.num_generations is constant"
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,8 +85,6 @@ class Key:
     per_process: bool = (
         False  # whether the value may differ between the processes of one run
     )
-    # whether `gradient_accumulation_steps` multiplies the value in a global batch
-    per_accumulation: bool = False
 
     @property
     def expected(self) -> str:
@@ -522,6 +345,16 @@ class Settings:
         return []
 
 
+@functools.cache
+def other_names() -> Mapping[str, Mapping[str, str]]:
+    """Return the names that are no keys, in `names.yml`: `aliases`, those of other
+    systems by key, and `removed`, what replaces a former key.
+    """
+    text = files(__package__).joinpath("names.yml").read_text(encoding="utf-8")
+    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return tables
+
+
 def attribute_of(name: str) -> str:
     """Return the attribute that a key of the file becomes: that of `rl.num_generations`
     is `num_generations`.
@@ -573,8 +406,8 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     """Return the keys that an unknown name may stand for, with a hint for its error:
     what replaces a former key, those of other systems, or a spelling.
     """
-    if name in REMOVED:
-        return (), REMOVED[name]
+    if removed := other_names()["removed"].get(name):
+        return (), removed
     if nearest := keys_for_alias(name, keys):
         return nearest, f"its name here is {' or '.join(nearest)}"
     word = name.lower()
@@ -582,8 +415,6 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
         word, [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
     ):
         return tuple(close), f"the closest is {close[0]}"
-    if longer := sorted(key for key in keys if _abbreviates(word, key)):
-        return tuple(longer), f"it may stand for {' or '.join(longer)}"
     return (
         (),
         (
@@ -594,16 +425,6 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     )
 
 
-def _abbreviates(word: str, key: str) -> bool:
-    """Return whether each part of a word begins a part of a key, in order, as those of
-    `batch_sched` do in `batch_size_schedule`.
-    """
-    parts = iter(key.split("_"))
-    return len(word) > 3 and all(
-        any(part.startswith(begin) for part in parts) for begin in word.split("_")
-    )
-
-
 def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:
     """Return the keys that other systems call by a name, such as `learning_rate` for
     `lr`.
@@ -611,6 +432,6 @@ def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:
     word = name.lower().replace("-", "_")
     return tuple(
         key
-        for key, aliases in ALIASES.items()
+        for key, aliases in other_names()["aliases"].items()
         if key in keys and word in aliases.split()
     )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rampup.config.key import Key, Settings, closest_keys
-from rampup.config.schema import BUDGET_KEYS, PRESETS, Config, auto_implies
+from rampup.config.rules import BUDGET_KEYS, auto_implies
+from rampup.config.schema import Config
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.ramp_keys import AUTO_SCHEDULE
@@ -137,17 +138,6 @@ def locate_values(
     errors about unknown or repeated names.
     """
     problems: list[RampupError] = []
-
-    def unknown_key(name: str, entry: Located) -> ConfigError:
-        nearest, hint = closest_keys(name, keys)
-        return ConfigError(
-            f"unknown key {name[:100]!r}; {hint}",
-            key=name,
-            nearest=nearest,
-            path=entry.path,
-            line=entry.line,
-        )
-
     groups = {name.partition(".")[0] for name in keys if "." in name}
     located: dict[str, Located] = {}
     for entries in _files(file, text=text):
@@ -182,7 +172,9 @@ def locate_values(
                 " everything else takes the keys of "
             )
             raise ConfigError(f"{text}configs/base.yml", key=unknown[0], path=str(file))
-        problems += [unknown_key(name, own[name]) for name in unknown[:MAX_UNKNOWN]]
+        problems += [
+            _unknown_key(name, own[name], keys) for name in unknown[:MAX_UNKNOWN]
+        ]
         # `_files` goes from the file to its bases, so what is located already is
         # nearer.
         located = _override(
@@ -191,6 +183,29 @@ def locate_values(
             keys=keys,
         )
 
+    settings, others = _locate_settings(overrides, environ, keys)
+    return _override(far=located, near=settings, keys=keys), [*problems, *others]
+
+
+def _unknown_key(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
+    """Return the error about a name that is no key."""
+    nearest, hint = closest_keys(name, keys)
+    return ConfigError(
+        f"unknown key {name[:100]!r}; {hint}",
+        key=name,
+        nearest=nearest,
+        path=entry.path,
+        line=entry.line,
+    )
+
+
+def _locate_settings(
+    overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key]
+) -> tuple[dict[str, Located], list[RampupError]]:
+    """Return the value of each key that is set on the command line or by a variable,
+    and the errors about unknown or repeated names.
+    """
+    problems: list[RampupError] = []
     texts: list[tuple[str, Located]] = []
     for setting in overrides:
         name, equals, written = setting.partition("=")
@@ -208,7 +223,7 @@ def locate_values(
     settings: dict[str, Located] = {}
     for name, entry in texts:
         if name not in keys:
-            problems.append(unknown_key(name, entry))
+            problems.append(_unknown_key(name, entry, keys))
             continue
         # A key of text takes the text as it is; otherwise YAML gives it a type.
         value = parse_scalar(entry.value, entry.path)
@@ -226,7 +241,7 @@ def locate_values(
                     key=name,
                 )
             )
-    return _override(far=located, near=settings, keys=keys), problems
+    return settings, problems
 
 
 def _override(
@@ -235,9 +250,9 @@ def _override(
     """Return the entries of two places. The place nearer to the command line wins.
 
     They also win over far entries that set the same fact by another key, such as
-    `steps` by `train_tokens`, and a near preset wins over the far values of its keys.
-    So does a near `batch_size_schedule: auto`, with the values that it needs, and with
-    a far one a near length of the run, with the clock that it needs.
+    `steps` by `train_tokens`. So does a near `batch_size_schedule: auto`, with the
+    values that it needs, and with a far one a near length of the run, with the clock
+    that it needs.
     """
     replaced = {
         other
@@ -245,8 +260,6 @@ def _override(
         if entry.value not in (None, -1)
         for other in keys[name].instead_of
     }
-    if "preset" in near and (preset := PRESETS.get(str(near["preset"].value))):
-        replaced |= {*preset.keys}
     kept = {name: entry for name, entry in far.items() if name not in replaced}
     values = {name: entry.value for name, entry in (kept | dict(near)).items()}
     if values.get("batch_size_schedule") == AUTO_SCHEDULE:

@@ -12,7 +12,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rampup.config.devices import list_devices, numbers_that_can
 from rampup.config.schema import KEYS, Config
 from rampup.config.stages import (
     STAGES,
@@ -33,8 +32,7 @@ from rampup.errors import (
 )
 from rampup.plan.numbers import AUTO, nearest_in
 from rampup.plan.ramp import BatchRamp, parse_schedule
-from rampup.plan.ramp_keys import AUTO_SCHEDULE, ramp_from_config
-from rampup.plan.refusal import batch_error, nearest_batches
+from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplitter
 
 
@@ -63,16 +61,8 @@ def all_problems(draft: Draft) -> RampupError:
         with _collected(problems, config):
             (check_ramp if stage is find_ramp else stage)(draft)
     if problems:
-        refused = any(
-            isinstance(problem, BatchDivisibilityError)
-            for problem in [*problems, *eval_problems]
-        )
-        closing = ""
-        if not draft.axes:
-            closing = "the batch sizes are checked again once the mesh is legal"
-        elif draft.splitter and draft.ramp is None and refused:
-            closing = _devices_of_schedule(config, draft.num_devices)
-        return combine([*problems, *eval_problems], closing)
+        closing = "the batch sizes are checked again once the mesh is legal"
+        return combine([*problems, *eval_problems], "" if draft.axes else closing)
     assert draft.splitter is not None
     if eval_problems:
         # A legal one: only the other rules are left to check.
@@ -184,68 +174,31 @@ def _size_errors(
     splitter: BatchSplitter, sizes: Sequence[tuple[int, str]], *, is_schedule: bool
 ) -> list[RampupError]:
     """Return the errors about global batches that a splitter refuses, each with its
-    place, or that about a given microbatch.
+    place; or, if a smaller microbatch alone makes them legal, that about the given one.
     """
-    refused = [(size, where) for size, where in sizes if not splitter.allows(size)]
     fixed = splitter.microbatch_size
     unfixed = replace(splitter, microbatch_size=AUTO)
-    numbers = [size for size, _ in sizes]
     key = "batch_size_schedule" if is_schedule else None
-    smaller: list[int] = []
-    if refused and fixed != AUTO and is_schedule:
-        # A smaller microbatch changes the batches least.
-        near = [
-            min((abs(legal - size), legal) for legal in nearest_batches(unfixed, size))[
-                1
-            ]
-            for size in numbers
-        ]
-        if not all(map(splitter.allows, near)):
-            smaller = [n for n in unfixed.legal_microbatches(near) if n < fixed][-1:]
-    fix = "".join(f"; or microbatch_size={size}" for size in smaller)
-    problems = [
-        batch_error(splitter, size, where, key=key, fix=fix) for size, where in refused
-    ]
-    if smaller:
-        for problem in problems:
-            problem.alternatives = {"microbatch_size": tuple(smaller)}
-    if (
-        problems
-        and fixed != AUTO
-        and not is_schedule
-        and all(map(unfixed.allows, numbers))
-    ):
-        legal = unfixed.legal_microbatches(numbers)
-        nearest = nearest_in(fixed, legal)
-        return [
-            BatchDivisibilityError(
-                f"microbatch_size={fixed} must divide global_batch_size /"
-                " data_parallel_size in every phase",
-                fix=(f"nearest: {', '.join(map(str, nearest))} ({problems[0]})"),
-                value=fixed,
-                divisor=max(legal),
-                key="microbatch_size",
-                nearest=nearest,
-            )
-        ]
-    return list(problems)
-
-
-def _devices_of_schedule(config: Config, num_devices: int) -> str:
-    """Return on which other numbers of devices the batches of a schedule run, as text;
-    the other ramps follow the devices.
-    """
-    if (
-        config.batch_size_schedule in (None, AUTO_SCHEDULE)
-        or config.seesaw_factor is not None
-    ):
-        return ""
-    with contextlib.suppress(RampupError):
-        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config))
-        numbers = numbers_that_can(config, num_devices, {"ramp": ramp})
-        return (
-            f"numbers of devices that can run these batches: {list_devices(numbers)}"
-            if numbers
-            else ""
+    refused = [(size, where) for size, where in sizes if not unfixed.allows(size)]
+    if refused:
+        return [batch_error(unfixed, size, where, key=key) for size, where in refused]
+    numbers = [size for size, _ in sizes]
+    wrong = [(size, where) for size, where in sizes if not splitter.allows(size)]
+    if not wrong:
+        return []
+    legal = unfixed.legal_microbatches(numbers)
+    nearest = nearest_in(fixed, legal)
+    return [
+        BatchDivisibilityError(
+            f"microbatch_size={fixed} must divide global_batch_size /"
+            " data_parallel_size in every phase",
+            fix=(
+                f"nearest: {', '.join(map(str, nearest))}"
+                f" ({batch_error(splitter, *wrong[0], key=key)})"
+            ),
+            value=fixed,
+            divisor=max(legal),
+            key="microbatch_size",
+            nearest=nearest,
         )
-    return ""
+    ]

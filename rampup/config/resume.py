@@ -10,7 +10,8 @@ from typing import Any
 
 from rampup.config.build import build_plan
 from rampup.config.devices import list_devices, numbers_that_can
-from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config
+from rampup.config.rules import BUDGET_KEYS
+from rampup.config.schema import KEYS, RAMP_KEYS, Config
 from rampup.errors import (
     BatchDivisibilityError,
     PipelineShapeError,

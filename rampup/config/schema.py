@@ -1,5 +1,4 @@
-"""The configuration keys: default, type, unit, limits and documentation of each; and
-the presets that give them defaults.
+"""The configuration keys: default, type, unit, limits and documentation of each.
 
 Names and meanings are MaxText's if MaxText has the key. The defaults are the values of
 configs/base.yml.
@@ -7,157 +6,19 @@ configs/base.yml.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
 
 from rampup.config.key import Settings, key
-from rampup.errors import ConfigError, RampupError
+from rampup.config.rules import LINEAR, auto_implies, contradictions
+from rampup.errors import RampupError
 from rampup.plan.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
-from rampup.plan.numbers import divisors, nearest_in
 from rampup.plan.ramp_keys import AUTO_SCHEDULE, SCHEDULE_UNITS
-from rampup.plan.refusal import INCREMENT, RAMP_SAMPLES, START
+from rampup.plan.refusal import END, INCREMENT, START
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
-
-# The switch of the linear ramp, and the keys that only it uses.
-_LINEAR = "enable_rampup_batch_size"
-_LINEAR_KEYS = (START, INCREMENT, RAMP_SAMPLES, "rampup_carry_overshoot")
-
-# The keys that set the length of a run; one of them is given.
-BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
-
-NANOCHAT_REFERENCE_TOKENS = 1_321_210_944
-NANOCHAT_REFERENCE_BATCH = 2**19
-# The keys with which a preset sets the batch.
-_PRESET_RAMP_KEYS = (_LINEAR, "batch_size_schedule", "batch_size_schedule_unit")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A published rule."""
-
-    summary: str  # what it sets, in one or two sentences
-    source: str  # where it is published
-    keys: tuple[str, ...]  # the keys that it gives defaults to
-    # Their values for a run, from its tokens per sample and its tokens, None without a
-    # budget. A key that is set in the same file as `preset`, or nearer to the command
-    # line, wins.
-    values: Callable[[int, int | None], Mapping[str, Any]]
-
-
-def _samples(preset: str, tokens: int, length: int) -> int:
-    """Return a batch of tokens in samples, which must be a whole number."""
-    if tokens % length:
-        legal = [2**k for k in range(20) if tokens % 2**k == 0 and 2**k < length][-1:]
-        rule = (
-            f"preset={preset} has batches of {tokens:,} tokens, which"
-            f" max_target_length={length} does not divide"
-        )
-        nearest = f"; nearest: {legal[0]}" if legal else ""
-        raise ConfigError(f"{rule}{nearest}", key="max_target_length", nearest=legal)
-    return tokens // length
-
-
-def _schedule(
-    preset: str, length: int, thresholds: list[tuple[int, int]]
-) -> dict[str, Any]:
-    """Return a schedule from pairs of tokens consumed and tokens per batch."""
-    pairs = " ".join(
-        f"{start}:{_samples(preset, batch, length)}" for start, batch in thresholds
-    )
-    return dict(zip(_PRESET_RAMP_KEYS, (False, pairs, "tokens"), strict=True))
-
-
-def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
-    if tokens is None:
-        raise ConfigError(
-            "preset=nanochat computes the batch and the weight decay from the tokens of"
-            " the run",
-            fix="set train_tokens or train_samples",
-            key="train_tokens",
-        )
-    wanted = NANOCHAT_REFERENCE_BATCH * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
-    return _schedule("nanochat", length, [(0, 2 ** round(math.log2(wanted)))]) | {
-        "batch_scaling_reference": _samples(
-            "nanochat", NANOCHAT_REFERENCE_BATCH, length
-        ),
-        "batch_scaling": "timescale",
-        "adam_weight_decay_reference_tokens": NANOCHAT_REFERENCE_TOKENS,
-    }
-
-
-PRESETS: dict[str, Preset] = {
-    "nanochat": Preset(
-        summary=(
-            "Three formulas for a run of D tokens: a batch of 2**19 * (D /"
-            " 1.32B)**0.383 tokens, rounded to a power of 2; the learning rate times"
-            " sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) *"
-            " 1.32B / D, which keeps the timescale of AdamW. learning_rate and"
-            " adam_weight_decay are those of a run of 1.32B tokens with a batch of"
-            " 2**19. Not all of nanochat's recipe: it applies the weight decay to the"
-            " matrices of Muon only, and lets it fall to 0."
-        ),
-        source=(
-            "karpathy/nanochat, scripts/base_train.py; exponent of Bergsma et al. 2025,"
-            " arXiv 2505.13738; timescale of Wang & Aitchison 2024, arXiv 2405.13698"
-        ),
-        keys=(
-            *_PRESET_RAMP_KEYS,
-            "batch_scaling",
-            "batch_scaling_reference",
-            "adam_weight_decay_reference_tokens",
-        ),
-        values=_nanochat,
-    ),
-    "marin": Preset(
-        summary=(
-            "adam_b2 is 0.999**(batch / 32), between 0.95 and 0.9999, for a batch in"
-            " sequences of 4,096 tokens: the same half-life in tokens for every batch,"
-            " and no lower than is stable. The sweep of issue 4567 finds slightly lower"
-            " values."
-        ),
-        source=(
-            "marin-community/marin, pull request 2447 (the floor) and issue 4567 (the"
-            " sweep); Marek et al. 2025, arXiv 2507.07101"
-        ),
-        keys=("adam_b2", "batch_scaling", "adam_b2_floor", "batch_scaling_reference"),
-        values=lambda length, tokens: {
-            "adam_b2": 0.999,
-            "batch_scaling": "half_life",
-            "adam_b2_floor": 0.95,
-            "batch_scaling_reference": _samples("marin", 32 * 4096, length),
-        },
-    ),
-    "olmo": Preset(
-        summary=(
-            "The batch size warm-up of OLMo 1B: 1,024 sequences of 4,096 tokens, 2,048"
-            " after 168B tokens and 4,096 after 503B, where measured critical batch"
-            " sizes allow them. learning_rate is that of the first batch and grows by"
-            " sqrt(2) with each doubling."
-        ),
-        source="Merrill et al. 2025, arXiv 2505.23971",
-        keys=(*_PRESET_RAMP_KEYS, "batch_scaling", "batch_scaling_reference"),
-        values=lambda length, tokens: (
-            _schedule(
-                "olmo",
-                length,
-                [
-                    (0, 1024 * 4096),
-                    (168 * 10**9, 2048 * 4096),
-                    (503 * 10**9, 4096 * 4096),
-                ],
-            )
-            | {
-                "batch_scaling": "sqrt",
-                "batch_scaling_reference": _samples("olmo", 1024 * 4096, length),
-            }
-        ),
-    ),
-}
 
 # A key: its default, its properties, and its documentation, where a line break counts
 # as a space.
@@ -192,10 +53,6 @@ class RunKeys(Settings):
         instead_of=("steps", "train_samples"), doc="""
         Tokens of the run, such as 300B, instead of steps: divided by max_target_length and rounded up, they are train_samples.
         null: steps counts.""")
-    preset: str = _run("none", choices=("none", *PRESETS), own=True, doc="""
-        Published rule that gives defaults to other keys, described in docs/reference/presets.md. A key that is set in the same
-        place, or nearer to the command line, wins. none: no rule. nanochat: batch, learning rate and weight decay from the
-        tokens of the run. marin: adam_b2 from the batch. olmo: the batch ramp of OLMo 1B.""")
     enable_tensorboard: bool = _run(False, maxtext="true", doc="""
         Also write every metric to the run's folder for TensorBoard. Needs rampup[tensorboard].""")
     wandb_project: str | None = _run(None, kind="text", nullable=True, own=True, doc="""
@@ -228,8 +85,7 @@ class BatchKeys(Settings):
     """
 
     per_device_batch_size: Fraction = _batch(Fraction(8), above=0, unit="samples", maxtext="12.0", ramp=True,
-        per_accumulation=True, doc="""
-        Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices *
+        doc="""Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices *
         per_device_batch_size * gradient_accumulation_steps. May be a fraction if tensor or pipeline parallelism shares a sample
         between devices. Not used with batch_size_schedule.""")
     eval_per_device_batch_size: Fraction = _batch(Fraction(0), minimum=0, unit="samples", doc="""
@@ -268,9 +124,9 @@ class BatchKeys(Settings):
         Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size,
         over global_rampup_samples samples. Excludes batch_size_schedule. Must be set, even to true, if another key of the ramp
         is; else, false if per_device_batch_size or batch_size_schedule is set.""")
-    per_device_batch_size_start: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
+    per_device_batch_size_start: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True,
         doc="""Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).""")
-    per_device_batch_size_increment: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
+    per_device_batch_size_increment: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True,
         doc="""Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size -
         per_device_batch_size_start.""")
     global_rampup_samples: int = _ramp(3000, minimum=1, unit="samples", maxtext="500", ramp=True, doc="""
@@ -449,14 +305,10 @@ class ModelKeys(Settings):
     num_vocab_tiling: int = _model(1, minimum=1, doc="""
         Tiles of the vocabulary in the loss: only one of them has its logits in memory at a time. More tiles take one more
         matrix product. Must divide vocab_size.""")
-    remat_policy: str = _model("none",
-        choices=("none", "minimal_with_context", "minimal", "save_dot_except_mlpwi", "save_dot_except_mlp", "save_qkv_proj",
-        "save_out_proj", "full"),
-        maxtext="full", doc="""
-        Activations that the backward pass recomputes to save memory, from the least to the most. none: nothing.
-        minimal_with_context: everything except matrix products and the output of attention. minimal: everything except matrix
-        products. save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: everything except these matrix
-        products. full: everything.""")
+    remat_policy: str = _model("none", choices=("none", "minimal", "save_dot_except_mlp", "full"), maxtext="full", doc="""
+        Activations that the backward pass recomputes to save memory, from the least to the most. none: nothing. minimal:
+        everything except matrix products. save_dot_except_mlp: everything except the matrix products of attention. full:
+        everything.""")
     optimizer_memory_host_offload: bool = _model(False, doc="""
         Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` with
         and without it says what it saves.""")
@@ -539,7 +391,7 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         # has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
         found: dict[str, Any] = (
-            {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+            {LINEAR: False} if own_batch and LINEAR not in self._given else {}
         )
         if self.batch_size_schedule == AUTO_SCHEDULE:
             implied = auto_implies(has_budget=self.total_steps is None)
@@ -550,247 +402,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             }
         if "steps" not in self._given and self.total_steps is None:
             found["steps"] = -1
-        if (preset := PRESETS.get(self.preset)) is not None:
-            # A ramp of the user's own wins over that of the preset as a whole.
-            own_ramp = "batch_size_schedule" in self._given or (
-                _LINEAR in self._given and self.enable_rampup_batch_size
-            )
-            left_out = self._given | set(_PRESET_RAMP_KEYS if own_ramp else ())
-            tokens = self.train_tokens
-            if tokens is None and self.train_samples is not None:
-                tokens = self.train_samples * self.max_target_length
-            if wanted := [name for name in preset.keys if name not in left_out]:
-                values = preset.values(self.max_target_length, tokens)
-                found |= {name: values[name] for name in wanted}
         return found
 
     def _contradictions(self) -> list[RampupError]:
-        problems: list[RampupError] = []
-
-        def refuse(key: str, rule: str, *nearest: object) -> None:
-            """Append the error about a rule between keys: the key to change, the
-            message, and the nearest legal values.
-            """
-            problems.append(ConfigError(rule, key=key, nearest=nearest))
-
-        if self.total_steps == -1:
-            rule = (
-                "takes learning_rate_schedule_steps, which is -1 too; set one of them,"
-                " train_samples or train_tokens"
-            )
-            refuse("steps", f"steps=-1 {rule}")
-        warmup = self.warmup_steps_fraction
-        decay = self.wsd_decay_steps_fraction
-        if self.lr_schedule_type == "wsd" and warmup + decay > 1:
-            refuse(
-                "wsd_decay_steps_fraction",
-                f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay}"
-                " must not exceed 1",
-                float(1 - Fraction(repr(warmup))),
-            )
-        others = {
-            "measure_gradient_noise": False,
-            "gradient_accumulator_dtype": "float32",
-        }
-        is_whole = self.rampup_microbatch == "whole"
-        if is_whole:
-            others["rampup_microbatch"] = "fixed"
-        for name, legal in (
-            others.items() if self.gradient_accumulation != "fused" else ()
-        ):
-            if (value := getattr(self, name)) != legal:
-                needs = (
-                    "needs gradient_accumulation=fused, it is"
-                    f" {self.gradient_accumulation}"
-                )
-                refuse(name, f"{name}={str(value).lower()} {needs}", legal)
-        if is_whole and self.measure_gradient_noise:
-            refuse(
-                "measure_gradient_noise",
-                "measure_gradient_noise=true compares microbatches, but with"
-                " rampup_microbatch=whole a step has only one",
-                False,
-            )
-        size, tiles = self.vocab_size, self.num_vocab_tiling
-        if self.dataset_type == "text" and size < 256:
-            refuse(
-                "vocab_size",
-                f"vocab_size={size} must be at least 256 for dataset_type=text, whose"
-                " tokens are bytes",
-                256,
-            )
-        if size % tiles:
-            refuse(
-                "num_vocab_tiling",
-                f"vocab_size={size} must be a multiple of num_vocab_tiling={tiles}",
-                *nearest_in(tiles, divisors(size)),
-            )
-        if self.attention == "flash" and self.max_target_length % 128:
-            refuse(
-                "attention",
-                "attention=flash needs a max_target_length that is a multiple of 128,"
-                f" not {self.max_target_length}",
-                "autoselected",
-                "dot_product",
-            )
-        if self.dataset_type == "tokens" and self.grain_train_files is None:
-            refuse(
-                "grain_train_files",
-                f"dataset_type={self.dataset_type} needs grain_train_files, a glob"
-                " pattern of the files to read",
-            )
-        if self.batch_size_schedule == AUTO_SCHEDULE:
-            # What must be known before step 0 cannot depend on batches that are decided
-            # later.
-            has_budget = self.total_steps is None
-            needed = auto_implies(has_budget=has_budget)
-            needed |= {"rampup_microbatch": "fixed"}
-            needed |= {"seesaw_factor": None}
-            needed |= (
-                {"learning_rate_schedule_steps": -1}
-                if has_budget
-                else {"adam_weight_decay_reference_tokens": None}
-            )
-            for name, legal in needed.items():
-                if getattr(self, name) != legal:
-                    shown = "null" if legal is None else str(legal).lower()
-                    refuse(
-                        name,
-                        f"batch_size_schedule=auto needs {name}={shown}: its batches"
-                        " are not known before the run",
-                        legal,
-                    )
-        budgets = [
-            f"{name}={value}"
-            for name in BUDGET_KEYS
-            if (value := getattr(self, name)) not in (None, -1)
-        ]
-        if len(budgets) > 1:
-            rule = (
-                f"{' and '.join(budgets)} both set the length of the run; set one of"
-                " them"
-            )
-            (
-                refuse("train_samples", rule)
-                if self.steps == -1
-                else refuse("steps", rule, -1)
-            )
-        factor = self.seesaw_factor
-        largest = self.seesaw_max_batch_size
-        if factor is None and largest is not None:
-            refuse(
-                "seesaw_max_batch_size",
-                f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null;"
-                " set both or none",
-            )
-        kind = self.lr_schedule_type
-        last = self.learning_rate_final_fraction
-        if factor is not None and (
-            kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)
-        ):
-            rule = (
-                f"seesaw_factor={factor} replaces falls of the learning rate, but"
-                f" lr_schedule_type={kind} with "
-            )
-            refuse(
-                "seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none"
-            )
-        if factor is not None and self.learning_rate_clock != "samples":
-            reason = "the batch, and so the number of steps, depends on the schedule"
-            refuse(
-                "learning_rate_clock",
-                f"seesaw_factor needs learning_rate_clock=samples: {reason}",
-                "samples",
-            )
-        scaling, adam = self.batch_scaling, self.batch_rule[1]
-        if adam.is_active and self.opt_type != "adamw":
-            refuse(
-                "batch_scaling",
-                f"batch_scaling={scaling} scales constants of AdamW, but"
-                f" opt_type={self.opt_type}",
-                "none",
-                "linear",
-            )
-        for name, scaled in (
-            ("adam_b2_floor", adam.b2),
-            ("adam_weight_decay_reference_tokens", adam.weight_decay),
-        ):
-            if getattr(self, name) is not None and scaled == "none":
-                refuse(
-                    name,
-                    f"{name}={getattr(self, name)} has no effect with"
-                    f" batch_scaling={scaling}",
-                )
-        problems += head_problems(self)
-
-        # A key of the linear ramp is set, and nothing says whether there is one; with
-        # an explicit false, they are ignored.
-        is_auto = self.batch_size_schedule == AUTO_SCHEDULE
-        # `auto` starts with the first size of the ramp.
-        ignored = [
-            name
-            for name in _LINEAR_KEYS
-            if name in self._given and not (is_auto and name == START)
-        ]
-        from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
-        if ignored and _LINEAR not in self._given and not from_preset:
-            values = self.to_dict()
-            found = ", ".join(f"{name}={values[name]}" for name in ignored)
-            if self.batch_size_schedule is not None:
-                rule = (
-                    f"are two ramps; remove one, or set {_LINEAR}: false to keep the"
-                    " schedule"
-                )
-                refuse(ignored[0], f"{found} and batch_size_schedule {rule}")
-            else:
-                rule = (
-                    f"{_LINEAR} is not set: set it to true for the ramp, to false for a"
-                    " constant batch"
-                )
-                refuse(_LINEAR, f"{found} describes a linear ramp, but {rule}", True)
-        return problems
-
-
-def auto_implies(*, has_budget: bool) -> dict[str, Any]:
-    """Return the only values that work with `batch_size_schedule: auto`: no second
-    ramp, the measurement, and the clock that counts what the length of the run counts,
-    as the other unit depends on later batches.
-    """
-    clock = "samples" if has_budget else "steps"
-    return {
-        _LINEAR: False,
-        "measure_gradient_noise": True,
-        "learning_rate_clock": clock,
-    }
-
-
-def head_problems(config: Any) -> list[RampupError]:
-    """Return errors unless the heads divide the width and each other, for any
-    configuration with a model.
-    """
-    heads, width = config.base_num_query_heads, config.base_emb_dim
-    problems: list[RampupError] = []
-    if width % (2 * heads):
-        rule = (
-            f"must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that"
-            " every head has an even width"
-        )
-        nearest = nearest_in(heads, divisors(width // 2 if width % 2 == 0 else 0))
-        problems.append(
-            ConfigError(
-                f"base_emb_dim={width} {rule}",
-                key="base_num_query_heads",
-                nearest=nearest,
-            )
-        )
-    if heads % config.num_kv_heads:
-        message = (
-            f"base_num_query_heads={heads} must be a multiple of"
-            f" base_num_kv_heads={config.num_kv_heads}"
-        )
-        nearest = nearest_in(config.num_kv_heads, divisors(heads))
-        problems.append(ConfigError(message, key="base_num_kv_heads", nearest=nearest))
-    return problems
+        return [*contradictions(self)]
 
 
 KEYS = Config.keys()
@@ -799,6 +414,5 @@ KEYS = Config.keys()
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
-PER_ACCUMULATION_KEYS = tuple(
-    name for name, spec in KEYS.items() if spec.per_accumulation
-)
+# `gradient_accumulation_steps` multiplies their values in a global batch.
+PER_ACCUMULATION_KEYS = (START, INCREMENT, END)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,23 +114,6 @@ def _parse(
         line = None if mark is None else mark.line + 1
         problem = str(error.problem or error.context)
         hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
-        # In the line where the problem was found, or in the one before, which it may
-        # begin in. Comments can have any character.
-        for number, words in list(enumerate(text.splitlines(), start=1))[
-            max((line or 0) - 2, 0) : line or 0
-        ]:
-            if odd := next(
-                (
-                    x
-                    for x in words.partition("#")[0]
-                    if x != " " and unicodedata.category(x) == "Zs"
-                ),
-                None,
-            ):
-                hint += (
-                    f"; line {number} has U+{ord(odd):04X}"
-                    f" ({unicodedata.name(odd).lower()}) instead of a space"
-                )
         raise ConfigError(
             f"not valid YAML: {problem}{hint}", path=path, line=line
         ) from None

@@ -37,9 +37,10 @@ from rampup.errors import (
     ResumeMismatchError,
     raise_together,
 )
+from rampup.plan.describe import MAX_PHASES
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.ramp_keys import RampupBatchManager
-from rampup.show.console import MAX_PHASES, make_table
+from rampup.show.console import make_table
 
 VERSION = "0.2.5"
 TRAIN = "maxtext.trainers.pre_train.train"

@@ -438,50 +438,11 @@ class Run:
             }
         )
         metric_writers(config)  # whose packages must be installed
-        factor = config.expansion_factor_real_data
-        if factor > 1 and factor.denominator != 1:
-            problem = (
-                f"expansion_factor_real_data={float(factor)} must be a whole number of"
-                " processes, or -1"
-            )
-            raise ConfigError(
-                problem,
-                key="expansion_factor_real_data",
-                nearest=(-1, int(factor), int(factor) + 1),
-            )
-        if 0 < factor < 1:
-            problem = (
-                f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way"
-                " to resume on fewer hosts"
-            )
-            fix = "here a position does not depend on hosts: set it to -1"
-            raise ConfigError(
-                f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,)
-            )
+        loading = loading_of(config)
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         split_for = setup.step.split_for  # also checks the step before data are opened
-        loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, config)
-        # A process that does not read knows no files. Every one that does reads the
-        # beginnings, and its share of the rest.
-        paths = files_of(train_rows)
-        check_consistent(
-            {"num_rows": len(train_rows)}
-            | ({"data": beginnings(paths)} if loading.reads else {})
-        )
-        share = jax.process_index() // loading.factor
-        num_shares = jax.process_count() // loading.factor
-        own = fingerprints(paths, share, num_shares) if loading.reads else {}
-        data = dict(
-            sorted(
-                itertools.chain(
-                    *(
-                        json.loads(part).items()
-                        for part in gather_from_all(json.dumps(own))
-                    )
-                )
-            )
-        )
+        data = shared_fingerprints(train_rows, loading)
         # The most samples that the run can take.
         num_samples = (
             plan.consumed_samples if plan.auto is None else plan.auto["max_samples"]
@@ -498,54 +459,12 @@ class Run:
             ),
             loading=loading,
         )
-        evaluation = None
-        if config.eval_interval != -1:
-            # The weighted mean loss over the same held-out rows every time.
-            size = plan.eval_global_batch_size
-            assert size is not None  # None only with eval_interval=-1
-            available = len(eval_rows) // size
-            if available == 0:
-                problem = (
-                    f"evaluation needs a batch of {size} rows, but {len(eval_rows):,}"
-                    " rows are held out"
-                )
-                fix = (
-                    "set a smaller eval_per_device_batch_size, more"
-                    " grain_eval_files, or eval_interval=-1"
-                )
-                raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
-            num_batches = (
-                available
-                if config.eval_steps == -1
-                else min(config.eval_steps, available)
-            )
-            step, eval_plan = setup.evaluation(size, num_batches)
-            order = SampleOrder(len(eval_rows), seed=None)
-            eval_loader = BatchLoader(
-                source=eval_rows,
-                plan=eval_plan,
-                mesh=setup.mesh,
-                order=order,
-                loading=loading,
-            )
-
-            def evaluate(state: Any) -> dict[str, float]:
-                sums = [step(state, batch) for batch in eval_loader.batches()]
-                # float64: the weights of many batches add up to more than float32
-                # counts exactly.
-                loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-                return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
-
-            evaluation = EvalOptions(
-                evaluate=evaluate, eval_interval=config.eval_interval
-            )
-
         return cls(
             setup=setup,
             saved=saved,
             loader=loader,
             data=data,
-            evaluation=evaluation,
+            evaluation=evaluation_of(setup, eval_rows, loading),
         )
 
     def train(
@@ -687,6 +606,89 @@ class Run:
             if auto is None
             else replace(summary, batch_size_schedule=auto.schedule)
         )
+
+
+def loading_of(config: Config) -> Loading:
+    """Return which processes load rows, by `expansion_factor_real_data`, or refuse a
+    factor with which rampup does not train.
+    """
+    key = "expansion_factor_real_data"
+    factor = config.expansion_factor_real_data
+    if factor > 1 and factor.denominator != 1:
+        raise ConfigError(
+            f"{key}={float(factor)} must be a whole number of processes, or -1",
+            key=key,
+            nearest=(-1, int(factor), int(factor) + 1),
+        )
+    if 0 < factor < 1:
+        raise ConfigError(
+            f"{key}={float(factor)} below 1 is MaxText's way to resume on fewer hosts",
+            fix="here a position does not depend on hosts: set it to -1",
+            key=key,
+            nearest=(-1,),
+        )
+    return Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
+
+
+def shared_fingerprints(rows: Any, loading: Loading) -> dict[str, str]:
+    """Return the fingerprints of the files with the rows, of which every process that
+    reads computes a share; refuse processes with other rows.
+    """
+    # A process that does not read knows no files. Every one that does reads the
+    # beginnings, and its share of the rest.
+    paths = files_of(rows)
+    check_consistent(
+        {"num_rows": len(rows)} | ({"data": beginnings(paths)} if loading.reads else {})
+    )
+    share = jax.process_index() // loading.factor
+    num_shares = jax.process_count() // loading.factor
+    own = fingerprints(paths, share, num_shares) if loading.reads else {}
+    parts = map(json.loads, gather_from_all(json.dumps(own)))
+    return dict(sorted(itertools.chain(*(part.items() for part in parts))))
+
+
+def evaluation_of(
+    setup: TrainSetup, eval_rows: Any, loading: Loading
+) -> EvalOptions | None:
+    """Return when a run evaluates, and how; None = never."""
+    config = setup.config
+    if config.eval_interval == -1:
+        return None
+    # The weighted mean loss over the same held-out rows every time.
+    size = setup.plan.eval_global_batch_size
+    assert size is not None  # None only with eval_interval=-1
+    available = len(eval_rows) // size
+    if available == 0:
+        problem = (
+            f"evaluation needs a batch of {size} rows, but {len(eval_rows):,}"
+            " rows are held out"
+        )
+        fix = (
+            "set a smaller eval_per_device_batch_size, more"
+            " grain_eval_files, or eval_interval=-1"
+        )
+        raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
+    num_batches = (
+        available if config.eval_steps == -1 else min(config.eval_steps, available)
+    )
+    step, eval_plan = setup.evaluation(size, num_batches)
+    order = SampleOrder(len(eval_rows), seed=None)
+    eval_loader = BatchLoader(
+        source=eval_rows,
+        plan=eval_plan,
+        mesh=setup.mesh,
+        order=order,
+        loading=loading,
+    )
+
+    def evaluate(state: Any) -> dict[str, float]:
+        sums = [step(state, batch) for batch in eval_loader.batches()]
+        # float64: the weights of many batches add up to more than float32
+        # counts exactly.
+        loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+        return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
+
+    return EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
 
 
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:

@@ -54,24 +54,14 @@ TILES = (512, 256, 128)
 GATHERED = "gathered_weights"
 # The names of a layer's activations.
 _QKV = ("query_proj", "key_proj", "value_proj")
-_CONTEXT, _OUT, _GATE_UP = ("context", "out_proj", "mlpwi")
-_save = jax.checkpoint_policies.save_only_these_names
+_OUT = "out_proj"
 # Names and meanings are MaxText's: what the backward pass finds and does not compute
 # again, beside the input of a layer.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
-    "minimal_with_context": _save(*_QKV, _CONTEXT, _OUT, _GATE_UP),
     "minimal": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-    "save_dot_except_mlpwi": _save(*_QKV, _OUT),
-    "save_dot_except_mlp": _save(*_QKV, _OUT),
-    "save_qkv_proj": _save(*_QKV),
-    "save_out_proj": _save(_OUT),
+    "save_dot_except_mlp": jax.checkpoint_policies.save_only_these_names(*_QKV, _OUT),
     "full": jax.checkpoint_policies.nothing_saveable,
-}
-# What a pipeline stage keeps of a microbatch, besides its input, for its backward pass.
-KEEP_POLICIES = {
-    "nothing": None,
-    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
 # From queries, keys and values of one layer to the mixed values (B, T, H, D) and
 # anything else.
@@ -158,7 +148,6 @@ class Block(nn.Module):
             mixed_BTHD = attend(
                 rotate(q_BTHD), rotate(k_BTGD), v_BTGD, kind=model.attention, mesh=mesh
             )
-            mixed_BTHD = checkpoint_name(mixed_BTHD, _CONTEXT)
         else:
             mixed_BTHD, extra = mixer(q_BTHD, k_BTGD, v_BTGD)
         h_BTE = nn.DenseGeneral(width, axis=(-2, -1), name="out", **dense)(mixed_BTHD)
@@ -169,9 +158,7 @@ class Block(nn.Module):
             nn.Dense(model.mlp_dim, name=name, **dense)(h_BTE)
             for name in ("gate", "up")
         )
-        h_BTF = nn.silu(checkpoint_name(gate_BTF, _GATE_UP)) * checkpoint_name(
-            up_BTF, _GATE_UP
-        )
+        h_BTF = nn.silu(gate_BTF) * up_BTF
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
         x_BTE = x_BTE + self._drop(h_BTE, keys_B, 1)
         return x_BTE if mixer is None else (x_BTE, extra)
@@ -433,7 +420,7 @@ class LanguageModel:
             param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None,
         )
 
-    def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
+    def pipelined(self, num_repeats: int) -> PipelinedLoss:
         """Return the loss as the parts that pipeline stages run, each with
         `num_repeats` chunks of layers.
         """
@@ -471,7 +458,6 @@ class LanguageModel:
             stage=stage,
             last=last,
             num_repeats=num_repeats,
-            remat_policy=KEEP_POLICIES[keep],
         )
 
     def on(self, mesh: Mesh) -> LanguageModel:

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from rampup.plan.split import BatchSplit
 
 SECONDS_PER_HOUR = 3600
-# `str(plan)` leaves out the middle of longer tables.
-MAX_PRINTED_PHASES = 40
+MAX_PHASES = 20  # of more phases, only the first and the last are printed
+MAX_CHOICES = 6  # of the splits of a pipeline
 # The factor on a tuned learning rate above which the plan warns.
 MOST_RATE_SCALE = 2.0
 # Column titles of the printed table, by the keys of `RampPlan.phase_rows`.
 PHASE_TITLES = {
     "phase": "phase",
-    "start_step": "from step",
-    "start_sample": "from sample",
+    "start_step": "from\nstep",
+    "start_sample": "from\nsample",
     "num_steps": "steps",
-    "global_batch_size": "global batch",
-    "per_device_batch_size": "per device",
+    "global_batch_size": "global\nbatch",
+    "per_device_batch_size": "per\ndevice",
     "accumulation_steps": "passes",
-    "num_pipeline_microbatches": "pipeline microbatches",
-    "microbatch_size": "microbatch",
+    "num_pipeline_microbatches": "pipeline\nmicro",
+    "microbatch_size": "micro-\nbatch",
     "bubble_fraction": "bubble",
-    "learning_rate_scale": "rate scale",
+    "learning_rate_scale": "rate\nscale",
 }
 
 
@@ -56,10 +56,13 @@ class Description:
     notes: Sequence[str]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the rows by the titles of their columns."""
+        """Return the rows by the titles of their columns, each in one line."""
+        titles = {
+            name: title.replace("-\n", "").replace("\n", " ")
+            for name, title in self.titles.items()
+        }
         return [
-            {title: row[name] for name, title in self.titles.items()}
-            for row in self.rows
+            {title: row[name] for name, title in titles.items()} for row in self.rows
         ]
 
 
@@ -78,6 +81,17 @@ def describe(plan: RampPlan) -> Description:
     if (split := plan.eval_split) is not None:
         size = f"{split.global_batch_size:,} samples per batch"
         remarks.append(f"evaluation: {size} = {describe_split(split)}")
+    if len(choices := plan.pipeline_candidates) > 1:
+        best = choices[0].predicted_time
+        listed = [
+            f"{choice.num_pipeline_microbatches:,} of {choice.microbatch_size:,}"
+            f" ({float(choice.predicted_time / best):.2f})"
+            for choice in choices[:MAX_CHOICES]
+        ]
+        remarks.append(
+            "pipeline microbatches of the last phase, by predicted step time:"
+            f" {', '.join(listed)}"
+        )
     return Description(
         summary=summary(plan),
         titles={
@@ -94,29 +108,83 @@ def describe(plan: RampPlan) -> Description:
     )
 
 
-def describe_plan(plan: RampPlan) -> str:
-    """Return the summary, the table of phases and the remarks as lines, with the middle
-    of a long table left out.
+def describe_plan(
+    plan: RampPlan, *, max_phases: int | None = MAX_PHASES, width: int | None = None
+) -> str:
+    """Return the summary, the table of phases, the remarks and the notes as lines.
+
+    Of more phases than `max_phases`, the middle is left out; a phase that the run does
+    not reach is in brackets. For `width` see `text_table`.
     """
-
-    def cell(value: object) -> str:
-        if isinstance(value, int):
-            return f"{value:,}"
-        return f"{value:,.4g}" if isinstance(value, float) else str(value)
-
     shown = describe(plan)
-    half = MAX_PRINTED_PHASES // 2
-    cells = [list(shown.titles.values())]
-    cells += [[cell(row[name]) for name in shown.titles] for row in shown.rows]
-    if len(shown.rows) > 2 * half:
-        cells[half + 1 : -half] = [["..."] * len(cells[0])]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    table = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
+    rows = [[format_value(row[name]) for name in shown.titles] for row in shown.rows]
+    for index in shown.unreached:
+        rows[index][0] = f"({index})"
+    table = phase_table([*shown.titles.values()], rows, max_phases, width)
     notes = [f"note: {note}" for note in shown.notes]
     return "\n".join([*shown.summary, *table, *shown.remarks, *notes])
+
+
+def phase_table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    max_phases: int | None = MAX_PHASES,
+    width: int | None = None,
+) -> list[str]:
+    """Return the lines of a table with a row for each phase; of more than `max_phases`,
+    the middle ones are counted.
+    """
+    if max_phases is None or len(rows) <= max_phases:
+        return text_table(titles, rows, width)
+    half = max_phases // 2
+    kept = [*rows[:half], ["..."] * len(titles), *rows[-half:]]
+    left_out = format_count(len(rows) - 2 * half, "phase")
+    return [
+        *text_table(titles, kept, width),
+        f"{left_out} left out; rampup plan --all shows them",
+    ]
+
+
+def text_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """Return the lines of a table, aligned right. One that is wider than `width` becomes
+    several, each with the first column.
+
+    >>> text_table(["phase", "batch"], [["0", "8"], ["1", "1,024"]])
+    ['phase  batch', '    0      8', '    1  1,024']
+    """
+    heads = [title.split("\n") for title in titles]
+    height = max(map(len, heads))
+    columns = [
+        [*[""] * (height - len(head)), *head, *(row[number] for row in rows)]
+        for number, head in enumerate(heads)
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    tables = [[0]]
+    for number in range(1, len(columns)):
+        needed = sum(widths[other] + 2 for other in tables[-1]) + widths[number]
+        if width is not None and needed > width and len(tables[-1]) > 1:
+            tables.append([0])
+        tables[-1].append(number)
+    return [
+        "  ".join(columns[number][line].rjust(widths[number]) for number in table)
+        for table in tables
+        for line in range(height + len(rows))
+    ]
+
+
+def format_value(value: object) -> str:
+    """Format a value: thousands separators for integers, four significant digits for
+    other numbers.
+
+    >>> [format_value(value) for value in (1234567, 0.123456, 11060.4, True, "x")]
+    ['1,234,567', '0.1235', '11,060', 'True', 'x']
+    """
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_number else str(value)
 
 
 def format_count(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ tick is the time of one chunk of one microbatch. More microbatches make the bubb
 smaller, but each one is smaller, and every tick has a fixed cost.
 
 A `Timetable` simulates a schedule: every operation of every stage, with its start and
-end. Makespan, bubble, memory and communication are counted from that list.
+end. Makespan, bubble and memory are counted from that list.
 `bubble_fraction` is a closed form of it, except for zb-h1. A cost is that of a whole
 stage. With v repeats, one chunk of a stage costs 1/v of it.
 
@@ -22,7 +22,7 @@ stage. With v repeats, one chunk of a stage costs 1/v of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -185,7 +185,7 @@ def pipeline_candidates(
     *,
     num_stages: int,
     overhead: Fraction,
-    repeats: Iterable[int] = (1,),
+    num_repeats: int = 1,
     multiple: int = 1,
     minimum: int = 1,
 ) -> tuple[PipelineCandidate, ...]:
@@ -195,25 +195,23 @@ def pipeline_candidates(
     candidates = [
         PipelineCandidate(
             num_pipeline_microbatches=m,
-            num_repeats=v,
+            num_repeats=num_repeats,
             microbatch_size=samples // m,
             predicted_time=predicted_time(
-                m, samples // m, num_stages=num_stages, num_repeats=v, overhead=overhead
+                m,
+                samples // m,
+                num_stages=num_stages,
+                num_repeats=num_repeats,
+                overhead=overhead,
             ),
-            bubble_fraction=pass_bubble(num_stages, m, v),
+            bubble_fraction=pass_bubble(num_stages, m, num_repeats),
         )
-        for v in repeats
         for m in divisors(samples)
         if m % multiple == 0 and m >= minimum
     ]
     return tuple(
         sorted(
-            candidates,
-            key=lambda c: (
-                c.predicted_time,
-                c.num_pipeline_microbatches,
-                c.num_repeats,
-            ),
+            candidates, key=lambda c: (c.predicted_time, c.num_pipeline_microbatches)
         )
     )
 
@@ -406,25 +404,6 @@ class Timetable:
             peaks.append(Fraction(peak, self.num_repeats))
         return tuple(peaks)
 
-    @property
-    def sends_per_stage(self) -> tuple[int, ...]:
-        """For each stage, the number of point-to-point sends, of activations forward
-        and of gradients backward.
-        """
-        last = self.num_stages - 1
-        counts = [0] * self.num_stages
-        for operation in self.operations:
-            # The pipeline ends at the last chunk of the last stage and, for gradients,
-            # at the first chunk of the first stage.
-            end = (last, self.num_repeats - 1) if operation.kind == "F" else (0, 0)
-            if (
-                last > 0
-                and operation.kind != "W"
-                and (operation.stage, operation.repeat) != end
-            ):
-                counts[operation.stage] += 1
-        return tuple(counts)
-
     def of_stage(self, stage: int) -> tuple[Operation, ...]:
         """Return the operations of one stage, in order."""
         return tuple(
@@ -441,7 +420,6 @@ class Timetable:
             "peak_live_microbatches": [
                 plain_number(peak) for peak in self.peak_live_microbatches
             ],
-            "sends_per_stage": list(self.sends_per_stage),
             "table": [
                 {
                     name: getattr(operation, name)

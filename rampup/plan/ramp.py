@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -18,6 +19,8 @@ from rampup.errors import RampDefinitionError, RampupError, raise_together
 from rampup.plan.numbers import exact_fraction, parse_count
 
 MAX_PHASES = 200_000
+# What look-ups bisect.
+_START_STEP, _START_SAMPLE = map(operator.attrgetter, ("start_step", "start_sample"))
 # Phases that an error message shows of two ramps.
 MAX_COMPARED = 12
 
@@ -90,8 +93,6 @@ class BatchRamp:
     samples_per_increment: Fraction | None = None
     first_step: int = field(default=0, compare=False)
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _start_steps: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _start_samples: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.phases:
@@ -125,12 +126,6 @@ class BatchRamp:
         # time with their square.
         object.__setattr__(
             self, "sizes", tuple(phase.global_batch_size for phase in self.phases)
-        )
-        object.__setattr__(
-            self, "_start_steps", tuple(phase.start_step for phase in self.phases)
-        )
-        object.__setattr__(
-            self, "_start_samples", tuple(phase.start_sample for phase in self.phases)
         )
 
     @classmethod
@@ -522,7 +517,7 @@ class BatchRamp:
         """
         if step < 0:
             raise _negative(step, "step")
-        return self.phases[bisect.bisect_right(self._start_steps, step) - 1]
+        return self.phases[bisect.bisect_right(self.phases, step, key=_START_STEP) - 1]
 
     def global_batch_size_at(self, step: int) -> int:
         """Return the samples that step `step` consumes.
@@ -554,7 +549,9 @@ class BatchRamp:
         """
         if sample < 0:
             raise _negative(sample, "sample")
-        return self.phases[bisect.bisect_right(self._start_samples, sample) - 1]
+        return self.phases[
+            bisect.bisect_right(self.phases, sample, key=_START_SAMPLE) - 1
+        ]
 
     def step_of_sample(self, sample: int) -> int:
         """Return the step that consumes sample number `sample`, counted from 0.

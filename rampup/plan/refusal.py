@@ -54,11 +54,8 @@ def batch_error(
     where: str,
     *,
     key: str | None = None,
-    fix: str = "",
 ) -> BatchDivisibilityError:
-    """Return the error about a global batch that a splitter refuses. `fix` ends the
-    message: a way out besides other sizes.
-    """
+    """Return the error about a global batch that a splitter refuses."""
     rules = f"a multiple of {unit_rule(splitter)}"
     if global_batch_size % splitter.unit == 0:
         rules = (
@@ -68,7 +65,7 @@ def batch_error(
     nearest = nearest_batches(splitter, global_batch_size)
     return BatchDivisibilityError(
         f"global_batch_size={global_batch_size} ({where}) must be {rules}",
-        fix=f"nearest: {', '.join(map(str, nearest))}{fix}",
+        fix=f"nearest: {', '.join(map(str, nearest))}",
         value=global_batch_size,
         divisor=splitter.unit,
         key=key,

@@ -358,7 +358,7 @@ class BatchSplitter:
             samples,
             num_stages=self.num_stages,
             overhead=self.tick_overhead,
-            repeats=(self.num_repeats,),
+            num_repeats=self.num_repeats,
             multiple=samples // shared,
             minimum=-(-samples // min(map(self.largest_microbatch, sizes))),
         )

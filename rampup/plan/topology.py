@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from rampup.errors import ConfigError
 from rampup.plan.numbers import GIB, nearest_in
@@ -20,33 +23,38 @@ from rampup.plan.numbers import GIB, nearest_in
 MAX_SLICES = 1024
 # The status of every result for an absent slice.
 NOT_RUN_ON = "compiled for, not run on"
-_DOCS = "https://docs.cloud.google.com/tpu/docs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chip:
-    """A TPU generation. The figures are per chip and published, but the HBM is what the
-    compiler lets programs use.
-    """
+    """A TPU generation: its entry in `chips.yml`, which says what the figures are."""
 
-    name: str  # the name that the compiler takes
-    product: str  # the prefix of Google's product names, followed by `-` and a count
-    aliases: tuple[str, ...] = ()  # other prefixes of such names
-    # whether the number in a product name counts TensorCores, two a chip, and not chips
+    name: str
+    product: str
+    aliases: Sequence[str] = ()
     counts_cores: bool
-    devices: int = 1  # JAX devices of a chip
-    dimensions: int  # of the torus
-    # memory that the compiler lets the programs of one *device* use (libtpu 0.0.50)
+    devices: int = 1
+    dimensions: int
     hbm_gib: float
-    peak_flops: float  # bfloat16 matrix products, FLOP/s
-    hbm_bandwidth: float  # bytes/s
-    # bytes/s that a chip sends to its neighbors over all its links, in one direction
-    # each
+    peak_flops: float
+    hbm_bandwidth: float
     ici_bandwidth: float
-    max_chips: int  # chips of the largest slice
-    source: str  # where the figures are published
-    config: str | None = None  # `chip_config_name` of the compiler
-    kinds: tuple[str, ...]  # what JAX calls its devices
+    max_chips: int
+    source: str
+    config: str | None = None
+    kinds: Sequence[str]
+
+
+_TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+    files(__package__).joinpath("chips.yml").read_text("utf-8")
+)
+CHIPS = {name: Chip(name=name, **chip) for name, chip in _TABLES["chips"].items()}
+# The shapes of slices in two dimensions, and of small ones in three: larger ones are
+# built of cubes of 4 x 4 x 4 chips.
+_FLAT = {2**k: (2 ** (k // 2), 2 ** (k - k // 2)) for k in (0, *range(2, 11))}
+_SMALL_CUBES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+_CUBE, _RING = 4, 16
+_NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]{1,99})")
 
 
 @functools.cache
@@ -69,49 +77,16 @@ def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     return {chips: shape for chips, shape in shapes.items() if chips <= chip.max_chips}
 
 
-_LINKS = (
-    "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and"
-    " TPUv3' (IEEE Micro 2021)"
-)
-# The bandwidth of the links is half of Google's bidirectional figure, or its figure in
-# Gbps divided by 8.
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
-             peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, kinds=("TPU v2",), source=f"{_DOCS}/v2; {_LINKS}"),
-        Chip(name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
-             peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, kinds=("TPU v3",), source=f"{_DOCS}/v3; {_LINKS}"),
-        Chip(name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
-             peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, kinds=("TPU v4",), source=f"{_DOCS}/v4"),
-        Chip(name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
-             peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9,
-             kinds=("TPU v5 lite", "TPU v5e"), source=f"{_DOCS}/v5e"),
-        Chip(name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
-             peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, kinds=("TPU v5", "TPU v5p"), source=f"{_DOCS}/v5p"),
-        Chip(name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
-             peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9,
-             kinds=("TPU v6 lite", "TPU v6e"), source=f"{_DOCS}/v6e"),
-        Chip(name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
-             peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x"),
+def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
+    """Return whether there are slices of a shape."""
+    if chip.dimensions == 2 or shape in _shapes(chip).values():
+        return shape in _shapes(chip).values()
+    return (
+        len(shape) == 3
+        and all(side and side % _CUBE == 0 for side in shape)
+        and list(shape) == sorted(shape)
+        and math.prod(shape) <= chip.max_chips
     )
-}  # fmt: skip
-# The shapes of slices in two dimensions, and of small ones in three: larger ones are
-# built of cubes of 4 x 4 x 4 chips.
-_FLAT = {
-    1: (1, 1),
-    4: (2, 2),
-    8: (2, 4),
-    16: (4, 4),
-    32: (4, 8),
-    64: (8, 8),
-    128: (8, 16),
-    256: (16, 16),
-}
-_FLAT |= {512: (16, 32), 1024: (32, 32)}
-_SMALL_CUBES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
-_CUBE, _RING = 4, 16
-_NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]{1,99})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,45 +139,12 @@ class Topology:
         if separator == ":":
             shape = tuple(int(side) for side in size.split("x") if side)
             chips = math.prod(shape)
-            if (
-                len(shape) != chip.dimensions
-                or size.count("x") != chip.dimensions - 1
-                or min(shape) < 1
-            ):
-                example = cls(chip=chip, shape=_shapes(chip)[64]).name
-                raise _error(
-                    f"topology={text}: a slice of {chip.name} has {chip.dimensions}"
-                    f" sides, such as {example}",
-                    example,
-                )
-            if chip.dimensions == 2 and shape not in _shapes(chip).values():
-                raise _nearest_error(chip, text, chips, "is not a shape of its slices")
-            if chip.dimensions == 3 and shape not in _SMALL_CUBES.values():
-                if any(side % _CUBE for side in shape) or list(shape) != sorted(shape):
-                    rule = (
-                        "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have"
-                        " sides that are multiples of 4"
-                    )
-                    raise _nearest_error(
-                        chip, text, chips, f"{rule} in ascending order"
-                    )
-                if chips > chip.max_chips:
-                    raise _nearest_error(
-                        chip,
-                        text,
-                        chips,
-                        f"has {chips:,} chips of at most {chip.max_chips:,}",
-                    )
         else:  # the number of a product name counts chips or TensorCores
             unit = 2 if chip.counts_cores else 1
-            number = int(size) if size.isdecimal() else 0
-            if number % unit or number // unit not in _shapes(chip):
-                what = (
-                    f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is"
-                    " not a size of its slices"
-                )
-                raise _nearest_error(chip, text, number // unit, what)
-            shape = _shapes(chip)[number // unit]
+            chips, rest = divmod(int(size) if size.isdecimal() else 0, unit)
+            shape = () if rest else _shapes(chip).get(chips, ())
+        if not _is_slice(chip, shape):
+            raise _nearest_error(chip, text, chips)
         return cls(chip=chip, shape=shape, num_slices=num_slices)
 
     @property
@@ -288,31 +230,21 @@ def known_topologies() -> Iterator[Topology]:
                 yield Topology(chip=chip, shape=shape)
 
 
-def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
-    """Return the error about a size that does not exist, with the nearest ones that
+def _nearest_error(chip: Chip, text: str, chips: int) -> ConfigError:
+    """Return the error about a slice that does not exist, with the nearest ones that
     do.
     """
     near = [chips] if chips in _shapes(chip) else nearest_in(chips, [*_shapes(chip)])
     names = [Topology(chip=chip, shape=_shapes(chip)[n]).name for n in near]
-    return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
+    return _error(
+        f"topology={text} is not a slice of {chip.name}; nearest: {', '.join(names)};"
+        " `rampup explain topology` lists them",
+        *names,
+    )
 
 
 def _error(message: str, *nearest: str) -> ConfigError:
     return ConfigError(message, key="topology", nearest=nearest)
-
-
-# Dense bfloat16 FLOP/s of GPUs, from the vendor's data sheets. The first name that
-# occurs in a device's kind counts.
-_GPU_PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "NVIDIA L4": 121e12,
-}
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -325,7 +257,7 @@ def peak_flops(device_kind: str) -> float | None:
     return next(
         (
             peak
-            for name, peak in _GPU_PEAK_FLOPS.items()
+            for name, peak in _TABLES["gpus"].items()
             if re.search(rf"\b{name}\b", device_kind)
         ),
         None,

@@ -1,24 +1,28 @@
-"""Plans, comparisons, budgets, timetables and configuration keys as text for a terminal;
-plain if it is piped.
+"""Plans, timetables, configuration keys and tables as text for a terminal; plain if it
+is piped.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.plan.describe import PHASE_TITLES, describe
+from rampup.plan.describe import (
+    MAX_PHASES,
+    PHASE_TITLES,
+    describe_plan,
+    phase_table,
+    text_table,
+)
 from rampup.plan.plan import RampPlan
 from rampup.show.format import (
-    format_count,
     format_value,
 )
 
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
     from rampup.plan.pipeline import Operation, Timetable
 
 
-MAX_PHASES = 20  # of more phases, only the first and the last are printed
 MAX_TICKS = 2_000
 PLAIN: dict[str, Any] = {
     "highlight": False,
@@ -35,29 +38,14 @@ PLAIN: dict[str, Any] = {
     "emoji": False,
 }  # of a console that prints texts as they are
 
-# Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the
-# plan: two tables fit in 80 columns.
-TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
-TITLES |= {
-    "num_pipeline_microbatches": "pipeline\nmicro",
-    "microbatch_size": "micro-\nbatch",
-}
-WHEN = {name: TITLES[name] for name in ("start_step", "start_sample", "num_steps")}
-BATCH = {"global_batch_size": TITLES["global_batch_size"]}
-SPLIT = {
-    name: TITLES[name]
-    for name in ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size")
-}
 _HYPERPARAMETERS = {
-    "learning_rate_scale": TITLES["learning_rate_scale"],
+    "phase": "phase",
+    "global_batch_size": PHASE_TITLES["global_batch_size"],
+    "learning_rate_scale": PHASE_TITLES["learning_rate_scale"],
     "learning_rate": "learning\nrate",
-}
-_HYPERPARAMETERS |= {
     "peak_learning_rate": "peak\nrate",
     "adam_b1": "b1",
     "adam_b2": "b2",
-}
-_HYPERPARAMETERS |= {
     "adam_b2_half_life_tokens": "half life\ntokens",
     "adam_eps": "eps",
     "adam_weight_decay": "weight\ndecay",
@@ -154,46 +142,8 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 def print_plan(
     plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES
 ) -> None:
-    """Print a plan: a summary, its phases, evaluation and notes. Of more phases than
-    `max_phases`, the middle is counted.
-    """
-    shown = describe(plan)
-    for sentence in shown.summary:
-        console.print(sentence)
-    sizes = {
-        name: TITLES[name] for name in shown.titles if name not in ("phase", *WHEN)
-    }
-    mark = "\u2588" if console.is_terminal else "#"
-    largest = max(plan.ramp.sizes)
-
-    def cell(index: int, name: str) -> str:
-        if name == "bar":
-            return mark * max(round(12 * plan.ramp.sizes[index] / largest), 1)
-        return phase_cell(shown.rows[index], name)
-
-    layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
-    number = len(shown.rows)
-    _print_phases(console, layouts, cell, number, max_phases, dim=shown.unreached)
-    for remark in shown.remarks:
-        console.print(remark)
-    if len(plan.pipeline_candidates) > 1:
-        console.print(
-            "pipeline microbatches of the last phase, by predicted step time:"
-        )
-        choices = make_table(
-            console,
-            ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""],
-        )
-        for choice in plan.pipeline_candidates[:6]:
-            sizes = (
-                f"{choice.num_pipeline_microbatches:,}",
-                f"{choice.microbatch_size:,}",
-            )
-            time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
-            used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
-            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
-        console.print(choices)
-    print_notes(shown.notes, console)
+    """Print a plan as text: see `describe_plan`."""
+    console.print(describe_plan(plan, max_phases=max_phases, width=console.width))
 
 
 def print_hyperparameters(
@@ -204,27 +154,25 @@ def print_hyperparameters(
     max_phases: int | None = MAX_PHASES,
 ) -> None:
     """Print the hyperparameters of every phase; `rows` has them by key."""
+    shown = [
+        {"phase": phase, "global_batch_size": size, **row}
+        for phase, (size, row) in enumerate(zip(plan.ramp.sizes, rows, strict=True))
+    ]
     titles = {
-        name: title for name, title in _HYPERPARAMETERS.items() if name in rows[0]
+        name: title for name, title in _HYPERPARAMETERS.items() if name in shown[0]
     }
-    rates = {name: title for name, title in titles.items() if "rate" in name}
-    others = {name: title for name, title in titles.items() if name not in rates}
-
-    def cell(index: int, name: str) -> str:
-        if name == "global_batch_size":
-            return f"{plan.ramp.sizes[index]:,}"
-        number = rows[index][name]
-        digits = 6 if name in ("adam_b1", "adam_b2") else 4
-        return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
-
-    layouts = ([titles], [part for part in (rates, others) if part])
-    _print_phases(
-        console,
-        [[BATCH | part for part in layout] for layout in layouts],
-        cell,
-        len(rows),
-        max_phases,
-    )
+    # The decay rates differ from 1 in few digits.
+    cells = [
+        [
+            f"{row[name]:.6g}"
+            if name in ("adam_b1", "adam_b2")
+            else format_value(row[name])
+            for name in titles
+        ]
+        for row in shown
+    ]
+    lines = phase_table([*titles.values()], cells, max_phases, console.width)
+    console.print("\n".join(lines))
     console.print(
         "learning rate: of the first step; peak rate: without warm-up and decay; half"
         " life: of b2, in tokens"
@@ -285,10 +233,6 @@ def print_timetable(table: Timetable, console: Console) -> None:
         "makespan": float(table.makespan),
         "bubble": f"{float(table.bubble_fraction):.4f} = {table.bubble_fraction}",
         "live microbatches": f"{peaks}  (maximum of each stage)",
-        "sends": (
-            f"{', '.join(map(str, table.sends_per_stage))}  (activations and gradients"
-            " of each stage)"
-        ),
     }
     print_facts(facts, console)
 
@@ -297,13 +241,11 @@ def print_passes(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """Print one pass through the pipeline in every phase, as `rampup plan --timetable`
     finds it.
     """
-    titles = {"phase": "phase", **TITLES, "makespan": "time of\na pass"}
+    titles = {**PHASE_TITLES, "makespan": "time of\na pass"}
     names = ("phase", "start_step", "accumulation_steps", "num_pipeline_microbatches")
     names += ("makespan", "bubble_fraction")
-    table = make_table(console, [titles[name] for name in names])
-    for row in rows:
-        table.add_row(*(phase_cell(row, name) for name in names))
-    console.print(table)
+    cells = [[format_value(row[name]) for name in names] for row in rows]
+    console.print("\n".join(text_table([titles[name] for name in names], cells)))
 
 
 def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
@@ -348,70 +290,6 @@ def print_fix(fix: Fix, console: Console) -> None:
             text = f"set {change.key}={change.after}"
         console.print(f"# {text} ({change.where})")
     sys.stdout.write(fix.patch)
-
-
-def split_columns(pipeline: bool) -> dict[str, str]:
-    """Return the columns of how a batch is split, without that of the pipeline if there
-    is none.
-    """
-    return {
-        name: title
-        for name, title in SPLIT.items()
-        if pipeline or name != "num_pipeline_microbatches"
-    }
-
-
-def _print_phases(
-    console: Console,
-    layouts: Iterable[Iterable[Mapping[Any, str]]],
-    cell: Callable[[int, Any], str],
-    number: int,
-    most: int | None,
-    *,
-    dim: Collection[int] = (),
-) -> None:
-    """Print phases in the tables of the first layout that is narrow enough, or of the
-    last; `cell` gives a column's text.
-    """
-    hidden = (
-        range(0)
-        if most is None or number <= most
-        else range(most // 2, number - most // 2)
-    )
-    for layout in layouts:
-        tables = [
-            make_table(console, ["phase", *columns.values()]) for columns in layout
-        ]
-        for columns, table in zip(layout, tables, strict=True):
-            if table.columns[-1].header == "":  # bars or marks
-                table.columns[-1].justify = "left"
-            for index in range(number):
-                if index not in hidden:
-                    name, style = (
-                        (f"({index})", "dim") if index in dim else (str(index), None)
-                    )
-                    table.add_row(
-                        name, *(cell(index, column) for column in columns), style=style
-                    )
-                elif index == hidden.start:
-                    table.add_row(
-                        *["..."] * sum(column.header != "" for column in table.columns)
-                    )
-            if hidden:
-                table.caption = (
-                    f"{format_count(len(hidden), 'phase')} left out; rampup plan --all"
-                    " shows them"
-                )
-                table.caption_justify = "left"
-        widths = [
-            Measurement.get(
-                console, console.options.update(max_width=1000), table
-            ).maximum
-            for table in tables
-        ]
-        if max(widths) <= console.width:
-            break
-    console.print(*tables)
 
 
 def phase_cell(row: Mapping[str, object] | None, name: str) -> str:

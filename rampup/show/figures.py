@@ -7,17 +7,15 @@ from __future__ import annotations
 import importlib
 import io
 import math
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.describe import summary
 from rampup.plan.learning_rate import Clock
-from rampup.plan.pipeline import Timetable
+from rampup.plan.pipeline import Operation, Timetable
 from rampup.plan.plan import RampPlan
 from rampup.show.console import operation_label
 from rampup.show.format import format_si
@@ -45,39 +43,19 @@ PAPER = "#ffffff"
 BAR = "#a9c4e4"
 # Name, face, ink and hatch of an operation by its kind.
 OPERATIONS = {
-    "F": ("forward", "#cfe8cf", "#000001", ""),
-    "B": ("backward", "#33578f", "#fffffe", ""),
-    "I": ("input gradient", "#33578f", "#fffffe", ""),
-    "W": ("weight gradient", BAR, "#000001", "///"),
+    "F": ("forward", "#cfe8cf", "black", ""),
+    "B": ("backward", "#33578f", "white", ""),
+    "I": ("input gradient", "#33578f", "white", ""),
+    "W": ("weight gradient", BAR, "black", "///"),
 }
-# In a page, each colour becomes a CSS variable, so that the page's theme applies to its
-# pictures.
-_VARIABLES = {f"s{number}": str(line["color"]) for number, line in enumerate(LINES)}
-_VARIABLES |= {
-    "ink": INK,
-    "dim": DIM,
-    "rule": RULE,
-    "band": SHADE,
-    "box": PAPER,
-    "w": BAR,
-}
-for _kind in "FB":
-    _, _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[
-        _kind
-    ]
-CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
-MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
-# Below these widths: one column of panels, and the smaller letters of a column of a
-# paper.
-NARROW, COLUMN, COLUMN_LETTERS = 7.0, 4.0, 0.8
-PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
+WIDTH = 10.0  # of a picture, in inches
 TICK_LETTERS = 9
 UNIT_LABELS = {"samples": "samples consumed", "steps": "optimizer steps"}
 FORMATS = (".png", ".svg", ".pdf")
 MAX_BANDS = 40
 MAX_WRITTEN = 12
 MAX_OPERATIONS = 5_000
-MARGIN_INCHES = 1.2
+MARGIN_INCHES, MIN_TIMETABLE, MAX_TIMETABLE = 1.2, 5.0, 24.0
 # times the limit, or the usual: what is higher would make the others too flat to read
 FAR_ABOVE = 4
 MAX_RUNS = 12
@@ -94,28 +72,22 @@ def import_matplotlib(name: str) -> Any:
         ) from error
 
 
-def draw_batch(
-    plan: RampPlan, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH
-) -> Any:
+def draw_batch(plan: RampPlan, path: str | Path | None = None) -> Any:
     """Draw the global batch over samples and over steps, and the passes and pipeline
     bubble of every phase.
 
     The suffix of `path` is the format (.png, .svg, .pdf); None only returns the figure.
-    Below a `width` of 7 inches, all panels are in one column. Without matplotlib there
-    is a `MissingDependencyError`, and a `ConfigError` if the file cannot be written.
+    Without matplotlib there is a `MissingDependencyError`, and a `ConfigError` if the
+    file cannot be written.
     """
     phases = drawn_phases(plan)
     pipeline = plan.splitter.num_stages > 1
-    if width < NARROW:
-        figure = new_figure(width, 0.6 + 2.1 * (3 + pipeline))
-        over_samples, over_steps, *bars = figure.subplots(3 + pipeline, 1)
-    else:
-        figure = new_figure(width, 5.4)
-        left, right = figure.subfigures(1, 2, width_ratios=(5, 3))
-        over_samples, over_steps = left.subplots(2, 1)
-        bars = right.subplots(1 + pipeline, 1, squeeze=False)[:, 0]
+    figure = new_figure(WIDTH, 5.4)
+    left, right = figure.subfigures(1, 2, width_ratios=(5, 3))
+    over_samples, over_steps = left.subplots(2, 1)
+    bars = right.subplots(1 + pipeline, 1, squeeze=False)[:, 0]
     # A title over the whole figure, in as many lines as its width needs.
-    lines = textwrap.wrap(summary(plan)[1], int(12.5 * figure.get_figwidth()))
+    lines = textwrap.wrap(summary(plan)[1], int(12.5 * WIDTH))
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
     _panel_batch(over_samples, phases, "samples", total=plan.consumed_samples)
     _panel_batch(over_steps, phases, "steps", total=plan.total_steps)
@@ -131,43 +103,31 @@ def draw_batch(
     return save(figure, path)
 
 
-def draw_rate(
-    plan: RampPlan,
-    rates: Rates,
-    path: str | Path | None = None,
-    *,
-    width: float = DEFAULT_WIDTH,
-) -> Any:
+def draw_rate(plan: RampPlan, rates: Rates, path: str | Path | None = None) -> Any:
     """Draw the learning rate over samples and over steps, with its schedule on each
     clock.
 
     `rates` gives, for each clock, the learning rate of an optimizer step. For the rest
     see `draw_batch`.
     """
-    narrow = width < NARROW
-    figure = new_figure(width, 6.4 if narrow else 3.6)
-    panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
+    figure = new_figure(WIDTH, 3.6)
+    panels = figure.subplots(1, 2)
     for axes, unit in zip(panels, ("samples", "steps"), strict=True):
         _panel_rate(axes, plan, rates, unit)
     figure.legend(
         *panels[0].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=1 if narrow else 2,
+        ncols=2,
         frameon=False,
     )
     return save(figure, path)
 
 
-def draw_runs(
-    runs: Sequence[RunMetrics],
-    path: str | Path | None = None,
-    *,
-    width: float = DEFAULT_WIDTH,
-) -> Any:
+def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None) -> Any:
     """Draw loss, batch size and tokens per second of up to 12 runs, a line each, over
-    the samples that they consumed.
+    the samples that they consumed; of a single run also its other curves.
 
-    For `path`, `width` and what is raised see `draw_batch`.
+    For `path` and what is raised see `draw_batch`.
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(
@@ -175,18 +135,23 @@ def draw_runs(
             key="run",
             nearest=(1, MAX_RUNS),
         )
-    figure = new_figure(width, 7.5)
-    loss, size, speed = figure.subplots(3, 1, sharex=True, height_ratios=(4, 2, 3))
+    curves = runs[0].curves if len(runs) == 1 else {}
+    heights = (4, 2, 3, *(2 for _ in curves))
+    figure = new_figure(WIDTH, 0.8 * sum(heights))
+    loss, size, speed, *others = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     _panel_loss(loss, runs)
     _panel_sizes(size, runs)
     _panel_speed(speed, runs)
-    for axes in (loss, size):
+    for axes, (title, values) in zip(others, curves.items(), strict=True):
+        samples = _plot_means(axes, runs[0], values, 0, linewidth=1.3)
+        prepare(axes, x=samples, y="", title=title.lower())
+    for axes in figure.axes[:-1]:
         axes.set_xlabel("")
     speed.set_xlim(left=0)
     figure.align_ylabels()
-    figure.legend(
-        loc="outside upper left", ncols=1 if width < NARROW else 3, frameon=False
-    )
+    figure.legend(loc="outside upper left", ncols=3, frameon=False)
     return save(figure, path)
 
 
@@ -194,10 +159,10 @@ def draw_timetable(
     table: Timetable, path: str | Path | None = None, *, width: float | None = None
 ) -> Any:
     """Draw a pipeline timetable: a row per stage, a bar per operation; by default as
-    wide as its texts need.
+    wide in inches as its texts need.
 
-    For `path`, `width` and what is raised see `draw_batch`. A timetable that is too
-    large to be read is refused, too.
+    For `path` and what is raised see `draw_batch`. A timetable that is too large to be
+    read is refused, too.
     """
     if len(table.operations) > MAX_OPERATIONS:
         problem = (
@@ -207,56 +172,26 @@ def draw_timetable(
         raise ConfigError(problem, key="microbatches")
     span, stages = float(table.makespan), table.num_stages
     if width is None:
-        width = max(min(MARGIN_INCHES + 0.28 * span, 24.0), MIN_WIDTH + 2)
+        width = min(max(MARGIN_INCHES + 0.28 * span, MIN_TIMETABLE), MAX_TIMETABLE)
     figure = new_figure(width, 1.6 + 0.45 * stages)
     axes = figure.subplots()
     prepare(axes, x="time, in the unit of the costs", y="stage", from_zero=False)
     axes.grid(visible=False)
     axes.set(xlim=(0, span), ylim=(stages - 0.5, -0.5))
     axes.set_yticks(range(stages), [str(stage) for stage in range(stages)])
-    rectangle = import_matplotlib("patches").Rectangle
-    per_unit = (width - MARGIN_INCHES) / span
     for operation in table.operations:
-        _, face, ink, hatch = OPERATIONS[operation.kind]
-        start = float(operation.start)
-        length = float(operation.end - operation.start)
-        bar = rectangle(
-            (start, operation.stage - 0.45),
-            length,
-            0.9,
-            facecolor=face,
-            hatch=hatch,
-            edgecolor=INK,
-            linewidth=0.5,
-        )
-        axes.add_patch(bar)
-        text = operation_label(operation, table.num_repeats)[1:]
-        if length * per_unit >= 0.075 * len(text):
-            behind = (
-                {"facecolor": face, "edgecolor": "none", "pad": 0.8} if hatch else None
-            )
-            axes.text(
-                start + length / 2,
-                operation.stage,
-                text,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color=ink,
-                bbox=behind,
-            )
-    kinds = {operation.kind for operation in table.operations}
-    looks = {
-        name: (face, hatch)
-        for kind, (name, face, _, hatch) in OPERATIONS.items()
-        if kind in kinds
+        _draw_operation(axes, operation, table, (width - MARGIN_INCHES) / span)
+    # The bars of a kind look alike, so the first of each stands for it.
+    first = {
+        operation.kind: bar
+        for bar, operation in zip(axes.patches, table.operations, strict=True)
     }
-    handles = [
-        rectangle((0, 0), 1, 1, facecolor=face, hatch=hatch, edgecolor=INK)
-        for face, hatch in looks.values()
-    ]
     figure.legend(
-        handles, list(looks), loc="outside lower left", ncols=len(kinds), frameon=False
+        list(first.values()),
+        [OPERATIONS[kind][0] for kind in first],
+        loc="outside lower left",
+        ncols=len(first),
+        frameon=False,
     )
     repeats = f", v={table.num_repeats}" if table.num_repeats > 1 else ""
     title = (
@@ -267,132 +202,57 @@ def draw_timetable(
     return save(figure, path)
 
 
-def plan_panels(plan: RampPlan) -> dict[str, Any]:
-    """Return the parts of `draw_batch` as a small figure each, by title."""
-    phases = drawn_phases(plan)
-    totals = {"samples": plan.consumed_samples, "steps": plan.total_steps}
-    panels = {
-        f"Global batch over {unit}": _panel(_panel_batch, phases, unit, total=total)
-        for unit, total in totals.items()
-    }
-    panels["Passes per step"] = _panel(
-        _panel_bars, phases, "accumulation_steps", "{:,}"
+def _draw_operation(
+    axes: Any, operation: Operation, table: Timetable, inches_per_unit: float
+) -> None:
+    """Draw the bar of an operation, and its microbatch if the bar is wide enough."""
+    _, face, ink, hatch = OPERATIONS[operation.kind]
+    start = float(operation.start)
+    length = float(operation.end - operation.start)
+    axes.add_patch(
+        import_matplotlib("patches").Rectangle(
+            (start, operation.stage - 0.45),
+            length,
+            0.9,
+            facecolor=face,
+            hatch=hatch,
+            edgecolor=INK,
+            linewidth=0.5,
+        )
     )
-    if plan.splitter.num_stages > 1:
-        panels["Pipeline bubble, idle share"] = _panel(
-            _panel_bars, phases, "bubble_fraction", "{:.2f}"
+    text = operation_label(operation, table.num_repeats)[1:]
+    if length * inches_per_unit >= 0.075 * len(text):
+        behind = {"facecolor": face, "edgecolor": "none", "pad": 0.8}
+        axes.text(
+            start + length / 2,
+            operation.stage,
+            text,
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=ink,
+            bbox=behind if hatch else None,
         )
-    return panels
 
 
-def rate_panels(plan: RampPlan, rates: Rates) -> dict[str, Any]:
-    """Return the parts of `draw_rate` as a small figure each, by title."""
-    panels = {
-        f"Learning rate over {unit}": _panel(_panel_rate, plan, rates, unit)
-        for unit in ("samples", "steps")
-    }
-    for figure in panels.values():
-        figure.legend(
-            *figure.axes[0].get_legend_handles_labels(),
-            loc="outside upper left",
-            ncols=1,
-            frameon=False,
-        )
-    return panels
-
-
-def run_panels(run: RunMetrics) -> dict[str, Any]:
-    """Return the parts of `draw_runs` as a small figure each, by title."""
-    draws = {
-        run.quantity.capitalize(): _panel_loss,
-        "Throughput": _panel_speed,
-        "Batch of the run": _panel_sizes,
-    }
-    panels = {title: _panel(draw, [run]) for title, draw in draws.items()}
-    loss, _, sizes = (figure.axes[0] for figure in panels.values())
-    if len(loss.lines) > 1:
-        loss.legend(loss.lines, ["training", "evaluation"], frameon=False)
-    handles, labels = sizes.get_legend_handles_labels()
-    if labels:
-        sizes.legend(
-            handles,
-            [label.removeprefix(f"{run.name}: ") for label in labels],
-            frameon=False,
-            fontsize=8,
-        )
-    return panels | {
-        title: _panel(_panel_curve, run, title, values)
-        for title, values in run.curves.items()
-    }
-
-
-def svg_element(figure: Any, *, title: str, prefix: str) -> str:
-    """Return a figure as SVG for an HTML page: text stays text, colours are CSS
-    variables, and `prefix` makes ids unique.
-    """
+def svg_text(figure: Any) -> str:
+    """Return a figure as the text of an SVG file, the same for the same figure."""
     buffer = io.StringIO()
-    with importlib.import_module("matplotlib").rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": prefix}
-    ):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    root = ElementTree.fromstring(buffer.getvalue())
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("metadata", "style")):
-                parent.remove(child)
-    for element in root.iter():
-        # HTML knows SVG's elements without their namespace.
-        element.tag = element.tag.rpartition("}")[2]
-        attributes = {
-            name.rpartition("}")[2]: value for name, value in element.attrib.items()
-        }
-        element.attrib.clear()
-        name = attributes.pop("id", "")
-        if name and element.tag != "g":
-            element.set("id", prefix + name)
-        for attribute, value in attributes.items():
-            value = re.sub(r"url\(#", f"url(#{prefix}", value)
-            value = re.sub(
-                r"#[0-9a-f]{6}\b",
-                lambda match: CSS_COLORS.get(match[0], match[0]),
-                value,
-            )
-            element.set(
-                attribute, f"#{prefix}{value[1:]}" if attribute == "href" else value
-            )
-    root.attrib |= {"role": "img", "aria-label": title}
-    root.attrib.pop("version", None)
-    return ElementTree.tostring(root, encoding="unicode", method="html")
+    options = {"svg.fonttype": "none", "svg.hashsalt": "rampup"}
+    with importlib.import_module("matplotlib").rc_context(options):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a width and height in inches."""
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
-        rule = f"width={width:g} inches must be from {MIN_WIDTH:g} to {MAX_WIDTH:g}"
-        raise ConfigError(
-            rule, key="width", nearest=(MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH,)
-        )
     return import_matplotlib("figure").Figure(
         figsize=(width, height), layout="constrained"
     )
 
 
-def _panel(draw: Callable[..., None], *args: Any, **options: Any) -> Any:
-    """Return a small figure with what a function draws on its axes."""
-    figure = new_figure(PANEL_WIDTH, PANEL_HEIGHT)
-    draw(figure.subplots(), *args, **options)
-    return figure
-
-
 def save(figure: Any, path: str | Path | None) -> Any:
     """Return the figure, and write it if there is a path."""
-    if figure.get_figwidth() < COLUMN:
-        for text in figure.findobj(import_matplotlib("text").Text):
-            text.set_fontsize(COLUMN_LETTERS * text.get_fontsize())
-        for axes in figure.axes:
-            axes.tick_params(
-                labelsize=COLUMN_LETTERS * TICK_LETTERS
-            )  # of the ticks to come
     if path is None:
         return figure
     check_format(path)
@@ -640,12 +500,6 @@ def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
         axes.set_title(
             f"above: up to {format_si(rates[-1])}", loc="right", fontsize=8, color=DIM
         )
-
-
-def _panel_curve(
-    axes: Any, run: RunMetrics, title: str, values: Sequence[float]
-) -> None:
-    prepare(axes, x=_plot_means(axes, run, values, 0, linewidth=1.3), y=title.lower())
 
 
 def _plot_means(

@@ -3,28 +3,7 @@
 from __future__ import annotations
 
 from rampup.plan.describe import format_count as format_count
-
-
-def format_value(value: object) -> str:
-    """Format a value: thousands separators for integers, four significant digits for
-    other numbers.
-
-    >>> (
-    ...     format_value(1234567),
-    ...     format_value(0.123456),
-    ...     format_value(11060.4),
-    ...     format_value(True),
-    ...     format_value("x"),
-    ... )
-    ('1,234,567', '0.1235', '11,060', 'True', 'x')
-    """
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else str(value)
-    )
+from rampup.plan.describe import format_value as format_value
 
 
 def format_si(value: float) -> str:

@@ -4,6 +4,7 @@ forbids it to load anything.
 
 from __future__ import annotations
 
+import base64
 import html
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,11 @@ from rampup.plan.describe import describe, summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
 from rampup.show.figures import (
+    draw_batch,
+    draw_rate,
+    draw_runs,
     draw_timetable,
-    plan_panels,
-    rate_panels,
-    run_panels,
-    svg_element,
+    svg_text,
 )
 from rampup.show.format import format_value
 from rampup.show.notebook import html_list, html_table
@@ -90,10 +91,11 @@ def report_html(report: Report) -> str:
     for title, tables in report.others.items():
         sections[title] = "".join(_scroll(body, name) for name, body in tables.items())
     if plan is not None:
-        sections["Ramp"] = _pictures(plan_panels(plan))
+        sections["Ramp"] = _picture(draw_batch(plan), "batch, passes and bubble")
         sections["Phases"] = _phases(plan)
         if report.rates:
-            sections["Learning rate"] = _pictures(rate_panels(plan, report.rates))
+            figure = draw_rate(plan, report.rates)
+            sections["Learning rate"] = _picture(figure, "learning rate")
         if plan.splitter.num_stages > 1:
             sections["Pipeline"] = _pipeline(plan)
     if report.config is not None:
@@ -142,14 +144,8 @@ def _pipeline(plan: RampPlan) -> str:
     number = plan.splits[-1].num_pipeline_microbatches
     if 2 * stages * number * plan.splitter.num_repeats > MAX_OPERATIONS:
         return f"<p>{stages} stages and {number:,} microbatches: too many to draw.</p>"
-    picture = svg_element(
-        draw_timetable(plan.timetable()),
-        title="timetable of the last phase",
-        prefix="timetable-",
-    )
-    # A timetable keeps its own width and scrolls; the view box is in points.
-    scrolled = _scroll(picture, "timetable")
-    return f'<p>One pass of the last phase:</p><div class="wide">{scrolled}</div>'
+    figure = draw_timetable(plan.timetable())
+    return f"<p>One pass of the last phase:</p>{_picture(figure, 'timetable')}"
 
 
 def _run(run: RunMetrics) -> str:
@@ -171,7 +167,7 @@ def _run(run: RunMetrics) -> str:
     )
     table = html_table(run.by_phase(), max_rows=MAX_ROWS)
     return (
-        f'<dl class="facts">{items}</dl>{_pictures(run_panels(run))}<h3>By'
+        f'<dl class="facts">{items}</dl>{_picture(draw_runs([run]), "metrics")}<h3>By'
         f" phase</h3>{_scroll(table, 'the run by phase')}"
     )
 
@@ -208,16 +204,11 @@ def _keys(config: Settings) -> str:
     return "".join(parts)
 
 
-def _pictures(panels: Mapping[str, Any]) -> str:
-    pictures = {
-        title: svg_element(figure, title=title, prefix=f"{_anchor(title)}-")
-        for title, figure in panels.items()
-    }
-    figures = (
-        f"<figure><figcaption>{html.escape(name)}</figcaption>{picture}</figure>"
-        for name, picture in pictures.items()
-    )
-    return f'<div class="charts">{"".join(figures)}</div>'
+def _picture(figure: Any, name: str) -> str:
+    """Return a figure as an element of the page, which scrolls where it is too wide."""
+    data = base64.b64encode(svg_text(figure).encode()).decode()
+    image = f'<img alt="{name}" src="data:image/svg+xml;base64,{data}">'
+    return _scroll(f"<figure>{image}</figure>", name)
 
 
 def _scroll(table: str, name: str) -> str:

@@ -411,10 +411,7 @@ def test_plot_and_report_read_a_run_folder(capsys, tmp_path, uninterrupted):
     """
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     picture, page = tmp_path / "picture.png", tmp_path / "page.html"
-    assert (
-        main(["plot", str(folder), str(folder), "-o", str(picture), "--width", "6"])
-        == 0
-    )
+    assert main(["plot", str(folder), str(folder), "-o", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"wrote {picture}" in capsys.readouterr().out
     assert main(["plot", str(folder), "--kind", "batch", "-o", str(picture)]) == 0

@@ -85,22 +85,20 @@ def test_build_plan_lists_the_order_and_the_sizes_of_a_schedule():
     """Every threshold in the wrong order, every size that does not divide and every bad
     entry are in one list.
     """
-    schedule = {
-        "batch_size_schedule": "0:16 500:24 400:50 300:64",
-        "microbatch_size": 8,
-    }
+    keys = {"batch_size_schedule": "0:17 500:25 400:50 300:64", "microbatch_size": 8}
     with pytest.raises(RampupError) as caught:
-        build_plan(Config(**schedule), 8)
+        build_plan(Config(**keys), 8)
     texts = list(map(str, caught.value.problems))
     assert [
         "400 samples comes after 500" in texts[0],
         "300 samples comes after 400" in texts[1],
     ] == [True, True]
-    assert [problem.value for problem in caught.value.problems[2:]] == [16, 24, 50]
-    assert all(
-        problem.alternatives == {"microbatch_size": (1,)}
-        for problem in caught.value.problems[2:]
-    )
+    assert [problem.value for problem in caught.value.problems[2:]] == [17, 25, 50]
+    # A microbatch is checked once the devices can share the batches.
+    keys["batch_size_schedule"] = "0:16 500:24 600:64"
+    with pytest.raises(BatchDivisibilityError, match="nearest: 1 ") as caught:
+        build_plan(Config(**keys), 8)
+    assert (caught.value.key, caught.value.nearest) == ("microbatch_size", (1,))
     with pytest.raises(RampupError, match="2 problems"):
         build_plan(Config(batch_size_schedule="0:16 500 x:24"), 8)
 
@@ -298,24 +296,6 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
     )
     assert possible_devices(config, plan) == [1, 2, 4]
     assert numbers == [1, 2, 4, 8, 16]
-
-
-def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():
-    """The sizes of a schedule do not follow the devices, so a fresh run can say where
-    they run; not if no number helps.
-    """
-    with pytest.raises(
-        BatchDivisibilityError,
-        match=r"devices that can run these batches: 1, 2, 4, 8, 16$",
-    ):
-        build_plan(Config(**SCHEDULE), 3)
-    for keys in (
-        {**SCHEDULE, "microbatch_size": 5},
-        {**LINEAR, "per_device_batch_size": "17/3"},
-    ):
-        with pytest.raises(RampupError) as caught:
-            build_plan(Config(**keys), 2)
-        assert "devices that can run" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

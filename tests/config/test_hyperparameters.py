@@ -1,4 +1,4 @@
-"""Budgets, shares, Seesaw, the scalings of hyperparameters, and presets, as keys of a
+"""Budgets, shares, Seesaw, the scalings of hyperparameters, and published rules, as keys of a
 configuration.
 """
 
@@ -12,12 +12,13 @@ from helpers.runs import recorded
 from rampup import Config, build_plan, load_config
 from rampup.cli import main
 from rampup.config.resume import plan_to_resume
-from rampup.config.schema import NANOCHAT_REFERENCE_TOKENS
 from rampup.config.stages import hyperparameters
 from rampup.errors import RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp
 
 SHARES = {"batch_size_schedule": "0:16 3%:32 10%:64", "max_target_length": 128}
+# Of the run for which nanochat's weight decay was chosen.
+NANOCHAT_REFERENCE_TOKENS = 1_321_210_944
 PLAN = ("plan", "base.yml", "--devices", "4")
 
 
@@ -212,9 +213,6 @@ def test_seesaw_warms_up_over_the_planned_samples():
             "adam_weight_decay_reference_tokens",
         ),
         ({"batch_scaling_reference": 0}, "batch_scaling_reference"),
-        ({"preset": "nanogpt"}, "preset"),
-        ({"preset": "nanochat"}, "train_tokens"),
-        ({"preset": "olmo", "max_target_length": 100}, "max_target_length"),
     ],
 )
 def test_bad_hyperparameter_keys_are_refused(keys, key):
@@ -222,7 +220,7 @@ def test_bad_hyperparameter_keys_are_refused(keys, key):
     with pytest.raises(RampupError) as caught:
         build_plan(Config(**({"per_device_batch_size": 16} | keys)), 4)
     assert caught.value.key == key
-    for value in () if key == "preset" else caught.value.nearest[:2]:
+    for value in caught.value.nearest[:2]:
         build_plan(Config(**({"per_device_batch_size": 16} | keys | {key: value})), 4)
 
 
@@ -354,20 +352,22 @@ def test_a_longer_budget_without_shares_is_the_same_ramp():
 
 
 @pytest.mark.parametrize("tokens", [NANOCHAT_REFERENCE_TOKENS, 10**10, 10**11, 10**12])
-def test_nanochat_preset_has_its_three_formulas(tokens):
+def test_the_keys_of_nanochat_have_its_three_formulas(tokens):
     """Batch, learning rate and weight decay as nanochat's base_train.py computes
     them.
     """
+    total = 2 ** round(math.log2(2**19 * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383))
     config = Config(
-        preset="nanochat",
+        batch_size_schedule=f"0:{total // 2048}",
+        batch_scaling="timescale",
+        batch_scaling_reference=2**19 // 2048,
+        adam_weight_decay_reference_tokens=NANOCHAT_REFERENCE_TOKENS,
         train_tokens=tokens,
         max_target_length=2048,
         adam_weight_decay=0.28,
         eval_interval=-1,
     )
     plan = build_plan(config, 8)
-    total = 2 ** round(math.log2(2**19 * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383))
-    assert plan.ramp.sizes == (total // 2048,)
     assert plan.clock[0].scale == pytest.approx((total / 2**19) ** 0.5)
     decay = 0.28 * math.sqrt(total / 2**19) * (NANOCHAT_REFERENCE_TOKENS / tokens)
     assert hyperparameters(config, plan)[0].weight_decay == pytest.approx(decay)
@@ -377,14 +377,17 @@ def test_nanochat_preset_has_its_three_formulas(tokens):
     ("batch", "expected"),
     [(32, 0.999), (64, 0.998), (128, 0.996), (256, 0.992), (512, 0.984), (2048, 0.95)],
 )
-def test_marin_preset_has_its_beta2(batch, expected):
+def test_the_keys_of_marin_have_its_beta2(batch, expected):
     """The values that marin's issue lists for sequences of 4,096 tokens; tokens count,
     not sequences.
     """
     for length in (4096, 1024):
         size = batch * 4096 // length
         config = Config(
-            preset="marin",
+            adam_b2=0.999,
+            batch_scaling="half_life",
+            adam_b2_floor=0.95,
+            batch_scaling_reference=32 * 4096 // length,
             batch_size_schedule=f"0:{size}",
             max_target_length=length,
             eval_interval=-1,
@@ -395,41 +398,9 @@ def test_marin_preset_has_its_beta2(batch, expected):
 
 
 def test_olmo_preset_has_the_published_sizes_and_rates():
-    """Batches of 1,024 to 4,096 sequences; other lengths keep the tokens. The first
-    batch has the given rate, others more.
+    """Batches of 1,024 to 4,096 sequences. The first batch has the given rate, others
+    more.
     """
-    plan = build_plan(
-        load_config(
-            "base.yml", ["preset=olmo", "max_target_length=4096", "train_tokens=1T"]
-        ),
-        128,
-    )
+    plan = build_plan(load_config("olmo_1b", ["train_tokens=1T"]))
     assert (plan.ramp.sizes, plan.ramp.ramp_steps) == ((1024, 2048, 4096), 79_990)
-    short = build_plan(Config(preset="olmo", max_target_length=2048), 128)
-    assert (short.ramp.sizes[-1], short.ramp.ramp_steps) == (8192, 79_990)
     assert [segment.scale for segment in plan.clock] == pytest.approx([1, 2**0.5, 2])
-
-
-def test_preset_gives_way_to_keys_of_the_same_place_or_nearer(tmp_path):
-    """Keys beside the preset and on the command line win; those of the base
-    configuration do not.
-    """
-    (tmp_path / "my.yml").write_text(
-        "base_config: base.yml\npreset: marin\nadam_b2_floor: 0.9\n"
-    )
-    config = load_config(tmp_path / "my.yml")
-    assert (config.adam_b2, config.adam_b2_floor, config.batch_scaling) == (
-        0.999,
-        0.9,
-        "half_life",
-    )
-    assert load_config(tmp_path / "my.yml", ["adam_b2=0.99"]).adam_b2 == 0.99
-    assert (
-        load_config(tmp_path / "my.yml", ["preset=none", "adam_b2_floor=null"]).adam_b2
-        == 0.95
-    )
-    own = load_config(
-        tmp_path / "my.yml",
-        ["preset=olmo", "adam_b2_floor=null", "batch_size_schedule=0:64"],
-    )
-    assert (own.batch_size_schedule, own.enable_rampup_batch_size) == ("0:64", False)

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-import rampup
 from rampup.config.key import Key
 from rampup.config.load import load_config
 from rampup.config.schema import KEYS
@@ -158,7 +157,7 @@ def test_circular_base_config_is_refused(write):
         (
             ["enable_goodput_recording=true"],
             {},
-            r"no key is like it; if it is a key of MaxText.*check --from maxtext",
+            r"no key is like it; if it is a key of MaxText.*check FILE --from maxtext",
         ),
         (["steps=1.5"], {}, "command line: steps=1.5"),
     ],
@@ -338,11 +337,6 @@ def test_parse_mapping_records_lines():
         ("a: 1\nb: 2\na: 3\n", 3, "a is given twice, first in line 1"),
         ("a: [1\nb: 2", 2, "not valid YAML"),
         ("a: 1\n\tb: 2", 2, "indent with spaces, not tabs"),
-        (
-            "a:\u00a01\nb: 2",
-            2,
-            "not allowed here; line 1 has U+00A0 (no-break space) instead of a space",
-        ),
         ("a: !!python/object/apply:os.system ['ls']", 1, "python/object/apply"),
         ("a: !mine 3", 1, "!mine"),
         ("? [1, 2]\n: 3", 1, "a key must be a plain name"),
@@ -403,9 +397,3 @@ def test_positions_of_keys_and_values():
         "c": ("c", ""),
         "d": ("d", "[1,\n 2]"),
     }
-
-
-def test_an_abbreviated_key_is_found():
-    """Each part of a name may be the beginning of a part of a key."""
-    with pytest.raises(TypeError, match="it may stand for batch_size_schedule"):
-        rampup.Config(batch_sched="0:8")

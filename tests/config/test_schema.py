@@ -8,7 +8,7 @@ import pytest
 
 from rampup import Config, build_plan, load_config
 from rampup.config.files import explain
-from rampup.config.key import ALIASES, REMOVED, Key, keys_for_alias
+from rampup.config.key import Key, keys_for_alias, other_names
 from rampup.config.schema import KEYS
 from rampup.contrib.rl.config import ROLLOUT_KEYS
 from rampup.errors import ConfigError, RampupError
@@ -79,6 +79,9 @@ def test_total_steps_and_num_kv_heads():
         Config(per_device_batch_size="1/3").to_dict()["per_device_batch_size"] == "1/3"
     )
     assert Config(per_device_batch_size=0.5).per_device_batch_size == Fraction(1, 2)
+
+
+ALIASES, REMOVED = (other_names()[table] for table in ("aliases", "removed"))
 
 
 @pytest.mark.parametrize("keys", [KEYS, ROLLOUT_KEYS], ids=["base.yml", "rl.yml"])

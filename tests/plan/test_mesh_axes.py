@@ -188,7 +188,7 @@ NEAREST |= {
     "v5p:4x4x2": ("v5p:2x4x4",),
     "v5p-100": ("v5p:2x4x4", "v5p:4x4x4"),
 }
-NEAREST |= {"v9:2x2": tuple(CHIPS), "v5e:xx": ("v5e:8x8",)}
+NEAREST |= {"v9:2x2": tuple(CHIPS), "v5e:xx": ("v5e:1x1",)}
 NEAREST |= dict.fromkeys(["0*v5e:2x2", "v5e", "", f"v5e:{'9' * 5000}x1", None], ())
 
 

@@ -120,7 +120,7 @@ def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
     """Five microbatches in four stages with two repeats are best by the 13 ticks of
     balanced groups, but they take 16.
     """
-    choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), repeats=(2,))
+    choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), num_repeats=2)
     assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [
         (1, 36),
         (5, 40),
@@ -129,14 +129,17 @@ def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
 
 def test_pipeline_candidates_are_complete_and_sorted():
     """Every divisor that is a multiple of p appears, in the order of predicted time."""
-    choices = pipeline_candidates(
-        48, num_stages=4, overhead=Fraction(1, 3), repeats=(1, 2), multiple=4
-    )
-    shapes = {(c.num_pipeline_microbatches, c.num_repeats) for c in choices}
-    assert shapes == {(m, v) for m in (4, 8, 12, 16, 24, 48) for v in (1, 2)}
-    assert all(c.num_pipeline_microbatches * c.microbatch_size == 48 for c in choices)
-    times = [c.predicted_time for c in choices]
-    assert times == sorted(times)
+    for v in (1, 2):
+        choices = pipeline_candidates(
+            48, num_stages=4, overhead=Fraction(1, 3), num_repeats=v, multiple=4
+        )
+        shapes = {(c.num_pipeline_microbatches, c.num_repeats) for c in choices}
+        assert shapes == {(m, v) for m in (4, 8, 12, 16, 24, 48)}
+        assert all(
+            c.num_pipeline_microbatches * c.microbatch_size == 48 for c in choices
+        )
+        times = [c.predicted_time for c in choices]
+        assert times == sorted(times)
 
 
 def test_per_phase_splits_each_phase_best():
@@ -319,17 +322,6 @@ def test_every_timetable_is_valid_or_refused(schedule, p, m, v, forward, backwar
         if kind == "W":
             assert done["I", s, k, r].end <= o.start
     assert int(table.num_ticks) * table.tick == table.makespan
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "v", "sends"),
-    [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))],
-)
-def test_sends_per_stage(p, m, v, sends):
-    """Each stage sends activations forward and gradients backward. The ends of the
-    pipeline send nothing.
-    """
-    assert build("interleaved" if v > 1 else "1f1b", p, m, v).sends_per_stage == sends
 
 
 @pytest.mark.parametrize(

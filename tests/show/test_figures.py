@@ -1,7 +1,6 @@
 """Tests of rampup.show.figures: the pictures, read back from the figures."""
 
 import math
-import re
 import sys
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from rampup.show.figures import (
     draw_rate,
     draw_runs,
     draw_timetable,
-    svg_element,
+    svg_text,
 )
 from rampup.show.series import RunMetrics
 
@@ -77,31 +76,21 @@ def test_draw_timetable_refuses_what_it_cannot_draw(tmp_path, monkeypatch):
         draw_timetable(table, tmp_path / "table.png")
 
 
-@pytest.mark.parametrize("width", [2.9, 31, math.nan])
-def test_figures_refuse_impossible_widths(width):
-    """Too narrow, too wide or not a number: refused with the nearest width."""
-    with pytest.raises(ConfigError, match="inches must be from 3 to 30") as caught:
-        draw_batch(build_plan(RAMP, 4), width=width)
-    assert caught.value.nearest
-
-
-@pytest.mark.parametrize("width", [3.25, 4.5, 10])
 @pytest.mark.parametrize(
     ("config", "devices"), [(RAMP, 4), (PIPELINE, 8), (Config(), 1)]
 )
-def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
+def test_draw_batch_has_units_and_no_overlaps(config, devices):
     """Staircases over samples and steps at the plan's own boundaries, and a bar per
-    phase, at two sizes.
+    phase.
     """
     plan = build_plan(config, devices)
-    figure = draw_batch(plan, width=width)
+    figure = draw_batch(plan)
     found, overlapping = texts(figure)
     assert not overlapping
     assert any(text.startswith("samples consumed") for text in found)
     assert any(text.startswith("optimizer steps") for text in found)
     assert {"samples per step", "passes per step", "phase"} <= set(found)
     assert ("pipeline bubble, idle share" in found) == (config is PIPELINE)
-    assert figure.axes[0].xaxis.label.get_fontsize() == (8 if width < 4 else 10)
     stairs = [axes.patches for axes in figure.axes]
     edges = next(
         patch.get_data().edges for patch in stairs[0] if hasattr(patch, "get_data")
@@ -111,14 +100,12 @@ def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
     ]
 
 
-@pytest.mark.parametrize("width", [3.25, 10])
-def test_draw_rate_draws_both_clocks(width):
+def test_draw_rate_draws_both_clocks():
     """Two panels, each with a line per clock. The plan's own clock is named."""
     plan = build_plan(RAMP, 4)
     figure = draw_rate(
         plan,
         {"samples": lambda step: step / 400, "steps": lambda step: 0.5},
-        width=width,
     )
     found, overlapping = texts(figure)
     assert not overlapping
@@ -134,12 +121,11 @@ def test_draw_rate_draws_both_clocks(width):
     assert over_steps[0][-1] == last
 
 
-@pytest.mark.parametrize("width", [3.25, 10])
-def test_draw_runs_compares_runs_over_samples(width):
+def test_draw_runs_compares_runs_over_samples():
     """Each panel has a line per run, distinct without colour, with a gap if a loss is
     not finite.
     """
-    figure = draw_runs([run("a"), run("b", steps=60)], width=width)
+    figure = draw_runs([run("a"), run("b", steps=60)])
     found, overlapping = texts(figure)
     assert not overlapping
     assert {"loss", "samples per step", "tokens per second", "samples consumed"} <= set(
@@ -153,10 +139,10 @@ def test_draw_runs_compares_runs_over_samples(width):
     assert [max(line.get_xdata()) for line in lines] == [240, 480]
     for runs in ([], [run()] * 13):
         with pytest.raises(ConfigError, match="cannot be told apart"):
-            draw_runs(runs, width=width)
+            draw_runs(runs)
     # Of a run with more steps than points, means of neighbours are drawn, and the axis
     # says of how many steps.
-    loss, _, speed = (long := draw_runs([run(steps=3000)], width=width)).axes
+    loss, _, speed = (long := draw_runs([run(steps=3000)])).axes
     assert "samples consumed (means of 3 steps)" in texts(long)[0]
     xs, ys = loss.lines[0].get_data()
     assert (len(xs), xs[1], ys[1]) == (
@@ -167,26 +153,28 @@ def test_draw_runs_compares_runs_over_samples(width):
     # A single step that is far too fast leaves the others readable.
     fast = run()
     fast = replace(fast, tokens_per_second=(*fast.tokens_per_second[:-1], 1e6))
-    speed = draw_runs([fast], width=width).axes[2]
+    speed = draw_runs([fast]).axes[2]
     assert (speed.get_ylim()[1], speed.get_title(loc="right")) == (
         400,
         "above: up to 1M",
     )
 
 
-def test_svg_element_fits_into_a_page():
-    """Colours follow the page's theme, identifiers have a prefix, and a notebook's
-    backend and figures are not touched.
-    """
+def test_draw_runs_draws_the_other_curves_of_a_single_run():
+    """A panel for each curve of one run; none where runs are compared."""
+    one = replace(run(), curves={"Entropy": run().losses})
+    assert "entropy" in texts(figure := draw_runs([one]))[0]
+    assert len(figure.axes) == 4
+    assert len(draw_runs([one, run("b")]).axes) == 3
+
+
+def test_svg_text_is_the_same_for_the_same_figure():
+    """Text stays text, and a notebook's backend and figures are not touched."""
     from matplotlib import pyplot
 
     backend = pyplot.get_backend()
-    figure = draw_timetable(Timetable.build("1f1b", num_stages=2, num_microbatches=3))
-    text = svg_element(figure, title="a timetable", prefix="mine-")
-    assert 'aria-label="a timetable"' in text
-    assert all(name.startswith("mine-") for name in re.findall(r'\bid="([^"]*)"', text))
-    assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(
-        re.findall(r'\bid="([^"]*)"', text)
-    )
-    assert "var(--f)" in text
+    table = Timetable.build("1f1b", num_stages=2, num_microbatches=3)
+    one, other = (svg_text(draw_timetable(table)) for _ in range(2))
+    assert one == other
+    assert ">backward</text>" in one
     assert (pyplot.get_backend(), pyplot.get_fignums()) == (backend, [])

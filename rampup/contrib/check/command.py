@@ -17,7 +17,8 @@ from rich.table import Table
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
 from rampup.contrib.check.verdict import Always, Verdict
 from rampup.errors import RampupError
-from rampup.show.console import BATCH, SPLIT, WHEN, make_table, phase_cell
+from rampup.plan.describe import PHASE_TITLES
+from rampup.show.console import make_table, phase_cell
 from rampup.show.format import format_count
 
 if TYPE_CHECKING:
@@ -66,7 +67,19 @@ OUTCOMES |= {
 }
 OUTCOMES |= {"drops": "the run drops samples", "fails": "the run fails"}
 FOUND_BY = {"validator": "found by its own check", "run": "not checked: the run fails"}
-PHASE_COLUMNS = WHEN | BATCH | {"data_parallel_size": "replicas"} | SPLIT
+PHASE_COLUMNS = {
+    name: PHASE_TITLES.get(name, "replicas")
+    for name in (
+        "start_step",
+        "start_sample",
+        "num_steps",
+        "global_batch_size",
+        "data_parallel_size",
+        "accumulation_steps",
+        "num_pipeline_microbatches",
+        "microbatch_size",
+    )
+}
 FIRST_PHASES, LAST_PHASES = (
     8,
     3,

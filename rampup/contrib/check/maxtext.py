@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from rampup.config.key import REMOVED
+from rampup.config.key import other_names
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.contrib.check.base_files import find_in_repository
@@ -646,10 +646,11 @@ class MaxTextJob(PretrainingJob):
             for group, axes in self.combined_axes.items()
             for axis, size in axes.items()
         }
-        gone = {key: found.pop(key) for key in [*found] if key in REMOVED}
+        removed = other_names()["removed"]
+        gone = {key: found.pop(key) for key in [*found] if key in removed}
         for key, size in gone.items():
             if size != 1:
-                raise ConfigError(f"{key}={size}: {REMOVED[key]}", key=key)
+                raise ConfigError(f"{key}={size}: {removed[key]}", key=key)
         return found
 
 

@@ -15,7 +15,8 @@ import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
-from rampup.show.console import PLAIN, TITLES, print_notes, print_table, split_columns
+from rampup.plan.describe import PHASE_TITLES
+from rampup.show.console import PLAIN, print_notes, print_table
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
@@ -115,11 +116,11 @@ def _print_settings(found: Facts, console: Console) -> None:
     seconds = _seconds(found)
     console.print(f"recommended: {_words(found['settings'])}; the run: {seconds}")
     phases = found["phases"]
-    columns = ["global_batch_size", "per_device_batch_size"]
-    columns += split_columns(
-        any(row["num_pipeline_microbatches"] > 1 for row in phases)
-    )
-    titles = ["phase", *(TITLES[name] for name in columns), "memory", "tokens/s"]
+    columns = ["global_batch_size", "per_device_batch_size", "accumulation_steps"]
+    if any(row["num_pipeline_microbatches"] > 1 for row in phases):
+        columns.append("num_pipeline_microbatches")
+    columns.append("microbatch_size")
+    titles = ["phase", *(PHASE_TITLES[name] for name in columns), "memory", "tokens/s"]
     rows = [
         [
             str(number),

@@ -19,8 +19,9 @@ from typing import Any
 from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key, keys_for_alias
 from rampup.config.load import load_settings, names_in
+from rampup.config.rules import head_problems
 from rampup.config.schema import KEYS as RAMP_KEYS
-from rampup.config.schema import ModelKeys, head_problems
+from rampup.config.schema import ModelKeys
 from rampup.config.stages import mesh_axes
 from rampup.contrib.rl.plan import (
     AGGREGATIONS,
@@ -461,8 +462,6 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
 # it sets them; rl.yml shows some.
 ROLLOUT_FILE = ConfigFile(
     name="rl.yml",
-    schema_name="rl.schema.json",
-    title="A rollout's configuration of rampup",
     head="""\
 # A step of reinforcement learning, for `rampup plan configs/rl.yml`: every key, its documentation and its value.
 # Names and meanings are those of MaxText RL, if it has the key. If its default differs, the comment ends with it.
