@@ -94,80 +94,110 @@ def type_settings(
     Refused, all at once, are keys that are mistyped, misspelt, given twice, open, or
     unknown sizes; and a reading that sets no key of the system.
     """
-    entries, system = launch.entries, launch.system
+    entries = launch.entries
     chosen = _read_overrides(reading, launch)
+    _refuse_other_systems(reading, launch, chosen)
     given = {**reading.leaves, **chosen}
-    known = entries.keys() & given
-    of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
-    if not (reading.recognized or of_system or _find_mappings(reading.leaves, entries)):
-        raise_together(list(_find_misspelt(reading.leaves, entries)))
-        said = (
-            f"not a file of {system}: it sets none of its batch keys, such as"
-            f" {', '.join(list(entries)[:3])}"
-        )
-        raise ConfigError(said, key="from", path=reading.path)
-    problems: list[RampupError] = [*reading.questions]
-    problems += _find_doubles(reading, entries.keys() - chosen.keys())
+    base = f"a base file of {launch.system}"
+    located = {name: Located(value=at, path=base) for name, at in defaults.items()}
+    located |= given
+    typed = _Typed({name: entry.default for name, entry in entries.items()})
+    for name in [name for name in entries if name in located]:
+        typed.read(name, entries[name], located)
+    raise_together([*_find_problems(reading, launch, chosen), *typed.problems])
+    notes = (
+        *reading.notes,
+        *(
+            f"{said}: the rules do not follow it."
+            for _, said, _ in find_unread(given, launch.unread, asks=False)
+        ),
+        *typed.notes,
+        *_idle_devices(reading.command, launch, typed.values),
+        *(
+            f"{name} is given twice, again in line {line}; the last one counts."
+            for name, line in reading.repeated.items()
+            if name not in entries
+        ),
+    )
+    return Settings(
+        values=typed.values,
+        given=frozenset(entries.keys() & given) - typed.open,
+        others={name: at for name, at in located.items() if name not in entries},
+        notes=notes,
+        files=reading.files | {place.path for place in reading.leaves.values()},
+    )
+
+
+def _refuse_other_systems(
+    reading: Reading, launch: Launch, chosen: Mapping[str, Located]
+) -> None:
+    """Refuse a reading that sets no key of the system."""
+    entries = launch.entries
+    of_system = entries.keys() & (reading.leaves.keys() | (chosen.keys() - FACTS))
+    if reading.recognized or of_system or _find_mappings(reading.leaves, entries):
+        return
+    raise_together(list(_find_misspelt(reading.leaves, entries)))
+    raise ConfigError(
+        f"not a file of {launch.system}: it sets none of its batch keys, such as"
+        f" {', '.join(list(entries)[:3])}",
+        key="from",
+        path=reading.path,
+    )
+
+
+def _find_problems(
+    reading: Reading, launch: Launch, chosen: Mapping[str, Located]
+) -> Iterator[RampupError]:
+    """Yield what is wrong with the names of keys, and the questions about them."""
+    entries, given = launch.entries, {**reading.leaves, **chosen}
     written = {key: at for key, at in reading.leaves.items() if key not in chosen}
-    problems += _find_mappings(written, entries)
-    problems += _find_misspelt(given, entries)
+    yield from reading.questions
+    yield from _find_doubles(reading, entries.keys() - chosen.keys())
+    yield from _find_mappings(written, entries)
+    yield from _find_misspelt(given, entries)
     if launch.keys:
-        problems += find_questions(
+        yield from find_questions(
             {name: value for name, value in given.items() if name not in entries},
             launch.unread,
             load_known_keys(launch.keys),
-            system,
+            launch.system,
             launch.decides or _decides(entries),
             launch.repeats,
         )
-    notes = [*reading.notes]
-    notes += [
-        f"{said}: the rules do not follow it."
-        for _, said, _ in find_unread(given, launch.unread, asks=False)
-    ]
-    path = f"a base file of {system}"
-    located = {name: Located(value=at, path=path) for name, at in defaults.items()}
-    located |= given
-    values = {name: entry.default for name, entry in entries.items()}
-    for name in [name for name in entries if name in located]:
+
+
+class _Typed:
+    """The values of keys, and what is wrong with them."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values  # the defaults, until a key is read
+        self.problems: list[RampupError] = []
+        self.open: set[str] = set()  # keys whose values are unknown, and may be
+        self.notes: list[str] = []
+
+    def read(self, name: str, entry: Entry, located: Mapping[str, Located]) -> None:
+        """Take the value of a key as the type of its entry, or say what is wrong."""
         place = located[name]
         try:
-            value = resolve_reference(place.value, name, located, values)
-            if isinstance(value, str) and unknown_names(value):
-                question = _ask_for(name, value)
-                if not entries[name].optional:
-                    raise question
-                notes.append(
-                    f"{question}. The numbers of a step are the same without it."
-                )
-                known.discard(name)
-            else:
-                values[name] = entries[name].key.convert(name, value)
+            value = resolve_reference(place.value, name, located, self.values)
+            if not (isinstance(value, str) and unknown_names(value)):
+                self.values[name] = entry.key.convert(name, value)
+                return
+            question = _ask_for(name, value)
+            if not entry.optional:
+                raise question
         except ConfigError as error:
-            problems.append(
-                ConfigError(
-                    str(error),
-                    key=name,
-                    nearest=error.nearest,
-                    path=place.path,
-                    line=place.line,
-                )
+            located_error = ConfigError(
+                str(error),
+                key=name,
+                nearest=error.nearest,
+                path=place.path,
+                line=place.line,
             )
-    raise_together(problems)
-    notes += _idle_devices(reading.command, launch, values)
-    notes += [
-        f"{name} is given twice, again in line {line}; the last one counts."
-        for name, line in reading.repeated.items()
-        if name not in entries
-    ]
-    others = {name: value for name, value in located.items() if name not in entries}
-    return Settings(
-        values=values,
-        given=frozenset(known),
-        others=others,
-        notes=tuple(notes),
-        files=reading.files | {place.path for place in reading.leaves.values()},
-    )
+            self.problems.append(located_error)
+            return
+        self.open.add(name)
+        self.notes.append(f"{question}. The numbers of a step are the same without it.")
 
 
 def _find_doubles(reading: Reading, keys: Set[str]) -> Iterator[ConfigError]:
