@@ -21,7 +21,6 @@ import optax
 from jax.sharding import Mesh
 from optax import microbatching
 
-from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.batch import Batch
 from rampup.engine.mesh import batch_sharding, replicated
@@ -411,9 +410,6 @@ class Run:
     microbatch_sizes: list[int] = field(
         default_factory=list
     )  # microbatch size of each step, filled while it runs
-    # Steps that ran in the shape of an earlier phase because their own was not compiled
-    # yet; also filled.
-    late_steps: list[int] = field(default_factory=list)
 
 
 def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
@@ -424,25 +420,14 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
     """
     source = problem.source(4 * plan.ramp.sizes[-1])
     sizes: list[int] = []
-    late: list[int] = []
     if name in POLICIES:
         plan = with_policy(plan, POLICIES[name])
         rampup_step, rampup_first = start_rampup(problem, plan, mesh)
 
         def rampup_losses() -> Iterator[jax.Array]:
             state = rampup_first
-            for batch in step_batches(
-                source,
-                plan,
-                mesh,
-                options=BatchOptions(split_for=rampup_step.split_for),
-            ):
-                position = batch.position
-                sizes.append(position.split.microbatch_size)
-                late.extend(
-                    [position.step]
-                    * (position.split != plan.position(position.step).split)
-                )
+            for batch in rampup_step.batches(source):
+                sizes.append(batch.position.split.microbatch_size)
                 state, metrics = rampup_step(state, batch)
                 yield metrics["loss"]
             rampup_step.close()
@@ -454,7 +439,6 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
             losses=rampup_losses(),
             num_compilations=compilations,
             microbatch_sizes=sizes,
-            late_steps=late,
         )
     step, first = baseline(name, problem, plan, mesh)
 

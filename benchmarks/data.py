@@ -34,8 +34,8 @@ from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.sources import RowSource, TokenRows, as_source
 from rampup.engine.batch import MAX_CHUNKS, MAX_WHOLE, put_batch
 from rampup.engine.compile import compile_program
+from rampup.engine.memory import bytes_per_device, program_memory
 from rampup.engine.mesh import batch_sharding, make_mesh
-from rampup.engine.offload import bytes_per_device, program_memory
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
 

@@ -36,9 +36,9 @@ from rampup.engine.pipeline import (
     LAYERS,
     PipelinedLoss,
     Stage,
-    check_shapes,
+    check_parts,
+    check_sizes,
     permute_layers,
-    pipeline_sums,
     stage_replicas,
 )
 from rampup.engine.sums import Recipe, Sums, as_summed
@@ -407,8 +407,7 @@ def rampup_program(
                 loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings
             )
         else:
-            sums = pipeline_sums(
-                loss,
+            sums = loss.sums(
                 params,
                 (x_KRTE, keys_KR),
                 (num_microbatches, 1),
@@ -441,7 +440,8 @@ def gpipe_sums(
     """Sum loss and gradients of K microbatches by differentiating through the forward
     ticks, as GPipe and MaxText do.
     """
-    check_shapes(loss, params, batch_KR, keys_KR, mesh)
+    check_sizes(loss, params, mesh)
+    check_parts(loss, params, (batch_KR, keys_KR), mesh)
 
     def sum_stage(
         reduce: Any, _: Any, params: Any, batch_KR: Any, keys_KR: Any, *rest: Any
@@ -454,8 +454,7 @@ def gpipe_sums(
                 shared,
                 (batch_KR, keys_KR),
                 mesh,
-                Recipe(),
-                param_shardings=None,
+                has_grads=False,
             )
             sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
             return sums.loss, sums

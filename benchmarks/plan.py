@@ -30,7 +30,7 @@ from measure import (
 from rich.console import Console
 
 from rampup.config.schema import Config
-from rampup.data.batches import BatchOptions, step_batches
+from rampup.data.batches import step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.batch import Batch
 from rampup.engine.mesh import make_mesh
@@ -248,13 +248,11 @@ class _Tiny:
 
     def run_host(self, steps: int) -> None:
         """Run the loop with real batches and the step."""
-        plan, choose = plan_for(BatchRamp.constant(8), steps), self._step.split_for
+        plan = plan_for(BatchRamp.constant(8), steps)
         self._through_loop(
             plan,
             self._step,
-            lambda start: step_batches(
-                self._rows, plan, self._mesh, options=BatchOptions(split_for=choose)
-            ),
+            lambda start: step_batches(self._rows, plan, self._mesh),
         )
 
     def _through_loop(

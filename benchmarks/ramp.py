@@ -302,7 +302,6 @@ class Steps:
     ]  # time of every step with its batch, until its loss is known
     microbatch_sizes: tuple[int, ...]  # microbatch size of every step
     compilations: int  # programs compiled for the step
-    num_late: int = 0  # steps that ran in the shape of an earlier phase
 
     def changes(self, plan: RampPlan) -> list[int]:
         """Return the steps, after the first, at which the phase or the microbatch size
@@ -378,10 +377,9 @@ def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchR
                 "A change is the first step of a phase or in another microbatch size."
                 " slowest_change is the slowest of a run's changes, each over the"
                 " median of its phase and size: the median over the runs; least is the"
-                " smallest. control is the same of steps without a change. late_steps"
-                " ran in the shape of an earlier phase, because their own was still"
-                " compiling in the background, which on a CPU also slows the steps of"
-                " the first phase."
+                " smallest. control is the same of steps without a change. Programs of"
+                " later phases compile in the background, which on a CPU slows the"
+                " steps of the first phase."
             ),
         ],
     )
@@ -409,7 +407,6 @@ def timed_steps(name: str, problem: Problem, plan: RampPlan) -> Steps:
         seconds=tuple(now - before for before, now in itertools.pairwise(times)),
         microbatch_sizes=tuple(started.microbatch_sizes),
         compilations=started.num_compilations(),
-        num_late=len(started.late_steps),
     )
 
 
@@ -443,7 +440,6 @@ def transition_rows(
                     second for steps in runs for second in steps.seconds
                 )
             ),
-            "late_steps": statistics.median(steps.num_late for steps in runs),
             "compilations": max(steps.compilations for steps in runs),
         }
         for name, runs in found.items()

@@ -157,10 +157,18 @@ def warn_of_loss(
     """
     read = (state.params, carried(state), getattr(state, "frozen", None))
     size = sum(np.size(leaf) for leaf in jax.tree.leaves(read))
-    if jax.process_count() > 1 or jax.config.jax_disable_jit or size > MAX_NUMBERS:
+    if jax.process_count() > 1 or size > MAX_NUMBERS:
         return
     try:
-        report = _report(Trials(loss, state, _pick(batch), seed=0, is_quiet=True))
+        report = _report(
+            Trials(
+                loss,
+                state,
+                _pick(batch),
+                seed=0,
+                is_quiet=True,
+            )
+        )
     except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
     ignored = OF_PARTS if sees_whole else ()
@@ -171,7 +179,11 @@ def warn_of_loss(
             " train_step(..., check_loss=False) leaves it out"
         )
         report = LossReport(left, report.tolerance)
-        warnings.warn(f"{report}\n{more}", LossWarning, stacklevel=3)
+        warnings.warn(
+            f"{report}\n{more}",
+            LossWarning,
+            stacklevel=3,
+        )
 
 
 def _pick(rows: Any) -> Any:
@@ -209,51 +221,76 @@ def _pick(rows: Any) -> Any:
             lambda *parts: np.stack([np.asarray(part) for part in parts]),
             *(rows[n] for n in index),
         )
-    return jax.tree.map(lambda x: np.stack([np.asarray(x[n]) for n in index]), rows)
+    return jax.tree.map(
+        lambda x: np.stack([np.asarray(x[n]) for n in index]),
+        rows,
+    )
 
 
 class _Rounding:
     """How large a gap may be, by trials with moved parameters."""
 
-    def __init__(self, moved: list[Sums], trials: Trials) -> None:
-        self._epsilons = epsilons = trials.epsilons
+    def __init__(
+        self,
+        moved: list[Sums],
+        trials: Trials,
+    ) -> None:
+        self._epsilons = trials.epsilons
         # Sums in a narrow type may be cut off, which is the same wherever they are.
         self._cut = 2 * trials.coarsest
-        self._largest = max(moved[0].scale(n) for n in epsilons if _kind(n) == GRADIENT)
+        first = moved[0]
+        gradients = [name for name in self._epsilons if _kind(name) == GRADIENT]
+        self._largest = max(first.scale(name) for name in gradients)
         # The spread of a few numbers may be small by chance, that of all gradients not.
         self._spreads: dict[str, float] = {}
-        for name in epsilons:
+        for name in self._epsilons:
+            gaps = np.stack([sums.gap(name) for sums in moved])
             # What is finite neither together nor alone is not compared.
-            gaps = np.nan_to_num(np.stack([sums.gap(name) for sums in moved]))
-            spread = norm(gaps.std(0, ddof=1)) / self._scale(name, moved[0])
+            deviations = np.nan_to_num(gaps).std(0, ddof=1)
+            spread = norm(deviations) / self._scale(name, first)
             kind = _kind(name)
-            self._spreads[kind] = max(spread, self._spreads.get(kind, 0.0))
+            before = self._spreads.get(kind, 0.0)
+            self._spreads[kind] = max(spread, before)
 
-    def _scale(self, name: str, sums: Sums) -> float:
+    def _scale(
+        self,
+        name: str,
+        sums: Sums,
+    ) -> float:
         """Return what a gap is compared with. A gradient that is zero but for rounding
         is small beside the others.
         """
-        floor = 0.1 * self._largest if _kind(name) == GRADIENT else 0.0
-        return max(sums.scale(name), floor) or 1.0
+        size = sums.scale(name)
+        if _kind(name) == GRADIENT:
+            size = max(size, 0.1 * self._largest)
+        return size or 1.0
 
-    def relative(self, name: str, number: int = 1) -> float:
+    def relative(
+        self,
+        name: str,
+        number: int = 1,
+    ) -> float:
         """Return the part of a sum that may be rounding, in the mean of a number of
         trials.
         """
         spread = self._spreads[_kind(name)]
-        least = max(self._epsilons[name] ** 0.75, self._cut)
-        return least + 8 * spread / number**0.5
+        least = self._epsilons[name] ** 0.75
+        return max(least, self._cut) + 8 * spread / number**0.5
 
-    def wrong(self, sums: Sums, number: int = 1) -> list[str]:
+    def wrong(
+        self,
+        sums: Sums,
+        number: int = 1,
+    ) -> list[str]:
         """Return the names of what does not add up."""
         found = []
         for name in self._epsilons:
-            gap = sums.gap(name)
+            size = norm(sums.gap(name))
             allowed = self.relative(name, number) * self._scale(name, sums)
             # Finite on one side: a mean times a weight of 0, for instance.
             sides = sums.whole[name], sums.each[name]
             is_one_sided = any(np.isfinite(x).all() for x in sides)
-            if norm(gap) > allowed or (np.isnan(norm(gap)) and is_one_sided):
+            if size > allowed or (np.isnan(size) and is_one_sided):
                 found.append(name)
         return found
 
@@ -264,26 +301,25 @@ def _report(trials: Trials) -> LossReport:
         moved = [trials.run(move=move) for move in range(MOVES)]
     except SingleRowError as error:
         found = f"the loss can be called with {R} rows, but not with one: {error}"
-        return LossReport((LossProblem("interacting rows", found),), 0.0)
+        return LossReport(
+            (LossProblem("interacting rows", found),),
+            0.0,
+        )
     rounding = _Rounding(moved, trials)
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *moved)
     wrong = dict.fromkeys(rounding.wrong(mean, MOVES), moved[0])
     further = [trials.run(OTHER_ORDER, OTHER_ORDER)]
     if trials.draws:
-        sets = range(R, R * (1 + KEY_SETS), R)
-        further += [trials.run(keys=range(start, start + R)) for start in sets]
+        starts = range(R, R * (1 + KEY_SETS), R)
+        further += [trials.run(keys=range(start, start + R)) for start in starts]
     if trials.axes:
         further.append(Sums(trials.run_replicas(), moved[0].each))
     for sums in further:
         wrong = dict.fromkeys(rounding.wrong(sums), sums) | wrong
-    tolerance = max(
-        (rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong),
-        default=0.0,
-    )
-    problems = _problems(trials, rounding, moved[0], wrong) if wrong else {}
-    return LossReport(
-        tuple(LossProblem(kind, found) for kind, found in problems.items()), tolerance
-    )
+    unseen = [rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong]
+    hints = _problems(trials, rounding, moved[0], wrong) if wrong else {}
+    problems = tuple(LossProblem(kind, found) for kind, found in hints.items())
+    return LossReport(problems, max(unseen, default=0.0))
 
 
 def _problems(
@@ -294,8 +330,8 @@ def _problems(
     alike = trials.run(keys=(0,) * R)
     # Other keys for all rows but the first, and but the last.
     others = [
-        trials.run(keys=keys)
-        for keys in ((0, R, R + 1, R + 2), (R, R + 1, R + 2, R - 1))
+        trials.run(keys=(0, R, R + 1, R + 2)),
+        trials.run(keys=(R, R + 1, R + 2, R - 1)),
     ]
     ordered = trials.run(OTHER_ORDER, OTHER_ORDER)
 
@@ -303,31 +339,33 @@ def _problems(
         if not np.isfinite(wrong[name].each[name]).all():
             return "mean"
         # R equal rows have R times the sum of one, or as much if it is a mean.
-        factors = [x for s in equal if (x := _factor(s, name)) is not None]
-        is_mean = bool(factors) and all(0 < x < 0.99 * R for x in factors)
+        factors = [_factor(sums, name) for sums in equal]
+        known = [x for x in factors if x is not None]
+        is_mean = bool(known) and all(0 < x < 0.99 * R for x in known)
         is_symmetric = _are_close(first.whole[name], ordered.whole[name])
-        if is_mean and is_symmetric and max(factors) - min(factors) < 0.01:
+        if is_mean and is_symmetric and max(known) - min(known) < 0.01:
             return "mean"
-        gaps = [sums.gap(name) for sums in (wrong[name], *equal)]
+        gap = wrong[name].gap(name)
         # A gap is a difference of sums, and has their rounding.
         rounded = 4 * R * trials.epsilons[name] * first.scale(name)
-        if all(_are_close(gaps[0], gap, rounded) for gap in gaps):
+        if all(_are_close(gap, sums.gap(name), rounded) for sums in equal):
             return "penalty"
         # A loss that ignores all keys draws nothing that matters here.
-        ignores = [_are_close(first.whole[name], x.whole[name]) for x in others]
+        whole = first.whole[name]
+        ignores = [_are_close(whole, sums.whole[name]) for sums in others]
         has_one = any(ignores) and not all(ignores)
         if trials.draws and (has_one or name not in rounding.wrong(alike)):
             return "random key"
         return "interacting rows"
 
     # The loss says more than its gradients.
-    names = list(wrong)
-    main = next((n for n in names if _kind(n) == "loss_sum"), None)
+    losses = [name for name in wrong if _kind(name) == "loss_sum"]
+    main = losses[0] if losses else ""
     hints: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: name != main):
+    for name in sorted(wrong, key=lambda name: name != main):
         is_gradient = _kind(name) == GRADIENT
-        source = main if main and is_gradient else name
-        hints.setdefault(hint(source), []).append(name)
+        kind = hint(main if main and is_gradient else name)
+        hints.setdefault(kind, []).append(name)
     return {kind: _numbers(names, wrong) for kind, names in hints.items()}
 
 
@@ -338,12 +376,18 @@ def _factor(sums: Sums, name: str) -> float | None:
     whole, one = sums.whole[name], sums.each[name][0]
     if not whole.any() and not one.any():
         return None
-    factor = float(whole @ one) / (float(one @ one) or 1.0)
-    return factor * _are_close(whole, factor * one)
+    square = float(one @ one) or 1.0
+    factor = float(whole @ one) / square
+    return factor if _are_close(whole, factor * one) else 0.0
 
 
-def _are_close(left: np.ndarray, right: np.ndarray, rounded: float = 0.0) -> bool:
-    return norm(left - right) <= 1e-3 * (norm(left) + norm(right)) + rounded
+def _are_close(
+    left: np.ndarray,
+    right: np.ndarray,
+    rounded: float = 0.0,
+) -> bool:
+    allowed = 1e-3 * (norm(left) + norm(right)) + rounded
+    return norm(left - right) <= allowed
 
 
 def _kind(name: str) -> str:

@@ -28,7 +28,7 @@ from rampup.engine.compile import compile_program
 from rampup.engine.mesh import replicated
 from rampup.engine.state import carried, replace_fields
 from rampup.engine.step import TrainStep
-from rampup.engine.sums import as_summed, fill, floating
+from rampup.engine.sums import as_summed, fill, floating, sum_of_means
 from rampup.engine.whole import operations
 from rampup.errors import ConfigError
 
@@ -84,18 +84,24 @@ class StepReport:
 
     def __str__(self) -> str:
         what = f"the step of {self.num_microbatches} microbatches"
-        if self:
-            worst = max(self.parameters, key=lambda p: p.difference / p.tolerance)
+        if self.wrong:
+            lines = "\n".join(f"- {parameter}" for parameter in self.wrong)
             return (
-                f"{what} is that without loop and mesh; the largest difference: {worst}"
+                f"{what} changes parameters otherwise than without loop and mesh:\n"
+                f"{lines}"
             )
-        lines = "\n".join(f"- {parameter}" for parameter in self.wrong)
-        return (
-            f"{what} changes parameters otherwise than without loop and mesh:\n{lines}"
+        worst = max(
+            self.parameters,
+            key=lambda p: p.difference / p.tolerance,
         )
+        return f"{what} is that without loop and mesh; the largest difference: {worst}"
 
 
-def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
+def check_step(
+    step: TrainStep,
+    state: Any,
+    rows: Any,
+) -> StepReport:
     """Compare the compiled step on this machine with the same rows without a loop and
     without a mesh, parameter by parameter.
 
@@ -144,7 +150,7 @@ def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
     """
     reasons = {
         "runs in several processes": jax.process_count() > 1,
-        "has the engine multi_steps": not step.is_fused,
+        "has the engine multi_steps": step.chunk_size is not None,
         "has a state with `mutable`": carried(state) is not None,
         "has a `dynamic_scale`": getattr(state, "dynamic_scale", None) is not None,
     }
@@ -158,69 +164,110 @@ def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
     start = int(state.step)
     if not isinstance(rows, Batch):
         rows = next(step.batches(rows, start=start, stop=start + 1))
-    copy = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
+    copy = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding, may_alias=False),
+        state,
+    )
     found, _ = step(copy, rows)
     plain = _Plain(step, state, rows)
-    changes = [
-        jax.tree.map(_minus, _arrays(new), _arrays(old))
-        for new, old in (
-            (jax.device_get(found), plain.state),
-            plain.step(plain.state),
-            plain.step(plain.moved()),
-        )
-    ]
+    before = _arrays(plain.state)
+    own = _arrays(jax.device_get(found))
+    right = _arrays(plain.step(plain.state))
+    # Parameters as far from their own as the types round.
+    other = plain.moved()
+    moved_from, moved = _arrays(other), _arrays(plain.step(other))
     checks = []
-    for name, value in _arrays(plain.state).items():
-        own, right, moved = (change[name] for change in changes)
-        size = norm(right) or 1.0
-        # Of the gradient, of the sum of parameter and change, and as it is amplified
-        # by the optimizer.
-        rounding = plain.epsilon**0.75 + 3 * norm(moved - right) / size
-        rounding += float(jnp.finfo(value.dtype).eps) * norm(np.ravel(value)) / size
-        checks.append(ParameterCheck(name, norm(own - right) / size, rounding))
+    for name, value in before.items():
+        change = right[name] - value
+        size = norm(change) or 1.0
+        # Rounding of the gradient, as it is amplified by the optimizer, and of the sum
+        # of parameter and change.
+        amplified = norm(moved[name] - moved_from[name] - change)
+        tolerance = plain.epsilon**0.75 + 3 * amplified / size
+        tolerance += plain.epsilon_of(name) * norm(value) / size
+        difference = norm(own[name] - right[name]) / size
+        checks.append(ParameterCheck(name, difference, tolerance))
     return StepReport(tuple(checks), rows.num_microbatches)
 
 
 class _Plain:
     """A step without a loop and without a mesh."""
 
-    def __init__(self, step: TrainStep, state: Any, batch: Batch) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        state: Any,
+        batch: Batch,
+    ) -> None:
         self._update = step._update
         self._segment = step.segment_of(batch.position.segment)
         self._mesh = mesh_of_one(jax.tree.leaves(state.params))
         self._loss_fn = loss_function(self._update.loss, "check_step")
         self.state = jax.device_get(state)
-        split = batch.position.split
-        number, size = batch.num_microbatches, split.microbatch_size
+        number = batch.num_microbatches
         chunks = jax.device_get(batch.chunks)
-        rows = jax.tree.map(lambda *x: np.concatenate(x)[:number], *chunks)
-        index = jnp.arange(number * batch.layout.num_rows, dtype=jnp.int32)
-        keys = per_row_keys(
-            self._update.key, self.state.step, index.reshape(number, -1)
+        rows = jax.tree.map(
+            lambda *x: np.concatenate(x)[:number],
+            *chunks,
         )
+        index = jnp.arange(
+            number * batch.layout.num_rows,
+            dtype=jnp.int32,
+        )
+        index = index.reshape(number, -1)
+        keys = per_row_keys(self._update.key, self.state.step, index)
         words = np.asarray(jax.random.key_data(keys))
         # The rows of one replica and microbatch: parts draw from their first key.
-        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), (rows, words))
+        size = batch.position.split.microbatch_size
+        parts = jax.tree.map(
+            lambda x: x.reshape(-1, size, *x.shape[2:]),
+            (rows, words),
+        )
         self._parts = [
-            jax.tree.map(lambda x, n=n: x[n], parts)
-            for n in range(number * batch.layout.num_rows // size)
+            jax.tree.map(lambda x, n=n: x[n], parts) for n in range(index.size // size)
         ]
         self._programs: dict[Any, Any] = {}
         # Of the coarsest type of the loss, and of what the chip multiplies in.
         self.epsilon = _UNITS.get(jax.default_backend(), 0.0)
 
-    def step(self, state: Any) -> tuple[Any, Any]:
-        """Return the state after a step, and that before it."""
+    def step(self, state: Any) -> Any:
+        """Return the state after a step."""
         params = state.params
         sums = [self._run(self._sums, params, *part) for part in self._parts]
         losses, weights = jax.tree.map(lambda *x: sum(x), *sums)
-        total = sum(jax.tree.leaves(jax.tree.map(jnp.divide, losses, weights)))
         grads = [self._run(self._grads, params, *p, weights) for p in self._parts]
-        grads = fill(jax.tree.map(lambda *x: sum(x), *grads), params)
-        new = self._run(self._update.run_optimizer, state, grads, total, self._segment)
-        return jax.device_get(new), state
+        mean = jax.tree.map(lambda *x: sum(x), *grads)
+        new = self._run(
+            self._update.run_optimizer,
+            state,
+            fill(mean, params),
+            sum_of_means(losses, weights),
+            self._segment,
+        )
+        return jax.device_get(new)
 
-    def _sums(self, params: Any, batch: Any, words: Any) -> tuple[Any, Any]:
+    def moved(self) -> Any:
+        """Return the state with parameters as far from its own as the types round."""
+
+        def move(x: Any) -> Any:
+            pattern = signs(x.size, 1).reshape(x.shape)
+            return x + (x * self.epsilon * pattern).astype(x.dtype)
+
+        return replace_fields(
+            self.state,
+            params=jax.tree.map(move, self.state.params),
+        )
+
+    def epsilon_of(self, name: str) -> float:
+        """Return that of the type of an array of the state."""
+        return float(jnp.finfo(_leaves(self.state)[name].dtype).eps)
+
+    def _sums(
+        self,
+        params: Any,
+        batch: Any,
+        words: Any,
+    ) -> tuple[Any, Any]:
         """Return loss and weight of a part of the rows."""
         keys = jax.random.wrap_key_data(words, impl="threefry2x32")
         frozen = getattr(self.state, "frozen", None)
@@ -228,14 +275,23 @@ class _Plain:
         loss, weight, *_ = self._loss_fn(params, batch, keys, **options)
         return jax.tree.map(as_summed, (loss, weight))
 
-    def _grads(self, params: Any, batch: Any, words: Any, weights: Any) -> Any:
+    def _grads(
+        self,
+        params: Any,
+        batch: Any,
+        words: Any,
+        weights: Any,
+    ) -> Any:
         """Return the gradient of the part of a mean that these rows have."""
 
         def mean(trained: Any) -> Any:
             losses, _ = self._sums(fill(trained, params), batch, words)
-            return sum(jax.tree.leaves(jax.tree.map(jnp.divide, losses, weights)))
+            return sum_of_means(losses, weights)
 
-        return jax.tree.map(as_summed, jax.grad(mean)(floating(params, params)))
+        return jax.tree.map(
+            as_summed,
+            jax.grad(mean)(floating(params, params)),
+        )
 
     def _run(self, function: Any, *args: Any) -> Any:
         """Run a function on one device."""
@@ -243,23 +299,15 @@ class _Plain:
         name = function.__name__
         if name not in self._programs:
             traced = trace(function, self._mesh, args)
-            self.epsilon = max(self.epsilon, coarsest(list(operations(traced.jaxpr))))
+            self.epsilon = max(
+                self.epsilon,
+                coarsest(list(operations(traced.jaxpr))),
+            )
             self._programs[name] = compile_program(traced.lower())
         return self._programs[name](*args)
 
-    def moved(self) -> Any:
-        """Return the state with parameters as far from its own as the types round."""
-        params = jax.tree.map(
-            lambda x: (
-                x
-                + (x * self.epsilon * signs(x.size, 1).reshape(x.shape)).astype(x.dtype)
-            ),
-            self.state.params,
-        )
-        return replace_fields(self.state, params=params)
 
-
-def _arrays(state: Any) -> dict[str, np.ndarray]:
+def _leaves(state: Any) -> dict[str, np.ndarray]:
     """Return the floating-point arrays of parameters and optimizer by name."""
     tree = {"params": state.params, "opt_state": state.opt_state}
     return {
@@ -269,5 +317,9 @@ def _arrays(state: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _minus(new: Any, old: Any) -> np.ndarray:
-    return (np.asarray(new, np.float64) - np.asarray(old, np.float64)).ravel()
+def _arrays(state: Any) -> dict[str, np.ndarray]:
+    """Return these arrays as vectors of float64."""
+    return {
+        name: np.asarray(leaf, np.float64).ravel()
+        for name, leaf in _leaves(state).items()
+    }

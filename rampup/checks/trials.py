@@ -71,24 +71,35 @@ class Trials:
     def __init__(
         self, loss: Any, state: Any, rows: Any, seed: int, *, is_quiet: bool = False
     ) -> None:
-        has_state = hasattr(state, "opt_state")
         read: Any = state, None, None
-        if has_state:
-            read = state.params, carried(state), getattr(state, "frozen", None)
+        if hasattr(state, "opt_state"):
+            frozen = getattr(state, "frozen", None)
+            read = state.params, carried(state), frozen
         arrays = [x for x in jax.tree.leaves(read) if isinstance(x, jax.Array)]
         if any(x.is_deleted() for x in arrays):
-            problem = (
-                "the state was given to a training step, which took its memory; give"
-                " the state that the step returned, or make the step with donate=False"
+            raise ConfigError(
+                "the state was given to a training step, which took its memory",
+                fix="give the state that the step returned, or make the step with"
+                " donate=False",
+                key="state",
             )
-            raise ConfigError(problem, key="state")
         self._loss_fn = loss_function(loss, "check_loss")
-        if getattr(self._loss_fn, "has_streams", False):
-            self._loss_fn = functools.partial(self._loss_fn, deterministic=True)
+        if getattr(
+            self._loss_fn,
+            "has_streams",
+            False,
+        ):
+            self._loss_fn = functools.partial(
+                self._loss_fn,
+                deterministic=True,
+            )
         self._is_quiet = is_quiet
         self._mesh = mesh_of_one(arrays)
         self._arrays, self._rows = self._put(read), rows
-        keys = jax.random.split(random_key(seed), R * (1 + KEY_SETS))
+        keys = jax.random.split(
+            random_key(seed),
+            R * (1 + KEY_SETS),
+        )
         self._words = np.asarray(jax.random.key_data(keys))
         self._program: Any = None
         self.epsilons: dict[str, float] = {}
@@ -96,27 +107,44 @@ class Trials:
         self.axes: tuple[str, ...] = ()
 
     def run(
-        self, rows: Sequence[int] = ROWS, keys: Sequence[int] = ROWS, move: int = 0
+        self,
+        rows: Sequence[int] = ROWS,
+        keys: Sequence[int] = ROWS,
+        move: int = 0,
     ) -> Sums:
         """Return the sums over some rows with some keys, all by number, where the
         parameters are moved in one of several directions, or for 0 are not.
         """
         index = np.array(rows)
-        batch = jax.tree.map(lambda x: x[index], self._rows)
-        given = self._put((batch, self._words[np.array(keys)], np.uint32(move)))
+        batch = jax.tree.map(
+            lambda x: x[index],
+            self._rows,
+        )
+        words = self._words[np.array(keys)]
+        args = (*self._arrays, *self._put((batch, words, np.uint32(move))))
         if self._program is None:
-            traced = trace(self._whole_and_each, self._mesh, (*self._arrays, *given))
-            found = list(operations(traced.jaxpr))
-            # Each trial makes its keys of words.
-            names = {eqn.primitive.name for eqn in found} - {"random_wrap"}
-            self.draws = any(name.startswith("random_") for name in names)
-            self.axes = _named_axes(found, self._mesh)
-            self.coarsest = coarsest(found)
-            if self._is_quiet and traced.jaxpr.effects:
-                raise ConfigError("a loss with side effects is not called unasked")
+            traced = trace(
+                self._whole_and_each,
+                self._mesh,
+                args,
+            )
+            self._look_at(traced.jaxpr)
             # It runs a few times: at level 0, compiling takes two thirds of the time.
             self._program = compile_program(traced.lower(), level=0)
-        return Sums(*jax.device_get(self._program(*self._arrays, *given)))
+        whole, each = jax.device_get(self._program(*args))
+        return Sums(whole, each)
+
+    def _look_at(self, jaxpr: Any) -> None:
+        """Note what the loss computes, by its operations."""
+        if self._is_quiet and jaxpr.effects:
+            raise ConfigError("a loss with side effects is not called unasked")
+        found = list(operations(jaxpr))
+        names = {eqn.primitive.name for eqn in found}
+        # Each trial makes its keys of words.
+        names.discard("random_wrap")
+        self.draws = any(name.startswith("random_") for name in names)
+        self.axes = _named_axes(found, self._mesh)
+        self.coarsest = coarsest(found)
 
     def run_replicas(self) -> dict[str, np.ndarray]:
         """Return the sums over two replicas along the first of `axes`, of half of the
@@ -124,26 +152,38 @@ class Trials:
         """
         mapped = self.axes[:1]
 
+        def sum_half(
+            arrays: Any,
+            batch: Any,
+            words: Any,
+            move: Any,
+        ) -> dict[str, jax.Array]:
+            return self._sums(arrays, batch, words, move)
+
         def halves(*args: Any) -> Any:
-            arrays, (batch, words, move) = args[:3], args[3:]
-            split = jax.tree.map(
-                lambda x: x.reshape(2, -1, *x.shape[1:]), (batch, words)
+            arrays, (rows, move) = args[:3], args[3:]
+            batch, words = jax.tree.map(
+                lambda x: x.reshape(2, -1, *x.shape[1:]),
+                rows,
             )
             sums = jax.vmap(
-                lambda batch, words: self._sums(arrays, batch, words, move),
+                sum_half,
+                in_axes=(None, 0, 0, None),
                 axis_name=mapped[0],
-            )(*split)
+            )(arrays, batch, words, move)
             return jax.tree.map(lambda x: x.sum(0), sums)
 
-        given = self._put((self._rows, self._words[:R], np.uint32(0)))
-        args = (*self._arrays, *given)
-        program = compile_program(
-            trace(halves, self._mesh, args, mapped).lower(), level=0
-        )
+        rows = self._rows, self._words[:R]
+        args = (*self._arrays, *self._put((rows, np.uint32(0))))
+        traced = trace(halves, self._mesh, args, mapped)
+        program = compile_program(traced.lower(), level=0)
         return dict(jax.device_get(program(*args)))
 
     def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, replicated(self._mesh))
+        return jax.device_put(
+            tree,
+            replicated(self._mesh),
+        )
 
     def _whole_and_each(self, *args: Any) -> Any:
         arrays, (batch, words, move) = args[:3], args[3:]
@@ -163,7 +203,10 @@ class Trials:
     ) -> dict[str, jax.Array]:
         """Return loss, weight, aux and gradient by name."""
         params, mutable, frozen = arrays
-        keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+        keys = jax.random.wrap_key_data(
+            words,
+            impl="threefry2x32",
+        )
         function = self._loss_fn
         if frozen is not None:
             function = functools.partial(function, frozen=frozen)
@@ -178,15 +221,22 @@ class Trials:
             found = {"loss_sum": loss, "weight_sum": weight, "aux": aux}
             return sum(map(as_summed, jax.tree.leaves(loss))), found
 
-        moved = jax.tree.map(lambda x: _moved(x, move), floating(params, params))
-        (_, found), gradient = jax.value_and_grad(loss_of, has_aux=True)(moved)
+        trained = floating(params, params)
+        moved = jax.tree.map(
+            lambda x: _moved(x, move),
+            trained,
+        )
+        differentiate = jax.value_and_grad(loss_of, has_aux=True)
+        (_, found), gradient = differentiate(moved)
+        found["gradient"] = gradient
         sums = {}
-        for path, leaf in jax.tree.leaves_with_path(found | {"gradient": gradient}):
+        for path, leaf in jax.tree.leaves_with_path(found):
             name = path[0].key + jax.tree_util.keystr(path[1:])
             sums[name] = _compressed(leaf)
-            dtype = jnp.asarray(leaf).dtype
-            is_inexact = jnp.issubdtype(dtype, jnp.inexact)
-            self.epsilons[name] = float(jnp.finfo(dtype if is_inexact else "f4").eps)
+            dtype = jnp.result_type(leaf)
+            if not jnp.issubdtype(dtype, jnp.inexact):
+                dtype = jnp.float32
+            self.epsilons[name] = float(jnp.finfo(dtype).eps)
         return sums
 
 
@@ -215,9 +265,13 @@ def trace(
 
 def coarsest(found: list[Any]) -> float:
     """Return the epsilon of the coarsest type in which some operations compute."""
-    types = {v.aval.dtype for e in found for v in e.outvars if hasattr(v.aval, "dtype")}
-    floats = [t for t in types if jnp.issubdtype(t, jnp.floating)]
-    return max((float(jnp.finfo(t).eps) for t in floats), default=0.0)
+    epsilons = [0.0]
+    for eqn in found:
+        for variable in eqn.outvars:
+            dtype = getattr(variable.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                epsilons.append(float(jnp.finfo(dtype).eps))
+    return max(epsilons)
 
 
 def norm(x: np.ndarray) -> float:
@@ -227,9 +281,12 @@ def norm(x: np.ndarray) -> float:
 
 def signs(number: int, seed: Any) -> jax.Array:
     """Return 1 and -1 in an order that looks random: Knuth's multiplicative hash, twice."""
-    x = jax.lax.iota(jnp.uint32, number) * jnp.uint32(2654435761) + jnp.uint32(seed)
-    x = (x ^ (x >> 15)) * jnp.uint32(2246822519)
-    return jnp.where((x ^ (x >> 13)) % 2 == 1, 1.0, -1.0)
+    x = jax.lax.iota(jnp.uint32, number)
+    x = x * jnp.uint32(2654435761) + jnp.uint32(seed)
+    x = x ^ (x >> 15)
+    x = x * jnp.uint32(2246822519)
+    x = x ^ (x >> 13)
+    return jnp.where(x % 2 == 1, 1.0, -1.0)
 
 
 def _moved(x: jax.Array, move: Any) -> jax.Array:
@@ -237,30 +294,42 @@ def _moved(x: jax.Array, move: Any) -> jax.Array:
     become others: where a leaf is zero, a penalty has no gradient, and a zero matrix
     hides what is before it.
     """
-    size = 0.01 * signs(x.size, 1).reshape(x.shape)
+    others = 0.01 * signs(x.size, 1).reshape(x.shape)
+    start = jnp.where(jnp.any(x != 0), x, others)
     pattern = signs(x.size, move).reshape(x.shape)
     step = jnp.where(move > 0, 2.0**-8, 0.0)
-    return (jnp.where(jnp.any(x != 0), x, size) * (1 + step * pattern)).astype(x.dtype)
+    return (start * (1 + step * pattern)).astype(x.dtype)
 
 
 def _compressed(x: Any) -> jax.Array:
     """Return at most `_SUMS` numbers that are as large together as some others."""
     x = as_summed(x).ravel()
-    x = jnp.concatenate([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+    if jnp.iscomplexobj(x):
+        x = jnp.concatenate([x.real, x.imag])
     if x.size <= _SUMS:
         return x
-    padded = jnp.pad(x * signs(x.size, 0).astype(x.dtype), (0, -x.size % _SUMS))
+    signed = x * signs(x.size, 0).astype(x.dtype)
+    missing = -x.size % _SUMS
+    padded = jnp.pad(signed, (0, missing))
     return padded.reshape(_SUMS, -1).sum(1)
 
 
 def mesh_of_one(arrays: list[jax.Array]) -> Mesh:
     """Return a mesh of one device that has some arrays, with the axes of theirs."""
-    shardings = [x.sharding for x in arrays]
-    devices = shardings[0].addressable_devices if shardings else jax.local_devices()
-    named = [s.mesh.axis_names for s in shardings if isinstance(s, NamedSharding)]
-    names = named[0] if named else AXIS_NAMES
+    names: Any = AXIS_NAMES
+    devices = jax.local_devices()
+    if arrays:
+        devices = [*arrays[0].sharding.addressable_devices]
+    for x in arrays:
+        if isinstance(x.sharding, NamedSharding):
+            names = x.sharding.mesh.axis_names
+            break
     device = min(devices, key=lambda device: device.id)
-    return Mesh(np.array(device).reshape((1,) * len(names)), names)
+    shape = (1,) * len(names)
+    return Mesh(
+        np.array(device).reshape(shape),
+        names,
+    )
 
 
 def _named_axes(found: list[Any], mesh: Mesh) -> tuple[str, ...]:
@@ -277,7 +346,11 @@ def loss_function(loss: Any, caller: str) -> Callable[..., Any]:
     """Return a loss as a function of (params, batch, keys[, mutable])."""
     if isinstance(loss, PipelinedLoss):
 
-        def run(params: Any, batch: Any, keys: Any) -> Any:
+        def run(
+            params: Any,
+            batch: Any,
+            keys: Any,
+        ) -> Any:
             shared = {name: value for name, value in params.items() if name != LAYERS}
             x = loss.stage(
                 params[LAYERS],
@@ -292,11 +365,10 @@ def loss_function(loss: Any, caller: str) -> Callable[..., Any]:
     if isinstance(loss, AccumulatedLoss) and loss.param_shardings is None:
         return loss.loss_fn
     if isinstance(loss, SummableLoss):
-        problem = (
-            f"{caller} calls the loss function with rows of its own choice, but"
-            f" {a_type(loss)} sums by itself"
-        )
         raise ConfigError(
-            f"{problem}, or takes shards; give the function itself", key="loss_fn"
+            f"{caller} calls the loss function with rows of its own choice, but"
+            f" {a_type(loss)} sums by itself, or takes shards",
+            fix="give the function itself",
+            key="loss_fn",
         )
     return loss

@@ -309,9 +309,6 @@ class ModelKeys(Settings):
         Activations that the backward pass recomputes to save memory, from the least to the most. none: nothing. minimal:
         everything except matrix products. save_dot_except_mlp: everything except the matrix products of attention. full:
         everything.""")
-    optimizer_memory_host_offload: bool = _model(False, doc="""
-        Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` with
-        and without it says what it saves.""")
     shard_optimizer_over_data: bool = _model(False, doc="""
         Shard the optimizer state over the data axis (ZeRO-1): each replica keeps and updates its own part, with one
         reduce-scatter of the gradients and one all-gather of the parameters per step. Needs gradient_accumulation=fused.""")

@@ -234,14 +234,14 @@ def plan_of(draft: Draft) -> RampPlan:
         hyperparameters(config, plan.of_all_sizes)
     if config.measure_gradient_noise:
         problems = [*noise_problems(plan, axes.data)]
-        if splitter.num_stages > 1 and config.logits_via_embedding:
+        if splitter.num_stages > 1:
             problems.append(
                 ConfigError(
-                    "measure_gradient_noise=true with pipeline stages needs"
-                    " logits_via_embedding=false: the first and the last stage each"
-                    " have a part of the gradient of a tied embedding",
-                    key="logits_via_embedding",
-                    nearest=(False,),
+                    "measure_gradient_noise=true and batch_size_schedule=auto need a"
+                    " mesh without pipeline stages, as each stage has a part of a"
+                    " gradient",
+                    key="ici_pipeline_parallelism",
+                    nearest=(1,),
                 )
             )
         raise_together(problems)

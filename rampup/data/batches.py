@@ -203,9 +203,6 @@ class BatchOptions:
         batched: True says that each element of a stream is a batch of rows, False that
             each element is one row; None warns with a `DataWarning` if it looks like a
             batch of rows. Batches are trained on with `stream`.
-        split_for: the split to use for a position if it may differ from the planned
-            one, such as `TrainStep.split_for`: a phase whose program is not compiled
-            yet then starts in the shape of an earlier one.
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         batch_axes: the axes of the mesh that the rows are sharded over; None = data and
             fsdp.
@@ -218,7 +215,6 @@ class BatchOptions:
     """
 
     batched: bool | None = None
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None
     chunk_size: int | None = None
     batch_axes: BatchAxes | None = None
     num_threads: int = 2
@@ -387,12 +383,9 @@ class BatchLoader:
             )
 
     def _put(self, step: StepRows) -> Batch:
-        """Split a step's rows into microbatches, only now as their split may have
-        changed, and put them on the devices.
-        """
+        """Split a step's rows into microbatches and put them on the devices."""
         position = step.position
-        axes, split_for = self.options.batch_axes, self.options.split_for
-        split = position.split if split_for is None else split_for(position)
+        axes, split = self.options.batch_axes, position.split
         samples_S = self.samples_of(position, split).ravel()
 
         def name_row(place: int) -> str:
@@ -401,10 +394,6 @@ class BatchLoader:
 
         assert self.types is not None
         batch_nR = self.types.cast(self.split_rows(step, split), name_row, num_axes=2)
-        # From here on the position says how the batch is really split. Its samples are
-        # the planned ones in either case.
-        if split != position.split:
-            position = replace(position, split=split)
         put = functools.partial(
             put_batch,
             position=position,
@@ -694,8 +683,6 @@ def stream_batches(
     owners = {device.process_index for device in mesh.devices.flat}
     for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
-        if options.split_for is not None:
-            position = replace(position, split=options.split_for(position))
         split = position.split
         in_microbatch = process_rows(
             mesh, split.data_parallel_size * split.microbatch_size, options.batch_axes

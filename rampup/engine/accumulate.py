@@ -12,7 +12,6 @@ loss takes shards, and elsewhere all.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from rampup.engine.contract import (
     Counts,
     LossFn,
     SummableLoss,
+    SumsOfMicrobatches,
     check_results,
     check_signature,
     explained,
@@ -44,7 +44,7 @@ from rampup.engine.mesh import (
     replicated,
 )
 from rampup.engine.replicas import Replicas
-from rampup.engine.state import gone
+from rampup.engine.state import check_step_number, gone
 from rampup.engine.sums import (
     Recipe,
     Sums,
@@ -58,9 +58,7 @@ from rampup.engine.sums import (
 from rampup.engine.zero import is_scattered
 from rampup.errors import (
     ConfigError,
-    MissingDependencyError,
     PipelineShapeError,
-    RampDefinitionError,
     a_type,
 )
 from rampup.plan.plan import RampPlan
@@ -72,7 +70,7 @@ _GONE = {
 
 
 @dataclass(frozen=True, slots=True)
-class AccumulatedLoss:
+class AccumulatedLoss(SumsOfMicrobatches):
     """The `SummableLoss` of a loss function: microbatches run one after the other on
     every replica.
 
@@ -118,42 +116,35 @@ class AccumulatedLoss:
         """
         if self.accumulator_dtype is not None and engine == "multi_steps":
             key = "gradient_accumulator_dtype"
-            problem = (
-                f"{key}={jnp.dtype(self.accumulator_dtype).name} needs"
-                " gradient_accumulation=fused"
-            )
             raise ConfigError(
-                f"{problem}; optax.MultiSteps keeps the sums of multi_steps",
+                f"{key}={jnp.dtype(self.accumulator_dtype).name} needs"
+                " gradient_accumulation=fused; optax.MultiSteps keeps the sums of"
+                " multi_steps",
                 key=key,
                 nearest=("float32",),
             )
-        stages = dict(mesh.shape).get(STAGE, 1)
-        if stages > 1:
-            problem = (
-                f"the mesh has {stages} pipeline stages, so the loss must say what a"
-                " stage does: give a PipelinedLoss"
-            )
+        if (stages := dict(mesh.shape).get(STAGE, 1)) > 1:
             raise PipelineShapeError(
-                problem, key="ici_pipeline_parallelism", nearest=(1,)
+                f"the mesh has {stages} pipeline stages, so the loss must say what a"
+                " stage does: give a PipelinedLoss",
+                key="ici_pipeline_parallelism",
+                nearest=(1,),
             )
 
-    def sums_and_grads(
+    def sums(
         self,
         params: Any,
-        batch_KR: Any,
-        keys_KR: Any,
+        rows: Any,
         counts: Counts,
         recipe: Recipe,
-        *,
         mesh: Mesh,
-        param_shardings: Any,
-    ) -> tuple[Sums, Any]:
-        """Return the sums and the gradient of the mean loss; see `SummableLoss`.
+        param_shardings: Any = None,
+    ) -> Sums:
+        """Return the sums over the microbatches; see `SumsOfMicrobatches`.
 
         Args:
             params: the parameters.
-            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...) for K
-                microbatches of R rows.
+            rows: the batch and a random key per row, arrays (K, R, ...).
             counts: microbatches of a pass, and passes; int32.
             recipe: what else to sum up, and how.
             mesh: the devices.
@@ -162,46 +153,23 @@ class AccumulatedLoss:
         Raises:
             ConfigError: the noise of gradients that are never in one place.
         """
-        takes_whole = self.param_shardings is None
-        if recipe.noise is not None and not takes_whole:
-            rule = (
-                "measure_gradient_noise=true needs a loss function that takes whole"
-                " parameters"
-            )
-            why = (
-                "with parts that it gathers itself, the gradient of a microbatch is"
-                " never in one place"
-            )
+        if recipe.noise is not None and self.param_shardings is not None:
             raise ConfigError(
-                f"{rule}: {why}", key="measure_gradient_noise", nearest=(False,)
+                "measure_gradient_noise=true needs a loss function that takes whole"
+                " parameters: with parts that it gathers itself, the gradient of a"
+                " microbatch is never in one place",
+                key="measure_gradient_noise",
+                nearest=(False,),
             )
-        # A plan whose buffer has room for one microbatch runs one in every step.
-        has_one = keys_KR.shape[0] == 1
-        run = self.summation(params, mesh, param_shardings, has_one=has_one)
-        sums = run(params, batch_KR, keys_KR, counts[0] * counts[1], recipe)
-        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
-
-    def eval_sums(
-        self,
-        params: Any,
-        batch_KR: Any,
-        keys_KR: jax.Array,
-        num_microbatches: jax.Array,
-        *,
-        mesh: Mesh,
-        mutable: Any = None,
-    ) -> Sums:
-        """Return the sums without gradients; see `SummableLoss`.
-
-        Args:
-            params: the parameters.
-            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...).
-            num_microbatches: how many of the K count, int32.
-            mesh: the devices.
-            mutable: what the loss reads, and does not carry.
-        """
-        run = self.summation(params, mesh, has_grads=False)
-        return run(params, batch_KR, keys_KR, num_microbatches, Recipe(mutable=mutable))
+        run = self.summation(
+            params,
+            mesh,
+            param_shardings,
+            # A plan whose buffer has room for one microbatch runs one in every step.
+            has_one=jax.tree.leaves(rows[0])[0].shape[0] == 1,
+            has_grads=param_shardings is not None,
+        )
+        return run(params, *rows, counts[0] * counts[1], recipe)
 
     def summation(
         self,
@@ -229,22 +197,17 @@ class AccumulatedLoss:
         """
         axes = BatchAxes.of(mesh, self.batch_axes)
         takes_whole = self.param_shardings is None
-        if not takes_whole:
-            if is_scattered(param_shardings, axes):
-                problem = (
-                    "shard_optimizer_over_data=true needs a loss function that takes"
-                    " whole parameters"
-                )
-                raise ConfigError(problem, key="shard_optimizer_over_data")
-            if is_scattered(self.param_shardings, axes):
-                problem = (
-                    "`param_shardings` of the loss shard parameters over the replicas"
-                    f" ({', '.join(axes.replica)})"
-                )
-                raise ConfigError(
-                    f"{problem}, which need them whole; shard them over fsdp",
-                    key="param_shardings",
-                )
+        if not takes_whole and is_scattered(
+            (param_shardings, self.param_shardings), axes
+        ):
+            raise ConfigError(
+                "a loss with `param_shardings` cannot have parameters or gradients that"
+                f" are sharded over the replicas ({', '.join(axes.replica)}): ZeRO-1"
+                " (shard_optimizer_over_data=true) needs a loss function that takes"
+                " whole parameters",
+                fix="shard them over fsdp",
+                key="shard_optimizer_over_data",
+            )
         # A loss function that takes shards was written for the shardings
         # `self.param_shardings`, and its gradients have those.
         shardings = (
@@ -283,12 +246,11 @@ class AccumulatedLoss:
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
                 if recipe.noise and isinstance(sums.weight, tuple):
-                    problem = (
-                        "measure_gradient_noise=true needs a loss with one weight, but"
-                        " this one has several parts"
-                    )
                     raise ConfigError(
-                        problem, key="measure_gradient_noise", nearest=(False,)
+                        "measure_gradient_noise=true needs a loss with one weight, but"
+                        " this one has several parts",
+                        key="measure_gradient_noise",
+                        nearest=(False,),
                     )
                 grads = jax.tree.map(as_summed, grads)
                 if recipe.scale is not None:
@@ -356,9 +318,9 @@ class AccumulatedLoss:
             )
             # Without the constraints, the compiler may replicate the carried gradients
             # over fsdp and tensor.
-            carried = recipe.mutable if has_grads else None
             zeros = zeros._replace(
-                grads=constrain_leaves(zeros.grads, shardings), mutable=carried
+                grads=constrain_leaves(zeros.grads, shardings),
+                mutable=recipe.mutable if has_grads else None,
             )
             # In an iteration, parameters and gradients cross fsdp but not data, unless
             # the replicas run in the way `compiled`.
@@ -379,48 +341,32 @@ def summable(
     they are given; with `whole_batch`, with no replicas.
     """
     whole_batch |= getattr(loss, "whole_batch", False)
-    if reduce_once is not None and not _takes_whole(loss):
+    is_function = not isinstance(loss, SummableLoss)
+    takes_whole = is_function or getattr(loss, "param_shardings", loss) is None
+    if not takes_whole and (whole_batch or reduce_once is not None):
+        key = "whole_batch" if whole_batch else "reduce_once"
         raise ConfigError(
-            f"reduce_once={reduce_once} is for a loss function that takes whole"
-            f" parameters: {a_type(loss)} always reduces gradients once per step",
-            fix="leave it out",
-            key="reduce_once",
+            f"{key} needs a loss function that takes whole parameters, but"
+            f" {a_type(loss)} runs microbatches by itself, or sees the rows of one"
+            " device, and reduces gradients once per step",
+            fix="leave it out, or give the function itself",
+            key=key,
             nearest=(None,),
         )
     if whole_batch:
-        own = getattr(loss, "batch_axes", None)
-        batch_axes = BatchAxes.whole(mesh, own if batch_axes is None else batch_axes)
-        problem = None
-        if isinstance(loss, SummableLoss) and not isinstance(loss, AccumulatedLoss):
-            problem = f"{a_type(loss)} runs microbatches by itself"
-        elif getattr(loss, "param_shardings", None) is not None:
-            problem = (
-                "an AccumulatedLoss with `param_shardings` sees the rows of one device"
-            )
-        if problem:
-            rule = (
-                "whole_batch=True needs a loss function that takes whole parameters and"
-                " all rows"
-            )
-            raise ConfigError(
-                f"{rule}, but {problem}; give the function itself",
-                key="whole_batch",
-                nearest=(False,),
-            )
-    if not isinstance(loss, SummableLoss):
-        loss = AccumulatedLoss(loss)
-    given = {"batch_axes": batch_axes, "reduce_once": reduce_once}
+        batch_axes = BatchAxes.whole(
+            mesh, batch_axes or getattr(loss, "batch_axes", None)
+        )
+    given = {
+        "batch_axes": batch_axes,
+        "reduce_once": reduce_once,
+        "whole_batch": whole_batch or None,
+    }
     changes: dict[str, Any] = {k: x for k, x in given.items() if x is not None}
-    if whole_batch:
-        changes["whole_batch"] = True
-    return replace(loss, **changes) if changes else loss  # type: ignore[type-var]
-
-
-def _takes_whole(loss: LossFn | SummableLoss) -> bool:
-    """Return whether a loss is a function of whole parameters."""
-    if isinstance(loss, AccumulatedLoss):
-        return loss.param_shardings is None
-    return not isinstance(loss, SummableLoss)
+    own: Any = loss
+    if is_function:
+        own = AccumulatedLoss(own)
+    return replace(own, **changes) if changes else own
 
 
 def random_key(seed: int) -> jax.Array:
@@ -578,7 +524,7 @@ def multi_steps(
             MultiSteps cannot count.
         ConfigError: `should_skip_update_fn` is given, which would not count the
             microbatches that it skips.
-        MissingDependencyError: this Optax has no `accumulator_dtype`.
+        TypeError: this Optax has no `accumulator_dtype`.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -600,11 +546,7 @@ def multi_steps(
             " yourself",
             key="should_skip_update_fn",
         )
-    if plan.ramp.ramp_steps >= 2**31:
-        raise RampDefinitionError(
-            f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in"
-            " int32"
-        )
+    check_step_number(plan.ramp.ramp_steps)
     start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
     num_microbatches = np.array(
         [split.num_microbatches for split in plan.splits], np.int32
@@ -619,12 +561,6 @@ def multi_steps(
     options = {"use_grad_mean": use_grad_mean}
     if accumulator_dtype is not None:
         options["accumulator_dtype"] = accumulator_dtype
-        known = inspect.signature(optax.MultiSteps).parameters
-        if "accumulator_dtype" not in known:
-            raise MissingDependencyError(
-                f"optax {optax.__version__} sums in the types of the parameters",
-                fix="for accumulator_dtype, install a newer Optax",
-            )
     found = _MultiSteps(tx, every_k, **options)
     found.plan = plan
     return found

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.mesh import BatchAxes, axis_names, batch_sharding, process_rows
-from rampup.engine.state import describe_tree
 from rampup.errors import DataError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
@@ -97,10 +96,7 @@ class Batch(NamedTuple):
             f"{self.position.split.global_batch_size:,} samples in microbatches of"
             f" {self.layout.num_rows:,}"
         )
-        return (
-            f"Batch(step={self.position.step}, {samples}, a row is"
-            f" {describe_tree(self.row)})"
-        )
+        return f"Batch(step={self.position.step}, {samples}, a row is {self.row})"
 
     @property
     def row(self) -> Any:

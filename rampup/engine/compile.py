@@ -7,7 +7,6 @@ and the table of TPUs only for one.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import re
@@ -59,60 +58,40 @@ class Compiler:
         self.waited_seconds = 0.0  # of callers, for a trace or a compilation
         self._programs: dict[Hashable, Any] = {}
         self._pending: dict[Hashable, Future[Any]] = {}
-        self._requests: collections.deque[tuple[Hashable, Future[Any], Any]] = (
-            collections.deque()
-        )
-        self._lock = threading.Lock()
-        self._is_running = False
+        # One compilation in the background at a time: they share the cores with
+        # training.
+        self._turn = threading.Lock()
+        self._count = threading.Lock()
 
     def get(self, key: Hashable, lower: Lower) -> Any:
         """Return a program; raise the error of one that failed. Lower and compile it
         unless it is compiled or pending.
         """
-        program = self._programs.get(key)
-        if program is None:
-            start, ready = time.perf_counter(), self.is_ready(key)
-            if pending := self._pending.get(key):
+        if key not in self._programs:
+            start, program = time.perf_counter(), None
+            if pending := self._pending.pop(key, None):
                 with contextlib.suppress(CancelledError):
                     program = pending.result()
-            program = self._programs[key] = (
-                self._compile(lower()) if program is None else program
-            )
-            self._pending.pop(key, None)
-            self.waited_seconds += 0 if ready else time.perf_counter() - start
+            if program is None:
+                program = self._compile(lower())
+            self._programs[key] = program
+            self.waited_seconds += time.perf_counter() - start
             self._before_first_run()
-        return program
+        return self._programs[key]
 
     def compile_async(self, key: Hashable, lower: Lower) -> None:
         """Lower a program in the caller's contexts, and compile it in the background.
-        An error warns, and `get` raises it.
+        An error of the compiler warns, and `get` raises it.
         """
         if key in self._programs or key in self._pending:
             return
         start, program = time.perf_counter(), Future[Any]()
-        try:
-            lowered = lower()
-        except Exception as error:  # noqa: BLE001 - the step that runs now does not need this program
-            self._fail(key, program, error)
-            self._pending[key] = program
-            return
-        finally:
-            self.waited_seconds += time.perf_counter() - start
-        with self._lock:
-            # One thread: compilations share the cores with training. If it cannot be
-            # started, nothing is pending.
-            if not self._is_running:
-                threading.Thread(target=self._work, name="rampup-compile").start()
-                self._is_running = True
-            self._pending[key] = program
-            self._requests.append((key, program, lowered))
-
-    def is_ready(self, key: Hashable) -> bool:
-        """Return whether `get` would return a program without waiting."""
-        pending = self._pending.get(key)
-        if pending is None or not pending.done():
-            return key in self._programs
-        return not pending.cancelled() and pending.exception() is None
+        lowered = lower()
+        self.waited_seconds += time.perf_counter() - start
+        threading.Thread(
+            target=self._work, args=(key, program, lowered), name="rampup-compile"
+        ).start()
+        self._pending[key] = program
 
     def close(self) -> None:
         """Cancel the programs whose compilation has not started. They are compiled when
@@ -126,47 +105,33 @@ class Compiler:
             if not pending.cancel()
         }
 
-    def _work(self) -> None:
-        """Compile what is requested, one program after the other, until nothing is
-        left.
-        """
-        while True:
-            with self._lock:
-                if not self._requests:
-                    self._is_running = False
-                    return
-                key, program, lowered = self._requests.popleft()
+    def _work(self, key: Hashable, program: Future[Any], lowered: Any) -> None:
+        """Compile a program when those before it are compiled."""
+        with self._turn:
             # Python joins this thread when it exits, so drop the compilations that have
             # not started.
             if not threading.main_thread().is_alive():
                 program.cancel()
-            if program.set_running_or_notify_cancel():
+            if not program.set_running_or_notify_cancel():
+                return
+            try:
+                program.set_result(self._compile(lowered))
+            except BaseException as error:  # noqa: BLE001 - raised by `get`
                 try:
-                    program.set_result(self._compile(lowered))
-                except BaseException as error:  # noqa: BLE001 - raised by `get`
-                    self._fail(key, program, error)
+                    warnings.warn(
+                        f"the program {key!r} of a later phase cannot be compiled:"
+                        f" {error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                finally:
+                    program.set_exception(error)
 
     def _compile(self, lowered: Any) -> Any:
         program = compile_program(lowered)
-        with self._lock:
+        with self._count:
             self.num_compilations += 1
         return program
-
-    def _fail(self, key: Hashable, program: Future[Any], error: BaseException) -> None:
-        """Say that a program failed as soon as it is known, which may be long before
-        its phase.
-        """
-        problem = (
-            f"the program {key!r} of a later phase cannot be compiled:"
-            f" {type(error).__name__}: {error}"
-        )
-        with contextlib.suppress(Warning):
-            warnings.warn(
-                f"{problem}. Steps go on with the programs that are ready",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        program.set_exception(error)
 
 
 def compile_program(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -75,6 +75,62 @@ class SummableLoss(Protocol):
         """Return the sums without gradients. `mutable` is read, not carried."""
 
 
+class SumsOfMicrobatches:
+    """The methods of a `SummableLoss` that has `sums(params, rows, counts, recipe, mesh,
+    param_shardings)`: without the last, those of the loss alone.
+    """
+
+    __slots__ = ()
+
+    def sums_and_grads(
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: Any,
+        counts: Counts,
+        recipe: Recipe,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
+    ) -> tuple[Sums, Any]:
+        """Return the sums and the gradient of the mean loss; see `SummableLoss`.
+
+        Args:
+            params: the parameters.
+            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...) for K
+                microbatches of R rows.
+            counts: microbatches of a pass, and passes; int32.
+            recipe: what else to sum up, and how.
+            mesh: the devices.
+            param_shardings: the shardings of the gradients.
+        """
+        rows = batch_KR, keys_KR
+        sums = self.sums(params, rows, counts, recipe, mesh, param_shardings)  # type: ignore[attr-defined]
+        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
+
+    def eval_sums(
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        num_microbatches: jax.Array,
+        *,
+        mesh: Mesh,
+        mutable: Any = None,
+    ) -> Sums:
+        """Return the sums without gradients; see `SummableLoss`.
+
+        Args:
+            params: the parameters.
+            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...).
+            num_microbatches: how many of the K count, int32.
+            mesh: the devices.
+            mutable: what the loss reads, and does not carry.
+        """
+        rows, counts = (batch_KR, keys_KR), (num_microbatches, 1)
+        return self.sums(params, rows, counts, Recipe(mutable=mutable), mesh)  # type: ignore[attr-defined]
+
+
 def check_results(
     results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
 ) -> tuple[Any, Any, Any, Any]:
@@ -83,6 +139,20 @@ def check_results(
     """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
+    if isinstance(loss, (tuple, list)) and isinstance(weight, (tuple, list)):
+        loss, weight = tuple(loss), tuple(weight)
+    names = ("loss_sum", "weight_sum")
+    parts = loss if isinstance(loss, tuple) else (loss,)
+    is_same = jax.tree.structure(loss) == jax.tree.structure(weight)
+    if not parts or not is_same or not jax.tree_util.all_leaves(parts):
+        raise _contract_error(
+            "returned a loss_sum and a weight_sum that are neither one number each nor a"
+            " tuple of as many each; a dict of parts is neither",
+            carries,
+        )
+    for name, value in zip(names, (loss, weight), strict=True):
+        for part in jax.tree.leaves(value):
+            _check_number(name, part, carries, is_loss=name == "loss_sum")
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not hasattr(leaf, "dtype") and not isinstance(
             leaf, (bool, int, float, complex)
@@ -91,72 +161,56 @@ def check_results(
             raise _contract_error(
                 f"returned {a_type(leaf)} as {name}, which must be a number", carries
             )
-    if isinstance(loss, Mapping) or isinstance(weight, Mapping):
-        problem = (
-            "returned a dict as loss_sum or weight_sum: give the sums of a loss of"
-            " several parts as a tuple, and their names in `aux`"
-        )
-        raise _contract_error(problem, carries)
-    if isinstance(loss, (tuple, list)) or isinstance(weight, (tuple, list)):
-        lengths = [
-            len(x) if isinstance(x, (tuple, list)) else 0 for x in (loss, weight)
-        ]
-        if lengths[0] != lengths[1] or not lengths[0]:
-            found = " and ".join(
-                f"a tuple of {n}" if n else "no tuple of parts" for n in lengths
-            )
-            problem = (
-                f"returned {found} as loss_sum and weight_sum: a loss of several parts"
-                " has a sum and a weight for each"
-            )
-            raise _contract_error(problem, carries)
-        loss, weight = tuple(loss), tuple(weight)
     check_aux(
         aux,
         lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2],
         args[1:3],
     )
-    expected: Any = (
-        ("loss_sum", loss, (jnp.floating,)),
-        ("weight_sum", weight, (jnp.floating, jnp.integer)),
-    )
-    for name, value, kinds in (
-        (name, part, kinds)
-        for name, parts, kinds in expected
-        for part in jax.tree.leaves(parts)
-    ):
-        shape, dtype = np.shape(value), jnp.result_type(value)
-        if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            kind = "floating-point" if len(kinds) == 1 else "real"
+    if carries and keeps_mutable:
+        was, now = args[3], carried[0]
+        changes = differing_leaves(
+            was, now, lambda x: f"{jnp.result_type(x).name}{list(np.shape(x))}"
+        )
+        change = next(changes, None)
+        if change or jax.tree.structure(was) != jax.tree.structure(now):
+            name, old, new = change or ("it", *map(jax.tree.structure, (was, now)))
             raise _contract_error(
-                f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind}"
-                " scalar",
+                f"changed the structure or a type of `mutable`: {name} was {old} and is"
+                f" {new}",
                 carries,
             )
-    if carries and keeps_mutable:
-        leaves = differing_leaves(
-            args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name)
-        )
-        changes = [
-            f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}"
-            for name, old, new in leaves
-        ]
-        was, now = map(jax.tree.structure, (args[3], carried[0]))
-        if changes or was != now:
-            change = changes[0] if changes else f"it was {was} and is {now}"
-            raise _contract_error(
-                f"changed the structure or a type of `mutable`: {change}", carries
-            )
     return loss, weight, aux, carried[0] if carries else None
+
+
+def _check_number(name: str, value: Any, carries: bool, *, is_loss: bool) -> None:
+    """Refuse a part of loss_sum or weight_sum that is no scalar of the right kind."""
+    shape, dtype = np.shape(value), jnp.result_type(value)
+    is_right = jnp.issubdtype(dtype, jnp.floating) or (
+        not is_loss and jnp.issubdtype(dtype, jnp.integer)
+    )
+    if shape or not is_right:
+        kind = "floating-point" if is_loss else "real"
+        raise _contract_error(
+            f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind}"
+            " scalar",
+            carries,
+        )
 
 
 def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
     """Refuse a loss function that does not take this number of arguments: 3, or 4 with
     `mutable`.
     """
-    if problem := signature_problem(loss_fn, number):
+    parameters = inspect.signature(loss_fn).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in kinds]
+    least = sum(p.default is p.empty for p in positional)
+    if not least <= number <= len(positional):
         raise _contract_error(
-            f"cannot be called with {number} arguments: {problem}", number > 3
+            f"cannot be called with {number} arguments, as it takes {len(positional)}",
+            number > 3,
         )
 
 
@@ -168,12 +222,8 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NameError) as error:
-        unbound = (
-            re.search(r"unbound axis name: (\w+)", str(error))
-            if isinstance(error, NameError)
-            else None
-        )
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        unbound = re.search(r"unbound axis name: (\w+)", str(error))
         if is_manual and re.search(_MANUAL_TWICE, str(error)):
             raise ConfigError(
                 f"the loss has a shard_map that cannot run where each replica runs by"
@@ -185,39 +235,24 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
             ) from error
         # The words of JAX, whatever function of jax.random it was.
         if "a single key" in str(error):
-            problem = (
+            raise _contract_error(
                 "used `keys`, one random key per row, as one key: take jax.vmap over"
-                " rows and keys, or keys[0]"
-            )
-        elif unbound and unbound[1] not in axes:
-            found = (
+                " rows and keys, or keys[0]",
+                number > 3,
+            ) from error
+        if unbound and unbound[1] not in axes:
+            raise _contract_error(
                 f"names the axis {unbound[1]!r}, but those of the mesh are"
-                f" {', '.join(map(str, axes))}"
+                f" {', '.join(map(str, axes))}: leave out the collectives of a pmap, as"
+                " the step itself adds up over the replicas",
+                number > 3,
+            ) from error
+        if unbound:
+            error.add_note(
+                "A loss that sees all rows needs no collectives over them. With"
+                " reduce_once=True, one replica runs as several do, and has such axes."
             )
-            problem = (
-                f"{found}: leave out the collectives of a pmap, as the step itself adds"
-                " up over the replicas"
-            )
-        else:
-            if unbound:
-                error.add_note(
-                    "A loss that sees all rows needs no collectives over them. With"
-                    " reduce_once=True, one replica runs as several do, and has such"
-                    " axes."
-                )
-            raise
-        raise _contract_error(problem, number > 3) from error
-
-
-def signature_problem(function: Callable[..., Any], number: int) -> str | None:
-    """Return why a function cannot be called with a number of arguments, or None."""
-    try:
-        inspect.signature(function).bind(*[None] * number)
-    except ValueError:
-        pass  # A callable without a signature, such as a built-in one.
-    except TypeError as error:
-        return str(error)
-    return None
+        raise
 
 
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:

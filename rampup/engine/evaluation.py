@@ -14,10 +14,9 @@ from rampup.engine.accumulate import summable
 from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import as_auto, move, on_mesh, sees_explicit
+from rampup.engine.explicit import as_auto, on_mesh, sees_explicit
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, replicated
 from rampup.engine.processes import wait_for_all
-from rampup.engine.programs import call_program
 from rampup.engine.state import check_placed, shardings_of
 from rampup.engine.update import eval_sums, explicit_loss
 from rampup.errors import DataError, a_type
@@ -119,10 +118,6 @@ class EvalStep:
         own = loss
         if sees_explicit(loss, self._mesh):
             own = explicit_loss(loss, view, shardings)
-        if jax.config.jax_disable_jit:
-            with auto_context(self._mesh):
-                sums = eval_sums(own, view, shardings, *move(args, view))
-                return move(sums, self._mesh)
 
         def lower() -> Any:
             with auto_context(self._mesh):
@@ -133,7 +128,7 @@ class EvalStep:
                 return run.lower(*as_auto(args))
 
         key = batch.layout, len(batch.chunks), is_whole
-        return call_program(self._compiler.get(key, lower), *args)
+        return self._compiler.get(key, lower)(*args)
 
     def batches(
         self, source: Any, batch_size: int, *, batched: bool | None = None

@@ -37,18 +37,6 @@ def on_mesh(shardings: Any, mesh: Any) -> Any:
     return jax.tree.map(move, shardings)
 
 
-def move(tree: Any, mesh: Mesh) -> Any:
-    """Return a tree whose arrays are on another view of their mesh."""
-    return jax.tree.map(
-        lambda x: (
-            jax.device_put(x, on_mesh(x.sharding, mesh))
-            if isinstance(x, jax.Array)
-            else x
-        ),
-        tree,
-    )
-
-
 def as_auto(tree: Any) -> Any:
     """Return arrays, or their shapes, as a program with automatic axes takes them:
     those on Explicit axes as shapes.

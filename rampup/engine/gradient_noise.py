@@ -15,7 +15,6 @@ trace of the gradient's covariance, and G2 the square of the true gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import (
-    STAGE,
     BatchAxes,
     auto_view,
     axes_of,
@@ -43,12 +41,9 @@ class NoiseSums(NamedTuple):
     """Sums over the blocks of a step."""
 
     # Of |G_j|^2 / W_j and of |G_j|^2, in the Euclidean geometry and in Adam's if it is
-    # measured: (2, geometries, *shards). In a pipeline's stage, those of every
-    # microbatch, (geometries, *shards, K), not divided yet.
+    # measured: (2, geometries, *shards).
     squares: jax.Array
-    # number of those with a weight; in a pipeline's stage, the weight of every
-    # microbatch, (K,)
-    blocks: jax.Array
+    blocks: jax.Array  # number of those with a weight
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +70,7 @@ class NoiseMeter:
         adds up each sum of squares by itself.
         """
         used = axes_of(shardings)
-        outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
+        outside = BatchAxes.of(mesh, batch_axes).replica
         axes = tuple(
             str(name)
             for name, size in mesh.shape.items()
@@ -96,22 +91,20 @@ class NoiseMeter:
     def squares(
         self,
         grads: Any,
-        moments: Any = None,
-        shardings: Any = None,
         *,
         varying: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the sum of squares of a gradient, or of a part of it, in every
-        geometry, (geometries, *shards).
+        """Return the sum of squares of a gradient in every geometry, (geometries,
+        *shards).
         """
-        shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
+        moments = self.moments
         squares = jax.tree.map(
             lambda x: (
                 jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x)
             ),
             grads,
         )
-        found = [self._add_up(squares, shardings)]
+        found = [self._add_up(squares)]
         if moments is not None:
             if varying is not None:
                 # The compiler would move what depends on the moments alone out of the
@@ -128,7 +121,7 @@ class NoiseMeter:
                 squares,
                 moments,
             )
-            found.append(self._add_up(scaled, shardings))
+            found.append(self._add_up(scaled))
         return jnp.stack(found)
 
     def block(
@@ -137,8 +130,12 @@ class NoiseMeter:
         """Return the sums over one block from its gradient sum and its weight; see
         `squares` for `varying`.
         """
-        squares = self.squares(grads, self.moments, varying=varying)
-        return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
+        squares = self.squares(grads, varying=varying)
+        # A block without weight has no gradient and does not count.
+        has_weight = weight != 0
+        scale = jnp.where(has_weight, 1 / jnp.where(has_weight, weight, 1), 0)
+        sums = squares * scale, squares * has_weight
+        return NoiseSums(jnp.stack(sums), has_weight.astype(jnp.float32))
 
     def metrics(
         self, noise: NoiseSums, grads: Any, weight: jax.Array
@@ -157,12 +154,12 @@ class NoiseMeter:
         # those of a clipping of the gradient. If the replicas have parts of the
         # gradient (ZeRO-1), the compiler adds up the squares as it does for the
         # clipping.
-        is_scattered = not {*axes} <= {*self.axes, STAGE}
+        is_scattered = not {*axes} <= {*self.axes}
         meter = replace(self, axes=() if is_scattered else axes)
         divided, squares = jnp.split(
             self._total(noise.squares.reshape(-1, *noise.squares.shape[2:])), 2
         )
-        norms = meter._total(meter.squares(grads, moments))
+        norms = meter._total(meter.squares(grads))
         if moments is not None:
             # The unit of Adam's geometry becomes that of the Euclidean one. Otherwise
             # the first steps, whose second moments are too small by a factor, would
@@ -171,7 +168,7 @@ class NoiseMeter:
             exact = jax.tree.map(
                 lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments
             )
-            mean = meter._total(meter._add_up(exact, self.shardings)[None])[0]
+            mean = meter._total(meter._add_up(exact)[None])[0]
             mean /= sum(v.size for v in jax.tree.leaves(moments))
             units = jnp.stack([jnp.ones_like(mean), jnp.sqrt(mean)])
             divided, squares, norms = divided * units, squares * units, norms * units
@@ -186,11 +183,11 @@ class NoiseMeter:
             found |= {prefix + name: values[geometry] for name, values in own.items()}
         return {"grad_norm": jnp.sqrt(norms[0]), "gradient_noise": found}
 
-    def _add_up(self, squares: Any, shardings: Sequence[NamedSharding]) -> jax.Array:
+    def _add_up(self, squares: Any) -> jax.Array:
         """Return the sum over all leaves, one partial sum per shard."""
         if not self.axes:
             return sum(map(jnp.sum, jax.tree.leaves(squares)))
-        parts = map(self._partial_sums, jax.tree.leaves(squares), shardings)
+        parts = map(self._partial_sums, jax.tree.leaves(squares), self.shardings)
         return constrain(
             sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes))
         )
@@ -215,17 +212,10 @@ class NoiseMeter:
         """Return the sums over the shards of partial sums (n, *shards)."""
         # A gradient in 2 x 2 parts, with the sum of squares that each device has of its own part:
         #
-        #               stage 0  stage 1
+        #               fsdp 0   fsdp 1
         #     tensor 0     a        b         parts[n] = [[a, b],
         #     tensor 1     c        d                     [c, d]]       total[n] = (a + c) + (b + d)
         #
-        if len(self.axes) > 1 and STAGE in self.axes:
-            # Over the stages last, as the compiler does for the norm of a clipping: [a
-            # + c, b + d] has one number per stage.
-            parts = jnp.sum(parts, axis=tuple(range(1, parts.ndim - 1)))
-            parts = constrain(
-                parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE))
-            )
         return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))
 
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -250,16 +240,6 @@ class NoiseMeter:
         parts = math.prod(self.mesh.shape[self.axes[place]] for place in missing)
         found = found.transpose([names.index(name) for name in order]) / parts
         return jnp.broadcast_to(jnp.expand_dims(found, missing), self.shards)
-
-
-def divide_by_weights(squares: jax.Array, weights: jax.Array) -> NoiseSums:
-    """Return the sums over blocks, the last axis of both arguments. Blocks without
-    weight have no gradient and do not count.
-    """
-    counts = weights != 0
-    scale = jnp.where(counts, 1 / jnp.where(counts, weights, 1), 0)
-    sums = jnp.sum(squares * scale, axis=-1), jnp.sum(squares * counts, axis=-1)
-    return NoiseSums(jnp.stack(sums), jnp.sum(counts).astype(jnp.float32))
 
 
 def second_moments(opt_state: Any, params: Any) -> Any:

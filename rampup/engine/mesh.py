@@ -66,38 +66,21 @@ class BatchAxes:
         example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
         if axes is None:
             rows = tuple(name for name in (DATA, FSDP) if name in names)
-            if not rows:
-                problem = (
-                    f"the mesh has the axes {', '.join(names)} and neither data nor"
-                    " fsdp"
-                )
-                fix = (
-                    "say which of them take the rows of a batch, such as"
-                    f" batch_axes=rampup.{example}"
-                )
-                raise ConfigError(f"{problem}; {fix}", key="batch_axes")
-            return cls(replica=tuple(name for name in rows if name == DATA), rows=rows)
-        if not (
-            isinstance(axes, BatchAxes)
-            and isinstance(axes.replica, tuple)
-            and isinstance(axes.rows, tuple)
-        ):
-            rule = (
-                f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as"
-                f" rampup.{example}"
-            )
-            raise ConfigError(rule, key="batch_axes")
-        missing = [name for name in (*axes.replica, *axes.rows) if name not in names]
-        if missing:
-            problem = (
-                f"batch_axes names {missing[0]!r}, but the mesh has the axes"
-                f" {', '.join(names)}"
-            )
-            raise ConfigError(problem, key="batch_axes")
-        if axes.rows[: len(axes.replica)] != axes.replica:
+            if rows:
+                return cls(replica=tuple(n for n in rows if n == DATA), rows=rows)
             raise ConfigError(
-                f"rows={axes.rows} of batch_axes must start with"
-                f" replica={axes.replica}",
+                f"the mesh has the axes {', '.join(names)} and neither data nor fsdp",
+                fix="say which of them take the rows of a batch, such as"
+                f" batch_axes=rampup.{example}",
+                key="batch_axes",
+            )
+        parts = getattr(axes, "replica", None), getattr(axes, "rows", None)
+        replica, rows = (part if isinstance(part, tuple) else ("",) for part in parts)
+        if rows[: len(replica)] != replica or not {*rows} <= {*names}:
+            raise ConfigError(
+                f"batch_axes={axes!r} must be a BatchAxes of two tuples of the axes of"
+                f" the mesh, {', '.join(names)}, and `rows` start with `replica`",
+                fix=f"give one such as rampup.{example}",
                 key="batch_axes",
             )
         return axes
@@ -116,13 +99,10 @@ class BatchAxes:
         """
         found = cls.of(mesh, axes)
         if axes is not None and found.replica:
-            rule = (
-                "whole_batch=True is for a loss that sees the rows of all devices"
-                " together, but each replica of"
-            )
-            fix = f"give BatchAxes(replica=(), rows={found.rows})"
             raise ConfigError(
-                f"{rule} batch_axes with replica={found.replica} sees its own; {fix}",
+                "a loss of whole batches sees the rows of all devices together, but"
+                f" each replica of batch_axes with replica={found.replica} sees its own",
+                fix=f"give BatchAxes(replica=(), rows={found.rows})",
                 key="batch_axes",
             )
         return replace(found, replica=())
@@ -185,17 +165,19 @@ def make_mesh(
     axes = MeshAxes(data=len(devices)) if axes is None else axes
     for name, size in (("context", axes.context), ("expert", axes.expert)):
         if size > 1:
-            fix = f"set ici_{name}_parallelism=1 and dcn_{name}_parallelism=1"
-            problem = (
-                f"{name} parallelism of {size} can be planned but not trained; {fix}"
+            raise ConfigError(
+                f"{name} parallelism of {size} can be planned but not trained",
+                fix=f"set ici_{name}_parallelism=1 and dcn_{name}_parallelism=1",
+                key=f"ici_{name}_parallelism",
+                nearest=(1,),
             )
-            raise ConfigError(problem, key=f"ici_{name}_parallelism", nearest=(1,))
     if axes.num_devices != len(devices):
-        problem = (
+        raise ConfigError(
             f"the axes of the mesh need {axes.num_devices} devices, but JAX sees"
-            f" {len(devices)} here"
+            f" {len(devices)} here",
+            key="num_devices",
+            nearest=(-1,),
         )
-        raise ConfigError(problem, key="num_devices", nearest=(-1,))
     # Auto: the compiler partitions along fsdp and tensor. The training step makes data
     # and stage manual where it needs that.
     return Mesh(
@@ -223,14 +205,13 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         # CPUs and GPUs do not say which slice they are in: as many devices in a row.
         groups = np.array_split(np.asarray(devices, object), num_slices)
     if (found := len(groups)) != num_slices:
-        fix = (
-            f"set num_slices={found}, and dcn_data_parallelism={found} if the gradient"
-            " reduction should cross them"
+        raise ConfigError(
+            f"the devices form {found} slices, but the mesh has {num_slices}",
+            fix=f"set num_slices={found}, and dcn_data_parallelism={found} if the"
+            " gradient reduction should cross them",
+            key="num_slices",
+            nearest=(found,),
         )
-        problem = (
-            f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
-        )
-        raise ConfigError(problem, key="num_slices", nearest=(found,))
     within = [
         getattr(axes, name) // size for name, size in zip(names, between, strict=True)
     ]
@@ -304,20 +285,18 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             return sharding
         if sharding is None or sharding.is_fully_replicated:
             return replicated(mesh)
-        is_named = (
+        if (
             isinstance(sharding, NamedSharding)
             and PartitionSpec.UNCONSTRAINED not in sharding.spec
-        )
-        if is_named and axes_of(sharding) <= {*mesh.axis_names}:
+            and axes_of(sharding) <= {*mesh.axis_names}
+        ):
             found = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
             if found.is_equivalent_to(sharding, leaf.ndim):
                 return found
-        problem = (
-            f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it"
-            " on this mesh with jax.device_put"
-        )
         raise ConfigError(
-            f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}"
+            f"{jax.tree_util.keystr(path)} is sharded as {sharding}, which the axes"
+            f" {dict(mesh.shape)} of this mesh cannot express",
+            fix="place it on this mesh with jax.device_put",
         )
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
@@ -338,12 +317,13 @@ def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -
     }
     for key, (planned, has, names) in sizes.items():
         if planned != has:
-            problem = f"the plan has {key}={planned}, but the mesh has {names} = {has}"
-            fix = (
-                f"make the plan with {key}={has}, or give"
-                " batch_axes=rampup.BatchAxes(...) if other axes take the rows"
+            raise ConfigError(
+                f"the plan has {key}={planned}, but the mesh has {names} = {has}",
+                fix=f"make the plan with {key}={has}, or give"
+                " batch_axes=rampup.BatchAxes(...) if other axes take the rows",
+                key=key,
+                nearest=(has,),
             )
-            raise ConfigError(f"{problem}; {fix}", key=key, nearest=(has,))
 
 
 def constrain(x: jax.Array, sharding: Any) -> jax.Array:
@@ -400,27 +380,18 @@ def without_manual_axes(sharding: Any) -> Any:
         name in manual or size == 1 for name, size in context.shape.items()
     ):
         return None
-    spec = spec_without(
-        sharding.spec if isinstance(sharding, NamedSharding) else sharding, manual
-    )
-    return (
-        spec
-        if isinstance(sharding, PartitionSpec)
-        else NamedSharding(sharding.mesh, spec)
-    )
+    if isinstance(sharding, PartitionSpec):
+        return spec_without(sharding, manual)
+    return NamedSharding(sharding.mesh, spec_without(sharding.spec, manual))
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a PartitionSpec: a name, a tuple of names,
     or None.
     """
-    return (
-        entry
-        if isinstance(entry, tuple)
-        else (entry,)
-        if isinstance(entry, str)
-        else ()
-    )
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
 
 
 def axes_of(shardings: Any) -> set[str]:

@@ -14,13 +14,12 @@ from jax.sharding import Mesh
 
 from rampup.engine.batch import Batch, BufferLayout
 from rampup.engine.compile import Compiler
-from rampup.engine.explicit import as_auto, move, on_mesh
+from rampup.engine.explicit import as_auto, on_mesh
 from rampup.engine.mesh import auto_context, auto_view, replicated
 from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update
-from rampup.errors import ConfigError
 from rampup.plan.learning_rate import ClockSegment
 
 # `Update.fused` or `Update.multi_steps`.
@@ -56,26 +55,16 @@ class Programs:
             return program.lower(*as_auto((*split_frozen(state), *args)))
 
     def get(self, key: Any, part: Part, state: Any, *args: Any) -> Any:
-        """Return a compiled program, or None where nothing is compiled."""
-        if jax.config.jax_disable_jit:
-            return None
+        """Return a compiled program."""
         lower = functools.partial(self.lower, part, state, *args)
         return self.compiler.get(key, lower)
 
-    def call(
-        self, program: Any, part: Part, state: Any, *args: Any
-    ) -> tuple[Any, Metrics]:
-        """Run a program, or for None the part of the update itself."""
-        trained, frozen = split_frozen(state)
-        if program is None:
-            view = auto_view(self.mesh)
-            with auto_context(self.mesh):
-                own = move((trained, frozen, *args), view)
-                results = part(self.update, on_mesh(shardings_of(state), view), *own)
-                new, metrics = move(results, self.mesh)
-        else:
-            new, metrics = call_program(program, trained, frozen, *args)
-        return join_frozen(new, frozen), metrics
+
+def call(program: Any, state: Any, *args: Any) -> tuple[Any, Metrics]:
+    """Run a program on a state and further arguments."""
+    trained, frozen = split_frozen(state)
+    new, metrics = program(trained, frozen, *args)
+    return join_frozen(new, frozen), metrics
 
 
 class Engine(Protocol):
@@ -118,7 +107,7 @@ class Fused:
             segment and self._segment(segment),
         )
         program = self._programs.get(batch.layout.num_rows, Update.fused, state, *args)
-        return lambda: self._programs.call(program, Update.fused, state, *args)
+        return lambda: call(program, state, *args)
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
         """Return the numbers of a segment if the optimizer takes them: other optimizers
@@ -171,21 +160,7 @@ class ByMicrobatch:
             new, metrics = state, zeros
             for index, chunk in enumerate(batch.chunks):
                 args = (metrics, chunk, np.int32(index * R))
-                new, metrics = self._programs.call(program, part, new, *args)
+                new, metrics = call(program, new, *args)
             return new, metrics
 
         return run
-
-
-def call_program(program: Callable[..., Any], *args: Any) -> Any:
-    """Call a compiled program."""
-    try:
-        return program(*args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "structure, types, shapes or shardings of the state or the rows are not"
-            " those that this step compiled for",
-            fix="convert them, place the state as before (create_state, prepare_state),"
-            f" or make another step for them: {error}",
-            key="state",
-        ) from error

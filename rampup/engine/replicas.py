@@ -58,7 +58,6 @@ from rampup.engine.whole import operations, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError
 
-_WHOLE = PartitionSpec()
 _CONVOLUTION = "conv_general_dilated"
 # What cannot run in the way `mapped`, and why.
 _NOT_MAPPED = {
@@ -100,9 +99,7 @@ class Replicas:
         ]
         return "mapped" if len(others) > 1 else "manual"
 
-    def run(
-        self, sum_replica: Callable[..., Sums], recipe_specs: Any = _WHOLE
-    ) -> Callable[..., Sums]:
+    def run(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
         """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums
         up the rows of all replicas.
 
@@ -123,7 +120,7 @@ class Replicas:
         in_specs = (whole if specs is None else specs, by_rows, by_rows, whole)
         if len(self._automatic) > 1:
             run = with_whole_operands(run, self.mesh)
-        return self._manually(run, (*in_specs, recipe_specs))
+        return self._manually(run, (*in_specs, whole))
 
     def check(self, loss: Any) -> None:
         """Refuse what the way of running cannot run, among the operations of the jaxpr

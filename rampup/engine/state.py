@@ -8,10 +8,8 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import CellType, FunctionType
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,28 +31,7 @@ from rampup.plan.plan import RampPlan
 # uses one. Flax's examples have the second.
 CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
-_NAMED = 4
 F = TypeVar("F", bound=Callable[..., Any])
-# Optimizers of Optax that need more than the gradient of a step: their functions, what
-# to call them, and the reason.
-_SEARCHES = (
-    "it evaluates the loss at several points of a step, whose microbatches are not kept"
-)
-_UNSUPPORTED = {
-    "scale_by_zoom_linesearch.": ("a line search, as in optax.lbfgs", _SEARCHES),
-    "scale_by_backtracking_linesearch.": (
-        "optax.scale_by_backtracking_linesearch",
-        _SEARCHES,
-    ),
-    "sam.<locals>.opaque": (
-        "optax.contrib.sam(opaque_mode=True)",
-        f"{_SEARCHES}; leave opaque_mode=True out",
-    ),
-    "lookahead.": (
-        "optax.lookahead",
-        "it trains pairs of parameters, of which only one has a gradient",
-    ),
-}
 
 
 class TrainState(struct.PyTreeNode):
@@ -109,41 +86,21 @@ def describe_fields(state: Any) -> str:
 
 
 def describe_tree(tree: Any) -> str:
-    """Return how many arrays and numbers a tree has, and the shapes of the first
-    arrays; of a number, its value.
+    """Return the value of a number, the shape of another array, and how many arrays and
+    numbers any other tree has.
     """
-    leaves = jax.tree.leaves_with_path(tree)
+    leaves = jax.tree.leaves(tree)
     if not leaves:
         return "None" if tree is None else "<no arrays>"
-    if leaves[0][1] is tree:
-        is_array = isinstance(tree, (np.ndarray, jax.Array)) and not isinstance(
-            tree, jax.core.Tracer
+    if leaves[0] is tree:
+        is_shape = isinstance(tree, (jax.core.Tracer, jax.ShapeDtypeStruct)) or (
+            isinstance(tree, jax.Array) and tree.is_deleted()
         )
-        is_there = is_array and not (isinstance(tree, jax.Array) and tree.is_deleted())
-        is_number = is_there and jnp.issubdtype(tree.dtype, np.number) and not tree.ndim
-        return (
-            str(tree)
-            if is_number or isinstance(tree, (int, float, np.generic))
-            else _describe_array(tree)
-        )
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, _ in leaves[:_NAMED]
-    ]
-    named = [
-        f"{name} {_describe_array(leaf)}"
-        for name, (_, leaf) in zip(names, leaves, strict=False)
-    ]
-    more = [f"{len(leaves) - _NAMED:,} more"] if len(leaves) > _NAMED else []
-    total = sum(math.prod(np.shape(leaf)) for _, leaf in leaves)
-    return (
-        f"<{len(leaves):,} array{'' if len(leaves) == 1 else 's'}, {total:,} numbers:"
-        f" {', '.join(named + more)}>"
-    )
-
-
-def _describe_array(leaf: Any) -> str:
-    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{','.join(map(str, np.shape(leaf)))}]"
+        if not is_shape and not np.shape(tree):
+            return str(tree)
+        return f"{tree.dtype}{list(tree.shape)}"
+    total = sum(math.prod(np.shape(leaf)) for leaf in leaves)
+    return f"<{len(leaves):,} arrays, {total:,} numbers>"
 
 
 def create_state(
@@ -315,42 +272,29 @@ def join_frozen(state: Any, frozen: Any) -> Any:
 
 
 def shardings_of(state: Any) -> Any:
-    """Return the shardings of a state's leaves, or refuse leaves that are no JAX
-    arrays.
-    """
-    for path, leaf in jax.tree.leaves_with_path(state):
-        if not hasattr(leaf, "sharding"):
-            name = jax.tree_util.keystr(path)
-            raise ConfigError(
-                f"state{name} is {a_type(leaf)}; place the state with"
-                " rampup.prepare_state(state, mesh)"
-            )
+    """Return the shardings of a state's leaves, JAX arrays or their shapes."""
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def check_state(state: Any) -> None:
     """Refuse something that is not a training state."""
-    missing = [
-        name for name in ("step", "params", "opt_state") if not hasattr(state, name)
-    ]
+    fields = ("step", "params", "opt_state")
     # JAX takes an object of a class that is not registered as a pytree for a leaf.
-    if missing or jax.tree_util.all_leaves([state]):
-        problem = (
-            f"it has no {', '.join(missing)}"
-            if missing
-            else "register it with jax.tree_util.register_dataclass"
+    is_tree = not jax.tree_util.all_leaves([state])
+    if not is_tree or not all(hasattr(state, name) for name in fields):
+        raise ConfigError(
+            f"{a_type(state)} cannot be trained",
+            fix="a state is a registered pytree with `step`, `params` and `opt_state`,"
+            " such as flax.training.train_state.TrainState",
+            key="state",
         )
-        example = (
-            "a state is a pytree with `step`, `params` and `opt_state`, such as"
-            " flax.training.train_state.TrainState"
-        )
-        raise ConfigError(f"{a_type(state)} cannot be trained: {problem}; {example}")
     if all(getattr(state, name, None) is not None for name in CARRIED_FIELDS):
-        problem = (
+        raise ConfigError(
             f"the state has both {' and '.join(CARRIED_FIELDS)}, but a loss function"
-            " carries one value"
+            " carries one value",
+            fix="put both into one field",
+            key="state",
         )
-        raise ConfigError(f"{problem}; put both into one field", key="state")
 
 
 def check_placed(state: Any) -> None:
@@ -360,14 +304,24 @@ def check_placed(state: Any) -> None:
     check_state(state)
     for path, leaf in jax.tree.leaves_with_path(state):
         name = f"state{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, jax.core.Tracer):
+            raise ConfigError(
+                f"{name} is traced, but a step is compiled already",
+                fix="in a jitted function of your own, use rampup.accumulate",
+                key="state",
+            )
         if not isinstance(leaf, jax.Array):
             raise ConfigError(
                 f"{name} is {a_type(leaf)}, and not an array on the mesh",
                 fix="place the state with rampup.prepare_state(state, mesh)",
                 key="state",
             )
-        if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            raise ConfigError(f"{name}: {_DONATED[0]}", fix=_DONATED[1], key="state")
+        if leaf.is_deleted():
+            raise ConfigError(
+                f"{name}: the state was donated to an earlier step",
+                fix="use the one that it returned, or train_step(..., donate=False)",
+                key="state",
+            )
 
 
 def check_step_number(steps: int) -> None:
@@ -405,29 +359,12 @@ def check_arguments(call: str, **arguments: Any) -> None:
         "plan": lambda x: isinstance(x, RampPlan),
         "mesh": lambda x: isinstance(x, Mesh),
     }
-    wrong = {
-        name: type(value).__name__
-        for name, value in arguments.items()
-        if not tests[name](value)
-    }
-    if wrong:
-        hint = (
-            "; give the optimizer's `tx`, not an nnx.Optimizer"
-            if hasattr(arguments.get("tx"), "opt_state")
-            else ""
-        )
-        found = ", ".join(f"{name} is a {kind}" for name, kind in wrong.items())
-        raise ConfigError(
-            f"{call}: {found}{hint or '; check the order of the arguments'}",
-            key=next(iter(wrong)),
-        )
-    names = [function.__qualname__ for function in _functions_of(arguments.get("tx"))]
-    for start, (optimizer, reason) in _UNSUPPORTED.items():
-        if any(name.startswith(start) for name in names):
+    for name, value in arguments.items():
+        if not tests[name](value):
             raise ConfigError(
-                f"tx is or contains {optimizer}, which a training step cannot run:"
-                f" {reason}",
-                key="tx",
+                f"{call}: {name} is {a_type(value)}",
+                fix="check the order of the arguments; tx is an optimizer of Optax",
+                key=name,
             )
 
 
@@ -441,63 +378,23 @@ def _check_arrays(name: str, tree: Any) -> None:
         return nnx is not None and isinstance(leaf, nnx.Module)
 
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_module):
-        place = f"{name}{jax.tree_util.keystr(path)}"
-        if is_module(leaf):
-            problem = (
-                f"{place} is an NNX module ({type(leaf).__name__}), whose statistics"
-                " and random states are no parameters"
-            )
-            fix = (
-                "give it to rampup.split_model(model, loss_fn, tx, mesh), which returns"
-                " the state and the loss function"
-            )
-            raise ConfigError(f"{problem}; {fix}", key="params")
         # Random keys and bfloat16 have types that are not NumPy's.
         dtype = getattr(leaf, "dtype", None)
-        is_text = isinstance(dtype, np.dtype) and (
-            dtype.kind in "OSUMm" or dtype.names is not None
+        is_number = isinstance(leaf, (bool, int, float, complex))
+        is_array = isinstance(leaf, jax.Array) or (
+            isinstance(dtype, np.dtype)
+            and dtype.kind not in "OSUMm"
+            and not dtype.names
         )
-        if is_text or (
-            dtype is None and not isinstance(leaf, (bool, int, float, complex))
-        ):
-            problem = f"{place} is {a_type(leaf)} and not an array of numbers"
-            fix = (
-                "keep only arrays in it, and the rest in the loss function; an Equinox"
-                " model is parted by params, static = "
+        if is_module(leaf) or not (is_number or is_array):
+            raise ConfigError(
+                f"{name}{jax.tree_util.keystr(path)} is {a_type(leaf)} and not an array"
+                " of numbers",
+                fix="keep only arrays in it: an NNX module is split by"
+                " rampup.split_model(model, loss_fn, tx, mesh), and an Equinox model by"
+                " eqx.partition(model, eqx.is_inexact_array)",
+                key="params",
             )
-            fix += (
-                "eqx.partition(model, eqx.is_inexact_array), and joined in the loss"
-                " function by eqx.combine(params, static)"
-            )
-            raise ConfigError(f"{problem}; {fix}", key="params")
-
-
-def _functions_of(tx: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that an optimizer is made of. Optax nests them in
-    closures.
-    """
-    found, seen = [tx], set[int]()
-    while found:
-        part = found.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, (tuple, list)):
-            found += part
-        elif isinstance(part, dict):
-            found += part.values()
-        elif isinstance(part, functools.partial):
-            found += [part.func, *part.args, *part.keywords.values()]
-        elif isinstance(getattr(part, "__self__", None), optax.MultiSteps):
-            found += vars(part.__self__).values()
-        elif isinstance(part, FunctionType):
-            yield part
-            # A cell whose variable has no value yet is equal to an empty one.
-            found += [
-                cell.cell_contents
-                for cell in part.__closure__ or ()
-                if cell != CellType()
-            ]
 
 
 def _put(tree: Any, shardings: Any, **options: Any) -> Any:
@@ -571,158 +468,96 @@ def _without_aliases(state: Any, given: Any) -> Any:
     return jax.tree.map(copy_if_shared, state)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewState:
-    """A state that a training step did not return, and what decides whether the step
-    can run on it.
+def check_new_state(
+    state: Any, tx: Any, mesh: Mesh, axes: BatchAxes, *, donate: bool
+) -> None:
+    """Refuse a state that a step did not return and cannot run on. The replicas of
+    `axes` are those of several devices.
     """
+    check_placed(state)
 
-    state: Any
-    tx: Any
-    mesh: Mesh
-    axes: BatchAxes  # those of the rows; `replica` are those of several devices
-    # the step has no programs yet; later states must have the types and shapes that it
-    # compiled for
-    is_first: bool
-    donate: bool
+    def refuse(problem: str, fix: str, key: str = "state") -> NoReturn:
+        raise ConfigError(problem, fix=fix, key=key)
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the optimizer runs once per step."""
-        return not isinstance(self.tx, optax.MultiSteps)
-
-    def check(self) -> int:
-        """Refuse a state that the step cannot run on, or return its step number. That
-        waits for the devices, once.
-        """
-        check_state(self.state)
-        for problem, key, message in _STATE_PROBLEMS:
-            if found := problem(self):
-                nearest = ("fused",) if key == "gradient_accumulation" else ()
-                raise ConfigError(
-                    message.format(found, new=self, state=self.state),
-                    key=key,
-                    nearest=nearest,
-                )
-        return int(self.state.step)
-
-    def other_optimizer(self) -> str | None:
-        """Return how `opt_state` differs from that of the step's optimizer, which may
-        run on it without an error, or None.
-        """
-        if not self.is_first:
-            return None
-        try:
-            with auto_context(self.mesh):
-                expected = jax.eval_shape(self.tx.init, as_auto(self.state.params))
-        except Exception:  # noqa: BLE001 - an `init` that looks at values cannot tell the shapes
-            return None
-        found = self.state.opt_state
-        for name, want, have in differing_leaves(expected, found, np.shape):
-            wanted, got = (
-                "is absent" if shape is None else f"has the shape {list(shape)}"
-                for shape in (want, have)
+    if getattr(state, "tx", tx) != tx:
+        refuse(
+            "the state has another tx than the step",
+            "give the same optimizer to both, such as the `tx` of the step",
+            "tx",
+        )
+    _check_optimizer(state, tx, mesh)
+    if isinstance(tx, optax.MultiSteps):
+        _check_multi_steps(state)
+    names: dict[int, str] = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        name = f"state{jax.tree_util.keystr(path)}"
+        if mesh.size > 1 and isinstance(leaf.sharding, SingleDeviceSharding):
+            refuse(
+                f"{name} is on one device, and not on the mesh",
+                "place the state with rampup.prepare_state(state, mesh)",
             )
-            return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
-        parts = [
-            jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple))
-            for tree in (expected, found)
-        ]
-        same = parts[0] == parts[1]
-        return (
-            None
-            if same
-            else (
-                "its parts are others, such as those of a chain with more or fewer"
-                " transformations"
+        if donate and (other := names.setdefault(id(leaf), name)) != name:
+            refuse(
+                f"{other} and {name} are one array, and a step donates each to what it"
+                " becomes",
+                "copy one with jax.tree.map(jnp.copy, ...)",
             )
+    over = " and ".join(axes.replica)
+    if is_scattered(shardings_of(state.params), axes):
+        refuse(
+            f"the parameters are sharded over {over}, but every replica needs them"
+            " whole",
+            "shard them over another axis such as fsdp, or only the optimizer's state,"
+            " with shard_optimizer_over_data=True; or give the loss as"
+            " AccumulatedLoss(loss_fn, batch_axes=BatchAxes(replica=(),"
+            f" rows={axes.rows})): the compiler gathers them where it must",
+            "shard_optimizer_over_data",
+        )
+    found = shardings_of(state.opt_state)
+    wanted = scattered_shardings(state.opt_state, mesh, axes)
+    is_zero = not isinstance(tx, optax.MultiSteps) and (
+        jax.tree.leaves(found) == jax.tree.leaves(wanted)
+    )
+    if is_scattered(found, axes) and not is_zero:
+        refuse(
+            f"the optimizer's state is sharded over {over}, but not as"
+            " shard_optimizer_over_data=True does, or the step is one of multi_steps",
+            "place it with create_state, prepare_state or split_model",
+            "shard_optimizer_over_data",
         )
 
-    def on_one_device(self) -> str | None:
-        """Return the name of an array that is not on the mesh."""
-        shardings = (
-            jax.tree.leaves_with_path(shardings_of(self.state))
-            if self.mesh.size > 1
-            else ()
-        )
-        outside = (
-            path
-            for path, sharding in shardings
-            if isinstance(sharding, SingleDeviceSharding)
-        )
-        return next(map(jax.tree_util.keystr, outside), None)
 
-    def same_arrays(self) -> str | None:
-        """Return the names of two leaves that are one array, which a step cannot donate
-        to what each becomes.
-        """
-        names: dict[int, str] = {}
-        for path, leaf in jax.tree.leaves_with_path(self.state) if self.donate else ():
-            name = f"state{jax.tree_util.keystr(path)}"
-            if (other := names.setdefault(id(leaf), name)) is not name:
-                return f"{other} and {name}"
-        return None
-
-    def scattered_parameters(self) -> str | None:
-        """Return the replicas over which parameters are sharded."""
-        return (
-            " and ".join(self.axes.replica)
-            if is_scattered(shardings_of(self.state.params), self.axes)
-            else None
+def _check_optimizer(state: Any, tx: Any, mesh: Mesh) -> None:
+    """Refuse a state of another optimizer, which might run on it without an error."""
+    with auto_context(mesh):
+        expected = jax.eval_shape(tx.init, as_auto(state.params))
+    for name, wanted, found in differing_leaves(expected, state.opt_state, np.shape):
+        raise ConfigError(
+            f"`opt_state` is not that of the step's optimizer: opt_state{name} has the"
+            f" shape {found} in the state and {wanted} in the optimizer, where None is"
+            " absent",
+            fix="make it with the `tx` of the step:"
+            " create_state(params, step.tx, mesh)",
+            key="tx",
         )
 
-    def scattered_otherwise(self) -> str | None:
-        """Return the replicas over which the optimizer's state is sharded otherwise
-        than by ZeRO-1, or for `multi_steps` at all.
-        """
-        found = shardings_of(self.state.opt_state)
-        if not is_scattered(found, self.axes):
-            return None
-        wanted = scattered_shardings(self.state.opt_state, self.mesh, self.axes)
-        is_zero = jax.tree.leaves(found) == jax.tree.leaves(wanted)
-        over = " and ".join(self.axes.replica)
-        return None if is_zero and self.is_fused else over
 
-
-_DONATED = (
-    "the state was donated to an earlier step",
-    "use the one that it returned, or train_step(..., donate=False)",
-)
-_OWN_TX = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"
-_AT = (
-    "the state is at step {state.step}, but its optimizer at microbatch"
-    " {state.opt_state.mini_step} of step "
-)
-_AT += "{state.opt_state.gradient_step}"
-# What a step cannot run on, in an order in which each may rely on those before it: the problem, which is what was found or
-# false; the key; and the message, with {} for what was found.
-# fmt: off
-_STATE_PROBLEMS: tuple[tuple[Callable[[NewState], Any], str | None, str], ...] = (
-    (lambda new: isinstance(new.state.step, jax.core.Tracer), None,
-     "a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate"),
-    (lambda new: isinstance(new.state.step, jax.Array) and new.state.step.is_deleted(), "state",
-     "; ".join(_DONATED)),
-    (lambda new: getattr(new.state, "tx", new.tx) != new.tx, "tx",
-     "the state has another tx than the step; give the same optimizer to both, such as the `tx` of the step"),
-    (lambda new: isinstance(new.state.opt_state, optax.MultiStepsState) is new.is_fused and a_type(new.state.opt_state), "tx",
-     f"`opt_state` is {{}}, which is not what the engine of the step needs; {_OWN_TX}"),
-    (NewState.other_optimizer, "tx", f"`opt_state` is not that of the step's optimizer: {{}}; {_OWN_TX}"),
-    (NewState.on_one_device, "state",
-     "state{} is on one device, and not on the mesh; place the state with rampup.prepare_state(state, mesh)"),
-    (NewState.same_arrays, "state",
-     "{} are one array, and a step donates each to what it becomes; copy one with jax.tree.map(jnp.copy, ...)"),
-    (NewState.scattered_parameters, "shard_optimizer_over_data",
-     "the parameters are sharded over {}, but every replica needs them whole; shard them over another axis such as fsdp, or "
-     "only the optimizer's state, with shard_optimizer_over_data=True; or give the loss as AccumulatedLoss(loss_fn, "
-     "batch_axes=BatchAxes(replica=(), rows={new.axes.rows})): the compiler gathers them where it must"),
-    (NewState.scattered_otherwise, "shard_optimizer_over_data",
-     "the optimizer's state is sharded over {}, but not as shard_optimizer_over_data=True of create_state, prepare_state and "
-     "split_model does, or the step is one of multi_steps; place it with one of them"),
-    (lambda new: not new.is_fused and getattr(new.state, "dynamic_scale", None) is not None, "gradient_accumulation",
-     "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step; use the engine fused"),
-    (lambda new: not new.is_fused and int(new.state.opt_state.mini_step) != 0, "state",
-     f"{_AT}; go on with the state of a whole step"),
-    (lambda new: not new.is_fused and int(new.state.opt_state.gradient_step) != int(new.state.step), "state",
-     f"{_AT}; `step` and `opt_state.gradient_step` must be equal"),
-)
-# fmt: on
+def _check_multi_steps(state: Any) -> None:
+    """Refuse what `multi_steps` cannot go on with."""
+    if getattr(state, "dynamic_scale", None) is not None:
+        raise ConfigError(
+            "multi_steps runs one program per microbatch, but dynamic_scale adapts once"
+            " per step",
+            fix="use gradient_accumulation=fused",
+            key="gradient_accumulation",
+            nearest=("fused",),
+        )
+    counts = state.opt_state
+    done, microbatch = int(counts.gradient_step), int(counts.mini_step)
+    if microbatch or done != int(state.step):
+        raise ConfigError(
+            f"the state is at step {state.step}, but its optimizer at microbatch"
+            f" {microbatch} of step {done}",
+            fix="go on with the state of a whole step: the steps must be equal",
+            key="state",
+        )

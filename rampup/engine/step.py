@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -43,20 +43,20 @@ from rampup.engine.mesh import (
     replicated,
 )
 from rampup.engine.programs import ByMicrobatch, Engine, Fused, Programs
-from rampup.engine.shapes import ShapeClock
 from rampup.engine.state import (
-    NewState,
     carried,
     check_arguments,
+    check_new_state,
     check_step_number,
     gone,
 )
+from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.learning_rate import ClockSegment
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.pipeline import pass_ticks
-from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 
 PHASES_AHEAD = 2
@@ -68,7 +68,7 @@ _GONE = {
         "give it to create_state, prepare_state or split_model: the step follows the"
         " state"
     ),
-    "wait_for_compilation": "set step.wait_for_compilation",
+    "wait_for_compilation": "leave it out: a step waits for its own program",
 }
 
 
@@ -194,8 +194,6 @@ def train_step(
         plan=plan,
         mesh=mesh,
     )
-    steps_by_microbatch = isinstance(tx, optax.MultiSteps)
-    engine = "multi_steps" if steps_by_microbatch else "fused"
     has_multi_steps = isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps)
     if has_multi_steps and getattr(tx, "plan", None) != plan:
         raise ConfigError(
@@ -206,37 +204,27 @@ def train_step(
             key="tx",
         )
     whole_batch = plan.splitter.whole_batch or getattr(loss_fn, "whole_batch", False)
-    equally = "with multi_steps, all microbatches count equally whatever they weigh"
-    reasons = {
-        "measure_gradient_noise": measure_gradient_noise and equally,
-        "whole_batch": (
-            whole_batch and "a batch of one microbatch has nothing to accumulate"
-        ),
+    given = {
+        "tx=multi_steps": isinstance(tx, optax.MultiSteps),
+        "whole batches": whole_batch,
+        "measure_gradient_noise": measure_gradient_noise,
     }
-    for key, reason in reasons.items():
-        if reason and steps_by_microbatch:
-            raise ConfigError(
-                f"{key}=true needs gradient_accumulation=fused",
-                fix=reason,
-                key=key,
-                nearest=(False,),
-            )
+    if sum(map(bool, given.values())) > 1:
+        raise ConfigError(
+            f"{' and '.join(name for name in given if given[name])} exclude each other",
+            fix="multi_steps runs microbatches that count equally, whole batches are"
+            " one microbatch, and the noise is measured between microbatches",
+            key="gradient_accumulation",
+            nearest=("fused",),
+        )
     if whole_batch:
         plan = plan.with_whole_batches()
     check_step_number(plan.total_steps)
-    given, mesh = mesh, auto_view(mesh)
-    batch_axes = getattr(loss_fn, "batch_axes", None)
-    check_plan_fits(plan, mesh, batch_axes)
-    axes = BatchAxes.of(mesh, batch_axes)
+    users_mesh, mesh = mesh, auto_view(mesh)
+    check_plan_fits(plan, mesh, getattr(loss_fn, "batch_axes", None))
     loss = summable(loss_fn, mesh, reduce_once=reduce_once, whole_batch=whole_batch)
-    loss.check(mesh, engine)
-    if whole_batch and measure_gradient_noise:
-        raise ConfigError(
-            "measure_gradient_noise=true compares microbatches, but with whole batches"
-            " a step has only one",
-            key="measure_gradient_noise",
-            nearest=(False,),
-        )
+    loss.check(mesh, "multi_steps" if isinstance(tx, optax.MultiSteps) else "fused")
+    axes = BatchAxes.of(mesh, getattr(loss, "batch_axes", None))
     planned = plan.splitter.num_repeats
     if planned != (repeats := getattr(loss, "num_repeats", planned)):
         raise ConfigError(
@@ -249,7 +237,7 @@ def train_step(
     num_replicas = axes.num_replicas(mesh)
     if measure_gradient_noise:
         raise_together(noise_problems(plan, num_replicas))
-    has_explicit = sees_explicit(loss, given)
+    has_explicit = sees_explicit(loss, users_mesh)
     is_undecided = getattr(loss, "reduce_once", False) is None and not whole_batch
     if has_explicit and is_undecided and num_replicas > 1:
         warnings.warn(
@@ -272,7 +260,11 @@ def train_step(
         has_explicit=has_explicit,
     )
     return TrainStep(
-        update, plan, given, donate=donate, check_loss=check_loss and not whole_batch
+        update,
+        plan,
+        users_mesh,
+        donate=donate,
+        check_loss=check_loss and not whole_batch,
     )
 
 
@@ -326,50 +318,20 @@ class TrainStep:
         self._compiler = self._programs.compiler
         self._fused = Fused(self._programs)
         self._engine: Engine = self._fused
-        if not self.is_fused:
+        if isinstance(self.tx, optax.MultiSteps):
             self._engine = ByMicrobatch(self._programs)
-        self._must_wait = not self.is_fused or plan.splitter.whole_batch
-        self._shapes = ShapeClock(
-            plan,
-            lambda split: self._compiler.is_ready(_num_rows(split)),
-            waits=self._must_wait or jax.process_count() > 1,
-        )
         self._donate = donate
         self._layouts: set[BufferLayout] = set()
         # The `step` of the state that the last call returned, and its number, known
         # without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        self._has_warned = False
         # The phase in which the programs of the next phases were requested.
         self._requested_in: int | None = None
 
     @property
-    def is_fused(self) -> bool:
-        """Whether the optimizer runs once per step, and not per microbatch."""
-        return not isinstance(self.tx, optax.MultiSteps)
-
-    @property
-    def wait_for_compilation(self) -> bool:
-        """Whether every phase starts in its planned microbatch shape. Set it before the
-        first batch.
-
-        With False, the default in a single process, a step runs in the shape of an
-        earlier phase until the program of its own is compiled, so that two runs are not
-        equal bit for bit.
-        """
-        return self._shapes.waits
-
-    @wait_for_compilation.setter
-    def wait_for_compilation(self, waits: bool) -> None:
-        if not waits and (self._must_wait or jax.process_count() > 1):
-            raise ConfigError(
-                "wait_for_compilation=false is for a single process, without whole"
-                " batches and multi_steps: several processes would change shapes at"
-                " different steps, and other batches have one shape",
-                key="wait_for_compilation",
-                nearest=(True,),
-            )
-        self._shapes.waits = waits
+    def chunk_size(self) -> int | None:
+        """Microbatches of a chunk of its batches; None = as `step_batches` chooses."""
+        return self._engine.chunk_size
 
     @property
     def num_compilations(self) -> int:
@@ -418,8 +380,7 @@ class TrainStep:
 
             is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
             axes = BatchAxes.of(self._mesh, self._batch_axes)
-            is_alone = axes.num_replicas(self._mesh) == 1
-            sees_whole = is_one and is_alone and self._shapes.keeps_planned
+            sees_whole = is_one and axes.num_replicas(self._mesh) == 1
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
         # Before the run, which does not return at once everywhere.
@@ -457,7 +418,8 @@ class TrainStep:
             batched=batched,
             num_threads=num_threads,
             read_ahead=read_ahead,
-            **self._batch_options,
+            batch_axes=self._batch_axes,
+            chunk_size=self.chunk_size,
         )
         return step_batches(
             source,
@@ -498,7 +460,11 @@ class TrainStep:
             start=int(start),
             stop=stop,
             drop_remainder=drop_remainder,
-            options=BatchOptions(batched=batched, **self._batch_options),
+            options=BatchOptions(
+                batched=batched,
+                batch_axes=self._batch_axes,
+                chunk_size=self.chunk_size,
+            ),
         )
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
@@ -515,7 +481,7 @@ class TrainStep:
         step = self._returned[1] if step is None else int(step)
         stop_step(self._plan, step, step + 1)
         position = self._plan.position(step)
-        split = self.split_for(position)
+        split = position.split
         needed = split.num_microbatches * len(
             process_rows(self._mesh, _num_rows(split), self._batch_axes)
         )
@@ -526,58 +492,19 @@ class TrainStep:
         rows = own_arrays(rows, batched=True)
         found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
         if found != {(needed,)}:
-            lengths = (
-                ", ".join(str(shape[0]) if shape else "no" for shape in sorted(found))
-                or "no"
-            )
+            lengths = ", ".join(str(*shape) or "no" for shape in sorted(found)) or "no"
             raise DataError(
                 f"step {step} takes arrays of {needed} rows, but the given ones have"
                 f" {lengths} rows"
             )
-        batch_nR = in_microbatches(rows, split.num_microbatches)
-        if split != position.split:
-            position = dataclasses.replace(position, split=split)
         return put_batch(
-            batch_nR,
+            in_microbatches(rows, split.num_microbatches),
             position,
             self._plan,
             self._mesh,
             batch_axes=self._batch_axes,
-            chunk_size=self._engine.chunk_size,
+            chunk_size=self.chunk_size,
         )
-
-    @property
-    def shape_changes(self) -> dict[int, int]:
-        """The first step of every microbatch size that `split_for` has decided on,
-        which may be before that step.
-        """
-        return dict(self._shapes.changes)
-
-    def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did.
-
-        Args:
-            changes: the first step of every microbatch size; see `shape_changes`.
-        """
-        self._shapes.changes |= changes
-
-    def split_for(self, position: PlanPosition) -> BatchSplit:
-        """Return how to split the batch of a position now. Use it as `step_batches(...,
-        split_for=step.split_for)`.
-
-        That is the planned split, or while its program is being compiled, a split of
-        the same batch into the microbatches of an earlier phase. With
-        `wait_for_compilation`, whole batches, `multi_steps`, or one microbatch shape,
-        it is the planned split.
-
-        The step of a change depends on how long a compilation takes. It is decided
-        once, and `shape_changes` records it. Several processes would decide at
-        different steps. Therefore they wait.
-
-        Args:
-            position: a step of the plan.
-        """
-        return self._shapes.split_for(position)
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
         """Return the program of a step for a split of the plan, lowered.
@@ -674,15 +601,6 @@ class TrainStep:
         )
         return split.accumulation_steps, ticks
 
-    @property
-    def _batch_options(self) -> dict[str, Any]:
-        """The options of `batches` and `stream` for this step."""
-        return {
-            "batch_axes": self._batch_axes,
-            "chunk_size": self._engine.chunk_size,
-            "split_for": self.split_for,
-        }
-
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""
         if not isinstance(batch, Batch):
@@ -698,82 +616,49 @@ class TrainStep:
             axes = BatchAxes.of(self._mesh, self._batch_axes)
             # An axis of one device shards nothing, even if a sharding names it.
             replica = tuple(n for n in axes.replica if self._mesh.shape[n] > 1)
-            done = NewState(
-                state=state,
-                tx=self.tx,
-                mesh=self._mesh,
-                axes=dataclasses.replace(axes, replica=replica),
-                donate=self._donate,
-                is_first=known is None,
-            ).check()
-            self._warn_of_carried(state)
+            axes = dataclasses.replace(axes, replica=replica)
+            check_new_state(state, self.tx, self._mesh, axes, donate=self._donate)
+            if known is None:
+                self._warn_of_carried(state)
+            done = int(state.step)  # waits for the devices, once
         if batch.position.step != done:
-            fix = (
-                "start with the state: step.batches(source, start=state.step), or"
-                " step.batch(arrays, step=state.step)"
-            )
             raise DataError(
                 f"the state is at step {done}, but the batch is that of step"
-                f" {batch.position.step}; {fix}"
+                f" {batch.position.step}; start with the state:"
+                " step.batches(source, start=state.step), or"
+                " step.batch(arrays, step=state.step)"
             )
         phase = batch.position.phase
+        phases = self._plan.ramp.phases[phase.index : phase.index + 1]
         # A plan with reserved sizes grows during the run: its batches may be of a
         # longer one.
-        if (
-            not self._plan.reserved_sizes
-            and phase not in self._plan.ramp.phases[phase.index : phase.index + 1]
-        ):
-            problem = (
-                f"the batch is of another plan: {phase}, with {phase.global_batch_size}"
-                " samples per step"
-            )
+        if not self._plan.reserved_sizes and phase not in phases:
             raise DataError(
-                f"{problem}, is not in the plan of this step; make both with the same"
-                " plan"
+                f"the batch is of another plan: {phase}, with {phase.global_batch_size}"
+                " samples per step, is not in the plan of this step; make both with the"
+                " same plan"
             )
         if batch.layout not in self._layouts:
             size = row_size(batch.row)
             layouts = {
-                layout_of(self._plan, split, size, chunk_size=self._engine.chunk_size)
+                layout_of(self._plan, split, size, chunk_size=self.chunk_size)
                 for split in self._plan.splits_to_come
             }
-            if batch.layout in layouts:
-                self._layouts.add(batch.layout)
-                return
-            if self._plan.splitter.whole_batch:
+            if batch.layout not in layouts:
                 raise DataError(
-                    "with whole batches, a step takes its own batches:"
+                    f"the batch has the layout {batch.layout}, but this step takes"
+                    f" {', '.join(map(str, layouts))}; take its own batches:"
                     " step.batches(...), stream or batch"
                 )
-            if self._engine.chunk_size == 1 != batch.layout.chunk_size:
-                problem = (
-                    "multi_steps runs one microbatch at a time, but the batch has"
-                    f" chunks of {batch.layout.chunk_size}"
-                )
-                raise ConfigError(
-                    f"{problem}; give chunk_size=1 to step_batches",
-                    key="gradient_accumulation",
-                    nearest=("fused",),
-                )
-            planned = ", ".join(map(str, layouts))
-            fix = "make it with the same plan, and without chunk_size"
-            raise DataError(
-                f"the batch has the layout {batch.layout}, but the plan of this step"
-                f" has {planned}; {fix}"
-            )
+            self._layouts.add(batch.layout)
 
     def _warn_of_carried(self, state: Any) -> None:
-        """Say once that a loss changes what it carries more often than a step by hand
+        """Say that a loss changes what it carries more often than a step by hand
         does.
         """
         most = max(split.num_microbatches for split in self._plan.splits)
-        numbers = [
-            leaf
-            for leaf in jax.tree.leaves(carried(state))
-            if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-        ]
-        if most > 1 and numbers and not self._has_warned:
-            self._has_warned = True
+        numbers = filter(is_floating, jax.tree.leaves(carried(state)))
+        if most > 1 and any(True for _ in numbers):
             warnings.warn(
                 f"the loss changes `mutable` once per microbatch, up to {most} times in"
                 " a step, where a step by hand changes it once; if it is a running"
@@ -787,15 +672,12 @@ class TrainStep:
         phase.
         """
         index = batch.position.phase.index
-        is_done = index == self._requested_in or not self.is_fused
-        if is_done or jax.config.jax_disable_jit:
+        if index == self._requested_in or self._engine is not self._fused:
             return
         self._requested_in = index
-        # This phase too: it may run in the shape of an earlier one.
-        phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
         splits = [
             self._plan.splits[phase.index]
-            for phase in phases
+            for phase in self._plan.ramp.phases[index + 1 :][:PHASES_AHEAD]
             if phase.start_step < self._plan.total_steps
         ]
         shapes = jax.tree.map(

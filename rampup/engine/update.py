@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ from rampup.engine.contract import Counts, SummableLoss
 from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
-from rampup.engine.offload import device_shardings, fetch_offloaded
 from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
 from rampup.engine.state import (
     carried,
@@ -70,7 +70,7 @@ class Update:
         (ZeRO-1).
         """
         axes = BatchAxes.of(self.mesh, self.batch_axes)
-        is_split = is_scattered(device_shardings(state_shardings.opt_state), axes)
+        is_split = is_scattered(state_shardings.opt_state, axes)
         return axes if is_split and axes.num_replicas(self.mesh) > 1 else None
 
     def fused(
@@ -85,12 +85,12 @@ class Update:
         """Run one optimizer step on chunks that are (K, R, ...) when joined; `segment`
         is for a `FollowingOptimizer`.
         """
-        state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
+        state = join_frozen(state, frozen)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
         # The shardings of the gradients are those of the parameters, or with ZeRO-1
         # those of each replica's own part.
-        grad_shardings = device_shardings(state_shardings.params)
+        grad_shardings = state_shardings.params
         scatter_axes = self.scatter_axes(state_shardings)
         if scatter_axes is not None:
             placed = jax.tree.map(
@@ -178,14 +178,14 @@ class Update:
         """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are
         metrics of the step's earlier ones.
         """
-        state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
+        state = join_frozen(state, frozen)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         loss = self.bound_loss(state, state_shardings)
         recipe = self._recipe(state)
         with jax.named_scope("accumulate"):
             options = {
                 "mesh": self.mesh,
-                "param_shardings": device_shardings(state_shardings.params),
+                "param_shardings": state_shardings.params,
             }
             counts = np.int32(1), np.int32(1)
             sums, grads = loss.sums_and_grads(
@@ -278,25 +278,16 @@ class Update:
         """
         scale, meter = getattr(state, "dynamic_scale", None), None
         if has_integers(state.params):
-            _check_support(self.loss, "loss_fn", "integer parameters")
+            _check_support(self.loss, "integer parameters")
         if scale is not None:
-            _check_support(
-                self.loss,
-                "last" if hasattr(self.loss, "last") else "loss_fn",
-                "`dynamic_scale`",
-            )
+            _check_support(self.loss, "`dynamic_scale`")
         if self.measures_noise:
             # Adam's second moments give the noise a second geometry. Those that are
-            # scattered over the replicas, or in host memory between steps, do not:
-            # every microbatch would need them whole.
-            is_at_hand = (
-                self.scatter_axes(state_shardings) is None
-                and device_shardings(state_shardings.opt_state)
-                == state_shardings.opt_state
-            )
-            moments = (
-                second_moments(state.opt_state, state.params) if is_at_hand else None
-            )
+            # scattered over the replicas do not: every microbatch would need them
+            # whole.
+            moments = None
+            if self.scatter_axes(state_shardings) is None:
+                moments = second_moments(state.opt_state, state.params)
             given = (
                 floating(grad_shardings, state.params),
                 floating(moments, state.params),
@@ -336,17 +327,12 @@ class Update:
         def update_with_loss(*args: Any) -> Any:
             if isinstance(self.tx, FollowingOptimizer):
                 return self.tx.update(*args, segment=segment)
-            try:
-                return self.tx.update(*args, value=loss)
-            except TypeError as error:
-                # `optax.contrib.sam` accepts others only. No signature tells:
-                # `optax.chain` passes on whatever it gets.
-                if "unexpected keyword argument 'value'" not in str(error):
-                    raise
-                return self.tx.update(*args)
+            return self.tx.update(*args, value=loss)
 
         tx = self.tx
-        if isinstance(tx, (optax.GradientTransformationExtraArgs, optax.MultiSteps)):
+        # `optax.contrib.sam` takes further arguments, but not the loss.
+        known = inspect.signature(tx.update).parameters.values()
+        if any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in known):
             # Flax's `apply_gradients` passes no further arguments to an optimizer, so
             # the loss is bound to it.
             tx = optax.GradientTransformation(tx.init, update_with_loss)
@@ -399,7 +385,6 @@ def eval_sums(
     """Return the sums of losses and weights over the first microbatches of a batch; a
     program of `EvalStep`.
     """
-    state = fetch_offloaded(state, state_shardings)
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
@@ -485,28 +470,19 @@ def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
     frozen = getattr(state, "frozen", None)
     if frozen is None:
         return loss
-    _check_support(loss, "loss_fn", "`frozen`")
+    _check_support(loss, "`frozen`")
     return dataclasses.replace(
         loss, loss_fn=functools.partial(loss.loss_fn, frozen=frozen)
     )
 
 
-def _check_support(loss: Any, attribute: str, feature: str) -> None:
-    """Refuse a state with a feature that needs a dataclass as loss with this attribute,
-    if the loss has none.
-    """
-    if not dataclasses.is_dataclass(loss) or not hasattr(loss, attribute):
-        fix = (
-            "keep such arrays in `params` as floating-point numbers that"
-            " optax.transforms.freeze excludes from the optimizer"
-        )
-        fix += ", or train without a pipeline"
-        if feature == "`dynamic_scale`":
-            fix = (
-                "scale the loss in its own functions, or train in bfloat16 or float32,"
-                " which need no scale"
-            )
+def _check_support(loss: Any, feature: str) -> None:
+    """Refuse a state with a feature that needs a loss function."""
+    if not dataclasses.is_dataclass(loss) or not hasattr(loss, "loss_fn"):
         raise ConfigError(
-            f"the state has {feature}, which {a_type(loss)} does not support; {fix}",
+            f"the state has {feature}, which {a_type(loss)} does not support",
+            fix="train without pipeline stages and without a scale, and keep frozen"
+            " arrays in `params` as floating-point numbers that"
+            " optax.transforms.freeze excludes from the optimizer",
             key="state",
         )

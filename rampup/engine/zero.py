@@ -5,21 +5,16 @@ the optimizer on the parts, as on any sharded array, so every optimizer stays co
 Then all-gathers give all replicas the new parameters. The parts of arrays that are not
 sharded over other axes travel in one buffer per type, so there is one collective for
 it. All others, such as those that are sharded over fsdp, travel one by one.
-
-The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So
-there is one along each axis in turn.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import (
@@ -101,7 +96,9 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
     ):
         leaves[k] = total
     for k, dim in alone.items():
-        leaves[k] = scatter_sum(leaves[k], mesh, axes.replica, dim)
+        leaves[k] = jax.lax.psum_scatter(
+            leaves[k], axes.replica, scatter_dimension=dim, tiled=True
+        )
 
     def split(x: jax.Array, dim: int) -> jax.Array:
         return jnp.moveaxis(
@@ -110,7 +107,7 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
 
     for members in buffers:
         parts = [split(leaves[k], dim) for k, dim in members.items()]
-        sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
+        sums = jax.lax.psum_scatter(_pack(parts, leading=1), axes.replica)
         for k, x in zip(
             members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True
         ):
@@ -225,103 +222,3 @@ def _unpack(
 def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of several devices in one entry of a PartitionSpec."""
     return tuple(name for name in axis_names(entry) if mesh.shape[name] > 1)
-
-
-@functools.cache
-def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
-    """Return the devices along some axes by their place in a TPU torus if a
-    reduce-scatter must run per side, else None.
-    """
-    first = [[str(name) for name in mesh.axis_names].index(name) for name in names]
-    size = math.prod(mesh.shape[name] for name in names)
-    groups = np.moveaxis(mesh.devices, first, range(len(first))).reshape(size, -1).T
-    places = [[place_of(device) for device in group] for group in groups]
-    slices = [{place and place[0] for place in group} for group in places]
-    # Each place on the other axes must be another slice.
-    if any(len(found) > 1 or None in found for found in slices) or len(
-        set.union(*slices)
-    ) < len(slices):
-        return None
-    torus, *others = [_torus(np.array(group)[:, 1:]) for group in places]
-    return (
-        torus
-        if torus is not None
-        and all(x is not None and np.array_equal(x, torus) for x in others)
-        else None
-    )
-
-
-def place_of(device: Any) -> tuple[int, ...] | None:
-    """Return the number of a TPU's slice and the coordinates of its chip; None for
-    other devices.
-    """
-    return (
-        (getattr(device, "slice_index", 0), *device.coords)
-        if device.platform == "tpu"
-        else None
-    )
-
-
-def _torus(coordinates: np.ndarray) -> np.ndarray | None:
-    """Return the places in a torus of the devices with these coordinates, shape
-    (devices, dimensions), or None.
-    """
-    sides = [
-        np.unique(x, return_inverse=True)[1] for x in coordinates.T if len({*x}) > 1
-    ]
-    # The side that changes least from one device to the next comes first: the parts are
-    # mostly in order then.
-    sides.sort(key=lambda side: -np.argmax(side != side[0]))
-    sizes = [int(np.max(side)) + 1 for side in sides]
-    # All chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu
-    # 0.0.50).
-    is_whole = (
-        len(np.unique(coordinates, axis=0)) == math.prod(sizes) == len(coordinates)
-    )
-    if (
-        not is_whole
-        or len(sizes) < 2
-        or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2))
-    ):
-        return None
-    torus = np.empty(sizes, int)
-    torus[tuple(sides)] = np.arange(len(coordinates))
-    return torus
-
-
-def scatter_sum(
-    x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int
-) -> jax.Array:
-    """Return this device's part, along dimension `dim`, of the sum of x over the
-    devices along some axes, which are manual.
-    """
-    torus = torus_of(mesh, names)
-    if torus is None:
-        return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    # After all sides, part i is on the i-th device of the torus; device k is to get
-    # part k.
-    order = torus.reshape(-1).tolist()
-    if order != sorted(order):
-        parts = jnp.split(x, len(order), axis=dim)
-        x = jnp.concatenate([parts[k] for k in order], axis=dim)
-    for k, size in enumerate(torus.shape):
-        groups = np.moveaxis(torus, k, -1).reshape(-1, size).tolist()
-        x = jax.lax.psum_scatter(
-            x, names, scatter_dimension=dim, axis_index_groups=groups, tiled=True
-        )
-    return x
-
-
-def gather(x: jax.Array, mesh: Any, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Gather an array from the parts of the devices along some axes. The gradient of
-    the part is a `scatter_sum`.
-    """
-    if not isinstance(mesh, Mesh) or torus_of(mesh, names) is None:
-        return jax.lax.all_gather(x, names, axis=dim, tiled=True)
-
-    whole = jax.custom_vjp(lambda x: jax.lax.all_gather(x, names, axis=dim, tiled=True))
-    whole.defvjp(
-        lambda x: (whole(x), None),
-        lambda _, gradient: (scatter_sum(gradient, mesh, names, dim),),
-    )
-    return whole(x)

@@ -38,7 +38,6 @@ from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss, multi_steps, random_key
 from rampup.engine.evaluation import EvalStep
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
-from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.engine.pipeline import permute_layers
 from rampup.engine.processes import gather_from_all, is_primary, wait_for_all
@@ -200,16 +199,9 @@ class TrainSetup:
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
-        """Build model, optimizer and training step, or refuse a mesh or host memory
-        that the configuration cannot use.
+        """Build model, optimizer and training step, or refuse a mesh that the
+        configuration cannot use.
         """
-        key = "optimizer_memory_host_offload"
-        if getattr(config, key) and (problem := host_memory_problem(mesh)):
-            raise ConfigError(
-                f"{key}=true keeps a part of the state in host memory, but {problem}",
-                key=key,
-                nearest=(False,),
-            )
         model = LanguageModel.from_config(config).on(mesh)
         splitter = plan.splitter
         return cls(
@@ -323,10 +315,9 @@ class TrainSetup:
         wait_for_all(self.mesh)
         params = init(random_key(self.config.init_weights_seed))
         shards = self.config.shard_optimizer_over_data
-        state = create_state(
+        return create_state(
             params, self.step.tx, self.mesh, shard_optimizer_over_data=shards
         )
-        return jax.device_put(state, self._state_shardings(state))
 
     def state_shapes(self) -> TrainState:
         """Return the shapes, types and shardings of `initial_state`, without allocating
@@ -356,10 +347,8 @@ class TrainSetup:
                 opt_state, self.mesh, BatchAxes.of(self.mesh)
             )
             opt_state = jax.tree.map(shape_of, opt_state, scattered)
-        state = TrainState(
-            step=shape_of(np.int32(0), whole), params=params, opt_state=opt_state
-        )
-        return jax.tree.map(shape_of, state, self._state_shardings(state))
+        step = shape_of(np.int32(0), whole)
+        return TrainState(step=step, params=params, opt_state=opt_state)
 
     def reorder_layers(
         self, state: TrainState
@@ -373,20 +362,11 @@ class TrainSetup:
 
         def permutation(order: np.ndarray) -> Callable[[Any], Any]:
             return jax.jit(
-                lambda state: permute_layers(fetch_offloaded(state, shardings), order),
+                lambda state: permute_layers(state, order),
                 out_shardings=shardings,
             )
 
         return permutation(np.argsort(self.layer_order)), permutation(self.layer_order)
-
-    def _state_shardings(self, state: TrainState) -> Any:
-        """Return a state's shardings, with the parts that the configuration keeps in
-        host memory there.
-        """
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        if self.config.optimizer_memory_host_offload:
-            shardings = shardings.replace(opt_state=host_shardings(state.opt_state))
-        return shardings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +420,9 @@ class Run:
         metric_writers(config)  # whose packages must be installed
         loading = loading_of(config)
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
-        split_for = setup.step.split_for  # also checks the step before data are opened
+        chunk_size = (
+            setup.step.chunk_size
+        )  # also checks the step before data are opened
         train_rows, eval_rows = shared_sources(loading, config)
         data = shared_fingerprints(train_rows, loading)
         # The most samples that the run can take.
@@ -452,11 +434,7 @@ class Run:
             plan=plan,
             mesh=setup.mesh,
             order=sample_order(config, len(train_rows), num_samples),
-            options=BatchOptions(
-                split_for=split_for,
-                # `multi_steps` calls its program once per microbatch.
-                chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
-            ),
+            options=BatchOptions(chunk_size=chunk_size),
             loading=loading,
         )
         return cls(

@@ -42,7 +42,6 @@ from rampup.engine.mesh import (
     replicated,
 )
 from rampup.engine.pipeline import PipelinedLoss
-from rampup.engine.zero import gather
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 
@@ -379,8 +378,8 @@ class LanguageModel:
         weights = weights.astype(self.dtype)
         if manual_size(FSDP) == 1:
             return weights
-        mesh = None if self.activations is None else self.activations.mesh
-        return checkpoint_name(gather(weights, mesh, (FSDP,), axis), GATHERED)
+        whole = jax.lax.all_gather(weights, FSDP, axis=axis, tiled=True)
+        return checkpoint_name(whole, GATHERED)
 
     def logits(
         self,

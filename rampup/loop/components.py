@@ -5,24 +5,19 @@ have state of their own.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from rampup.engine.processes import broadcast_from_process0
-from rampup.errors import ResumeMismatchError
 from rampup.loop.events import BatchSizeDecided, OnEvent
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import NoiseEstimate, NoiseScale
 from rampup.plan.numbers import finite_or_none
 
 # Entries of a checkpoint's record.
-# the steps at which microbatch shapes changed, which a resumed run repeats
-SHAPE_CHANGES = "shape_changes"
 GRADIENT_NOISE = "gradient_noise"  # its averages
 
 
@@ -54,18 +49,6 @@ class LoopStep(Protocol):
     @property
     def waited_seconds(self) -> float:
         """Seconds that the calls have waited for compilations."""
-
-    @property
-    def shape_changes(self) -> Mapping[int, int]:
-        """Microbatch size -> the step from which it is used. By default the shape never
-        changes.
-        """
-        return {}
-
-    def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did, so that a
-        resume repeats them.
-        """
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run one optimizer step; return the state and the metrics.
@@ -148,40 +131,6 @@ class Component:
             plan: what the loop was given, such as a `RampPlan`.
         """
         return plan
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeChanges(Component):
-    """The steps at which the microbatch shapes of a training step changed, in a run's
-    folder.
-    """
-
-    step: LoopStep
-    folder: Path
-
-    def state(self) -> dict[str, Any]:
-        """See `Component`."""
-        return {SHAPE_CHANGES: self.step.shape_changes}
-
-    def load(self, record: Mapping[str, Any]) -> None:
-        """See `Component`."""
-        changes = record.get(SHAPE_CHANGES, {})
-        # JSON has texts as keys.
-        if not isinstance(changes, dict) or not all(
-            re.fullmatch(r"[1-9]\d{0,17}", str(size))
-            and type(step) is int
-            and step >= 0
-            for size, step in changes.items()
-        ):
-            raise ResumeMismatchError(
-                f"the checkpoint of step {record['step']} in {self.folder} has no"
-                f" readable {SHAPE_CHANGES}: {changes!r:.100}",
-                fix="delete it to resume from the one before",
-                key=SHAPE_CHANGES,
-            )
-        self.step.replay_shape_changes(
-            {int(size): step for size, step in changes.items()}
-        )
 
 
 class NoiseAverages(Component):

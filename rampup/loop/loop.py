@@ -57,7 +57,6 @@ from rampup.loop.components import (
     LoopPlan,
     LoopStep,
     NoiseAverages,
-    ShapeChanges,
 )
 from rampup.loop.distributed import (
     StopConsensus,
@@ -246,7 +245,6 @@ class Loop:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
         brought: list[Component] = [
-            ShapeChanges(self.step, self.folder),
             SameRun(self.step),
         ]
         if getattr(self.step, "measures_noise", False):

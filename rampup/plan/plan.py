@@ -35,7 +35,6 @@ from rampup.plan.split import BatchSplit, BatchSplitter
 
 # How many phases back a run looks for a compiled shape that it can use instead of one
 # that is still compiling.
-FALLBACK_PHASES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,8 @@ class RampPlan:
             (derived). A phase that is over (`BatchRamp.resumed_at`) needs none: if it
             cannot be split here, as many replicas as divide it stand for it.
         clock: the clock of the learning-rate schedule, phase by phase (derived).
-        max_microbatches: for each microbatch size, the most microbatches of a step,
-            fallbacks included (derived).
+        max_microbatches: for each microbatch size, the most microbatches of a step
+            (derived).
 
     Example:
         >>> ramp = BatchRamp.linear(start=16, increment=8, end=48, samples=500)
@@ -166,9 +165,7 @@ class RampPlan:
         )
         object.__setattr__(self, "eval_split", eval_split)
         counts: dict[int, int] = {}
-        shapes = {split.microbatch_size for split in splits}
-        fallbacks = map(self.fallbacks, of_phase) if len(shapes) > 1 else ()
-        for split in itertools.chain(splits, *fallbacks):
+        for split in splits:
             counts[split.microbatch_size] = max(
                 counts.get(split.microbatch_size, 0), split.num_microbatches
             )
@@ -396,27 +393,6 @@ class RampPlan:
         once.
         """
         return len(self.max_microbatches)
-
-    def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
-        """Return a phase's batch in earlier phases' microbatch sizes, nearest first, to
-        run while its own compiles.
-
-        Args:
-            phase: the index of a phase.
-        """
-        before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
-        sizes = dict.fromkeys(
-            split.microbatch_size
-            for split in reversed(before)
-            if self.splitter.allows(split.global_batch_size)
-        )
-        sizes.pop(self.splits[phase].microbatch_size, None)
-        batch = self.ramp.phases[phase].global_batch_size
-        return tuple(
-            split
-            for size in sizes
-            if (split := self.splitter.split_with(batch, size)) is not None
-        )
 
     def with_whole_batches(self) -> RampPlan:
         """Return this plan with every batch as one microbatch, for a loss of all rows;

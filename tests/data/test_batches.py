@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rampup.data.batches import (
     BatchLoader,
-    BatchOptions,
     SampleOrder,
     microbatches,
     step_batches,
@@ -140,40 +139,6 @@ class CountedRows:
     def __getitem__(self, row):
         self.read.append(row)
         return np.int32(row)
-
-
-def test_step_batches_has_the_same_rows_in_another_split():
-    """A batch that is split otherwise than planned has its rows, in order. Only steps
-    that are split so are read twice, and the first, to see whether the source repeats
-    its rows.
-    """
-    mesh = toy.mesh_of("data")
-    plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
-
-    def first_shape(position):
-        return plan.splitter.split_with(
-            position.split.global_batch_size, plan.splits[0].microbatch_size
-        )
-
-    batches = list(
-        step_batches(source, plan, mesh, options=BatchOptions(split_for=first_shape))
-    )
-    assert any(
-        batch.position.split != plan.position(batch.position.step).split
-        for batch in batches
-    )
-    twice = [
-        row
-        for batch in batches
-        if batch.position.split != plan.position(batch.position.step).split
-        for row in ids(batch)
-    ]
-    assert sorted(source.read) == sorted(
-        [*range(plan.consumed_samples), *range(16), *twice]
-    )
-    assert [row for batch in batches for row in ids(batch)] == list(
-        range(plan.consumed_samples)
-    )
 
 
 def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):

@@ -277,13 +277,11 @@ def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
     batch = {"x": jnp.ones((1, 8))}
     with pytest.raises(
         ConfigError,
-        match=(
-            r"`param_shardings` of the loss shard parameters over the replicas \(data\)"
-        ),
+        match=r"`param_shardings` cannot .* sharded over the replicas \(data\)",
     ):
         accumulate(loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh)
     given = {"w": NamedSharding(mesh, PartitionSpec("data"))}
-    with pytest.raises(ConfigError, match="shard_optimizer_over_data=true needs"):
+    with pytest.raises(ConfigError, match=r"shard_optimizer_over_data=true\) needs"):
         accumulate(
             loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh, param_shardings=given
         )
@@ -411,10 +409,10 @@ def test_carried_values_are_merged_to_the_same_on_all_replicas():
             (1.0, 1.0, {}, FrozenDict(n=0.0)),
             r"changed the structure .*it was PyTreeDef.*'n'.* and is PyTreeDef",
         ),
-        ((1.0, 1.0, {}, CARRIED | {"more": 1.0}), r"changed .*\['more'\] was absent"),
+        ((1.0, 1.0, {}, CARRIED | {"more": 1.0}), r"changed .*\['more'\] was None"),
         (
             (1.0, 1.0, {}, {"n": 0}),
-            r"changed .*\['n'\] was \(\(\), 'float32'\) and is \(\(\), 'int32'\)",
+            r"changed .*\['n'\] was float32\[\] and is int32\[\]",
         ),
     ],
 )
@@ -445,7 +443,7 @@ def test_multi_steps_follows_the_plan():
         assert (
             int(every_k(jnp.int32(step))) == plan.position(step).split.num_microbatches
         )
-    with pytest.raises(RampDefinitionError, match="counts in int32"):
+    with pytest.raises(RampDefinitionError, match="int32 step counter"):
         multi_steps(
             optax.sgd(1.0),
             RampPlan(ramp=BatchRamp.piecewise([(0, 2), (2**33, 4)]), **keys),

@@ -15,14 +15,12 @@ from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
 from helpers.toy import make_step
 from helpers.toy import plain_loss_fn as loss_fn
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
-from rampup.engine.pipeline import PipelinedLoss
 from rampup.engine.state import TrainState, create_state, prepare_state
-from rampup.errors import ConfigError, PipelineShapeError
+from rampup.errors import ConfigError
 from rampup.plan import MeshAxes
 from rampup.plan.noise_scale import noise_trace
 
@@ -162,104 +160,6 @@ def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
     is_old = name == "zero-all" and jax.__version_info__ < (0, 8)
     assert on == off + collections.Counter({"all-reduce": 2} if is_old else {})
     jax.tree.map(np.testing.assert_array_equal, *params)
-
-
-def pipelined(num_repeats=1, *, tied=False):
-    """Return a loss in parts whose first and last part have parameters of their own,
-    unless they are tied.
-    """
-
-    def first(params, batch, keys):
-        return jnp.tanh(batch["x"] @ params["in"])
-
-    def stage(layers, x, batch, keys, first_layer):
-        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers["w"])[0]
-
-    def last(params, x, batch, keys):
-        error = jnp.sum(
-            (x @ (params["in"].T if tied else params["out"]) - batch["x"]) ** 2, axis=-1
-        )
-        return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
-
-    return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats)
-
-
-def pipeline_params(mesh):
-    """Return parameters of four layers, on the stages."""
-    rng = np.random.default_rng(0)
-    shapes = {"in": (WIDTH, 16), "out": (16, WIDTH), "layers": {"w": (4, 16, 16)}}
-    tensor = "tensor" if mesh.shape["tensor"] > 1 else None
-    specs = {
-        "in": PartitionSpec(None, tensor),
-        "out": PartitionSpec(tensor),
-        "layers": {"w": PartitionSpec("stage", None, tensor)},
-    }
-
-    def new(shape, spec):
-        return jax.device_put(rng.normal(size=shape) * 0.3, NamedSharding(mesh, spec))
-
-    return jax.tree.map(new, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
-
-
-@pytest.mark.parametrize(
-    ("axes", "repeats"),
-    [
-        (MeshAxes(pipeline=2), 1),
-        toy.slow(MeshAxes(data=2, pipeline=2), 2),
-        toy.slow(MeshAxes(data=2, tensor=2, pipeline=2), 1),
-    ],
-)
-def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
-    """The stages add up the squares of their own gradients, and each microbatch is
-    divided by its own weight.
-    """
-    mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
-    plan, rows = plan_for(mesh, stages=2, repeats=repeats), toy.rows(200, np.float64)
-    rows[3]["weight"] = rows[2]["weight"] = np.float64(0)  # a block without weight
-    loss, programs = pipelined(repeats), []
-    # Layers of a chunk are applied one after the other; with two repeats the stages
-    # hold layers 0 and 2, and 1 and 3.
-    order = np.array([0, 2, 1, 3]) if repeats == 2 else np.arange(4)
-
-    def block_loss(params, batch):
-        x = loss.stage(
-            {"w": params["layers"]["w"][order]},
-            loss.first(params, batch, None),
-            batch,
-            None,
-            0,
-        )
-        return loss.last(params, x, batch, None)[0]
-
-    def check(state, batch, metrics):
-        wanted = oracle(block_loss, state.params, batch, state.opt_state[1][0].nu)
-        assert_close(metrics["gradient_noise"], wanted)
-        assert metrics["gradient_noise"]["blocks"] == BLOCKS - (
-            2 in plan.rows(int(state.step))
-        )
-
-    for measures in (False, True):
-        step = make_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
-        state = create_state(pipeline_params(mesh), step.tx, mesh)
-        run(step, state, rows, plan, check if measures else lambda *_: None)
-        programs.append(program_of(step))
-    off, on = (
-        collections.Counter(COLLECTIVE.findall(program.as_text()))
-        for program in programs
-    )
-    assert all(on[name] == off[name] for name in on)
-
-
-def test_gradient_noise_refuses_a_parameter_of_two_stages():
-    """The parts of a tied parameter's gradient are on different stages."""
-    mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
-    plan, rows = plan_for(mesh, stages=2), toy.rows(64, np.float64)
-    step = make_step(
-        pipelined(tied=True), ADAM, plan, mesh, measure_gradient_noise=True
-    )
-    state = create_state(pipeline_params(mesh), step.tx, mesh)
-    with pytest.raises(PipelineShapeError, match="share in;"):
-        step(state, next(step.batches(rows)))
 
 
 def one_device(**options):
@@ -406,7 +306,7 @@ def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
             return sums._replace(noise=None), grads
 
     mesh, plan, rows = one_device()
-    with pytest.raises(ConfigError, match="gradient_accumulation=fused"):
+    with pytest.raises(ConfigError, match="measure_gradient_noise exclude each other"):
         make_step(
             loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, engine="multi_steps"
         )

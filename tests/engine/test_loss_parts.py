@@ -238,7 +238,7 @@ def test_parts_are_refused_where_they_cannot_be_right():
     """
     bad = [((1.0, 2.0), 3.0), (1.0, (2.0,)), ((), ()), ((1.0, 2.0), (1.0,))]
     cases = [
-        (lambda *_, r=result: (*r, {}), {}, "has a sum and a weight for each")
+        (lambda *_, r=result: (*r, {}), {}, "nor a tuple of as many each")
         for result in bad
     ]
     cases += [

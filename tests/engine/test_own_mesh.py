@@ -267,7 +267,7 @@ def test_axes_that_are_no_tuples_are_refused(axes):
     shows `BatchAxes`.
     """
     with pytest.raises(
-        rampup.errors.ConfigError, match="must be a BatchAxes of two tuples, such as"
+        rampup.errors.ConfigError, match="must be a BatchAxes of two tuples of the axes"
     ):
         rampup.BatchAxes.of(jax.make_mesh((8,), ("batch",)), axes)
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import rampup
 from rampup.engine.accumulate import AccumulatedLoss, accumulate
 from rampup.engine.mesh import BatchAxes, auto_view, batch_sharding, shardings_like
-from rampup.engine.pipeline import PipelinedLoss, pipeline_sums
+from rampup.engine.pipeline import PipelinedLoss
 from rampup.engine.sums import Recipe
 
 V, E, T, K, R = 32, 16, 4, 3, 8
@@ -501,8 +501,8 @@ def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     )
     shardings = shardings_like(params, mesh)
     run = jax.jit(
-        lambda params, rows, m: pipeline_sums(
-            loss, params, rows, (m, 1), Recipe(), mesh, shardings
+        lambda params, rows, m: loss.sums(
+            params, rows, (m, 1), Recipe(), mesh, shardings
         )
     )
     sums = run(params, (batch, keys), np.int32(K))

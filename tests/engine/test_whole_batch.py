@@ -241,9 +241,8 @@ def test_what_cannot_see_a_whole_batch_is_refused():
         "needs gradient_accumulation_steps=1, not 2": {
             "plan": plan_of(mesh, gradient_accumulation_steps=2)
         },
-        "needs gradient_accumulation=fused": {"engine": "multi_steps"},
-        "single process, without whole batches": {"wait_for_compilation": False},
-        "a step has only one": {"measure_gradient_noise": True},
+        "tx=multi_steps and whole batches": {"engine": "multi_steps"},
+        "whole batches and measure_gradient_noise": {"measure_gradient_noise": True},
         r"give BatchAxes\(replica=\(\), rows=": {"batch_axes": replicas},
         "sees the rows of one device": {
             "loss_fn": AccumulatedLoss(loss_fn, param_shardings={})
@@ -264,7 +263,7 @@ def test_what_cannot_see_a_whole_batch_is_refused():
             make_step(**args)
     plan = plan_of(mesh, microbatch_size=1)
     step = make_step(loss_fn, tx, plan, mesh, whole_batch=True)
-    with pytest.raises(rampup.errors.DataError, match="a step takes its own batches"):
+    with pytest.raises(rampup.errors.DataError, match="take its own batches"):
         step(
             rampup.create_state(START, tx, mesh),
             next(rampup.step_batches(ROWS, plan, mesh)),

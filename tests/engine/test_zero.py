@@ -4,7 +4,6 @@ step.
 
 import functools
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from helpers.toy import (
-    TORI,
     flax_state,
     history,
     loss_fn,
@@ -23,12 +21,11 @@ from helpers.toy import (
     rows,
     slow,
 )
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
-from rampup.engine import zero
+from rampup.engine.memory import bytes_per_device
 from rampup.engine.mesh import BatchAxes
-from rampup.engine.offload import bytes_per_device
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, find_checkpoint
@@ -154,73 +151,8 @@ def test_state_of_ones_own_is_prepared_for_it():
             == (bytes_per_device(own.opt_state) - 4) / 8
         )
         assert bytes_per_device(each.params) == bytes_per_device(own.params)
-    with pytest.raises(ConfigError, match="prepare_state"):
+    with pytest.raises(ValueError, match="shardings"):
         step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
-
-
-@pytest.mark.parametrize("name", [k if k == "ring" else slow(k) for k in TORI])
-def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path):
-    """Losses, parameters and each device's part of the moments are those of one
-    reduce-scatter, also after a restart.
-    """
-    sides = TORI[name]
-    expected, one, _ = trained("data", True)
-    monkeypatch.setattr(zero, "torus_of", lambda *_: sides)
-    found, state, step = train("data", sharded=True)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-    def check(state):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-            state.params,
-            one.params,
-        )
-        for a, b in zip(
-            jax.tree.leaves(state.opt_state),
-            jax.tree.leaves(one.opt_state),
-            strict=True,
-        ):
-            assert [part.index for part in a.addressable_shards] == [
-                part.index for part in b.addressable_shards
-            ]
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert bytes_per_device(state.opt_state) == bytes_per_device(one.opt_state)
-
-    check(state)
-    inspected = rampup.contrib.lab.inspect(step, state, next(step.batches(rows())))
-    scattered = [c for c in inspected.collectives if c.kind == "reduce-scatter"]
-    lines = [
-        sorted(np.moveaxis(sides, k, 0).reshape(size, -1)[:, 0].tolist())
-        for k, size in enumerate(sides.shape)
-    ]
-    assert [c.group for c in scattered] == [*map(tuple, lines)]
-    assert [c.group_size for c in scattered] == [*sides.shape]
-    assert not inspected.repeated_reductions
-    # In all a device sends as much as in one reduce-scatter, and every side has a row
-    # of its own.
-    sent = [c.num_bytes * (c.group_size - 1) / c.group_size for c in scattered]
-    assert sum(sent) == scattered[0].num_bytes * 7 / 8
-    assert (
-        sum(
-            row["kind"] == "reduce-scatter"
-            for row in inspected.to_dict()["collectives"]
-        )
-        == sides.ndim
-    )
-    assert (
-        f"gradients ({scattered[0].num_bytes:,} bytes) are reduced over data once"
-        in inspected.findings[0]
-    )
-    # A run that was saved with the sides resumes without them.
-    _, state, _ = train("data", steps=4)
-    with Checkpoints(
-        tmp_path, CheckpointOptions(async_checkpointing=False)
-    ) as checkpoints:
-        checkpoints.save(4, state, {})
-        monkeypatch.undo()
-        step, state = begin(mesh_of("data"))
-        state = checkpoints.restore(find_checkpoint(tmp_path), state)
-    check(go_on(step, state)[1])
 
 
 def count(text, name):
@@ -282,7 +214,7 @@ def test_states_that_do_not_belong_to_the_step_are_refused():
         jax.tree.map(np.asarray, state.opt_state[0].mu),
     )
     others = (state.opt_state[0]._replace(mu=other), *state.opt_state[1:])
-    with pytest.raises(ConfigError, match="not as shard_optimizer_over_data=True of"):
+    with pytest.raises(ConfigError, match="not as shard_optimizer_over_data=True does"):
         step(state.replace(opt_state=others), batch)
     found = [
         run(own, batch)[1]["loss"]
@@ -339,117 +271,3 @@ RING = [
     (0, 1, 0),
 ]
 LINES = [[(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in range(2)]]
-
-
-def test_sides_of_a_torus(monkeypatch):
-    """A cube and each of two slices have sides; unequal sides, a line, a part of a
-    slice and an axis over slices have none.
-    """
-    monkeypatch.setattr(zero, "place_of", lambda device: device)
-
-    def sides(chips, names=("data",), **shape):
-        devices = np.empty(len(chips), object)
-        devices[:] = [
-            chip if chip is None or len(chip) == 4 else (0, *chip) for chip in chips
-        ]
-        shape = shape or {"data": len(chips)}
-        mesh = SimpleNamespace(
-            axis_names=tuple(shape),
-            shape=shape,
-            devices=devices.reshape(*shape.values()),
-        )
-        return zero.torus_of.__wrapped__(mesh, names)
-
-    np.testing.assert_array_equal(sides(CUBE), np.arange(8).reshape(2, 2, 2))
-    assert sides(CUBE, data=4, tensor=2) is None
-    for chips in (*LINES, [(y, x, z) for x, y, z in RING[:4] * 2], RING, [None] * 8):
-        assert sides(chips) is None
-    swapped = [
-        (1, 0, 3),
-        (1, 0, 5),
-        (0, 0, 5),
-        (0, 0, 3),
-        (0, 4, 3),
-        (0, 4, 5),
-        (1, 4, 5),
-        (1, 4, 3),
-    ]
-    np.testing.assert_array_equal(sides(swapped), [[[3, 2], [0, 1]], [[4, 5], [7, 6]]])
-    slices = [
-        (number, x, y, 0) for number in range(2) for x in range(3) for y in range(3)
-    ]
-    np.testing.assert_array_equal(
-        sides(slices, ("fsdp",), data=2, fsdp=9), np.arange(9).reshape(3, 3)
-    )
-    assert sides(slices, ("data", "fsdp"), data=2, fsdp=9) is None
-    assert sides(slices, ("fsdp",), data=6, fsdp=3) is None
-    # The two slices in different orders would need different groups.
-    assert sides([slices[1], slices[0], *slices[2:]], ("fsdp",), data=2, fsdp=9) is None
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", TORI)
-def test_gradient_of_a_gather_is_the_own_part_of_the_sum(name, dim, monkeypatch):
-    """Each device has its part of the sum over all devices, after one reduce-scatter
-    for each side.
-    """
-    mesh = mesh_of("fsdp")
-    monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
-    rng, shape, spec = np.random.default_rng(0), [3, 3], [None, None]
-    shape[dim], spec[dim] = 16, "fsdp"
-    x, factors = (
-        rng.normal(size=shape).astype(np.float32),
-        rng.normal(size=(8, *shape)).astype(np.float32),
-    )
-
-    def gradient(part, factor):
-        return jax.grad(
-            lambda x: jnp.sum(zero.gather(x, mesh, ("fsdp",), dim) ** 2 * factor[0])
-        )(part)
-
-    specs = PartitionSpec(*spec), PartitionSpec("fsdp")
-    run = jax.jit(
-        jax.shard_map(
-            gradient, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
-        )
-    )
-    np.testing.assert_allclose(
-        run(x, factors), 2 * x * factors.sum(0), rtol=1e-4, atol=1e-5
-    )
-    text = run.lower(x, factors).compile().as_text()
-    assert len(re.findall(r" reduce-scatter(?:-start)?\(", text)) == TORI[name].ndim
-
-
-def test_gather_without_a_torus_is_the_gather_of_jax():
-    """On other devices, and for a mesh without devices, the program is that of
-    `jax.lax.all_gather`.
-    """
-    mesh, specs = mesh_of("fsdp"), (PartitionSpec("fsdp"), PartitionSpec())
-
-    def text(function):
-        lowered = jax.jit(
-            jax.shard_map(
-                function,
-                mesh=mesh,
-                in_specs=specs[0],
-                out_specs=specs[1],
-                check_vma=False,
-            )
-        )
-        return lowered.lower(np.zeros(16, np.float32)).as_text()
-
-    def loss(gather, x):
-        return jax.value_and_grad(lambda x: jnp.sum(gather(x) ** 2))(x)[0]
-
-    plain = text(
-        functools.partial(loss, lambda x: jax.lax.all_gather(x, ("fsdp",), tiled=True))
-    )
-    for given in (mesh, AbstractMesh((8,), ("fsdp",)), None):
-        assert (
-            text(
-                functools.partial(
-                    loss, lambda x, given=given: zero.gather(x, given, ("fsdp",), 0)
-                )
-            )
-            == plain
-        )

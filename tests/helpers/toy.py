@@ -27,13 +27,6 @@ MESHES = {
     "fsdp": MeshAxes(fsdp=8),
     "data_fsdp_tensor": MeshAxes(data=2, fsdp=2, tensor=2),
 }
-# Eight devices of an axis by their place in a torus.
-TORI = {
-    "2x4": np.arange(8).reshape(2, 4),
-    "4x2": np.arange(8).reshape(4, 2),
-    "ring": np.array([[0, 1, 2, 3], [7, 6, 5, 4]]),
-    "cube": np.arange(8).reshape(2, 2, 2),
-}
 
 
 def slow(*case, **options):
@@ -124,7 +117,6 @@ def make_step(
     engine="fused",
     batch_axes=None,
     whole_batch=False,
-    wait_for_compilation=None,
     shard_optimizer_over_data=None,  # the step follows the state
     **options,
 ):
@@ -137,10 +129,7 @@ def make_step(
         tx = rampup.multi_steps(tx, plan)
     if batch_axes is not None:
         loss_fn = rampup.AccumulatedLoss(loss_fn, batch_axes=batch_axes)
-    step = rampup.train_step(loss_fn, tx, plan, mesh, **options)
-    if wait_for_compilation is not None:
-        step.wait_for_compilation = wait_for_compilation
-    return step
+    return rampup.train_step(loss_fn, tx, plan, mesh, **options)
 
 
 def start(

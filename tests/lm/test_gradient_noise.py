@@ -210,14 +210,13 @@ def test_gradient_noise_chooses_a_microbatch_or_is_refused():
         == build_plan(Config(), 2).splits
     )
     stages = {
-        "logits_via_embedding": True,
         "ici_pipeline_parallelism": 2,
         "num_pipeline_repeats": 2,
     }
     for keys, devices, message in (
         ({"microbatch_size": 2}, 1, r"phase 0.*set microbatch_size=1"),
         ({"per_device_batch_size": 1}, 1, "one block"),
-        (stages, 2, "logits_via_embedding=false"),
+        (stages, 2, "without pipeline stages"),
         ({"gradient_accumulation": "multi_steps"}, 1, "gradient_accumulation=fused"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import TORI, make_step, plan_for
+from helpers.toy import make_step, plan_for
 
 from rampup import create_state, make_mesh
-from rampup.engine import zero
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.evaluation import EvalStep
 from rampup.errors import ConfigError
@@ -119,20 +118,6 @@ def test_sharded_loss_is_that_of_one_device(axes, changes):
         evaluates=not staged,
     )
     assert_same(found, reference()[: len(found)])
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("ring", {"remat_policy": "full"}), ("cube", {"num_vocab_tiling": 4})],
-)
-def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
-    """Gradients that are reduce-scattered side by side are those of one reduce-scatter,
-    to 2e-5.
-    """
-    model = dataclasses.replace(SMALL, **changes)
-    expected = run_step(model, MeshAxes(fsdp=8))
-    monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
-    assert_same(run_step(model, MeshAxes(fsdp=8)), expected)
 
 
 @pytest.mark.parametrize(

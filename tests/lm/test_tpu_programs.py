@@ -17,8 +17,8 @@ from rampup.contrib.lab.collectives import collectives_of
 from rampup.contrib.lab.hlo import Program
 from rampup.contrib.lab.topology import compile_for, topology_devices
 from rampup.data.sources import SyntheticRows
+from rampup.engine.memory import program_memory
 from rampup.engine.mesh import make_mesh
-from rampup.engine.offload import program_memory
 from rampup.lm.train import TrainSetup
 from rampup.plan.topology import Topology
 
@@ -137,32 +137,6 @@ def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
     # embedding.
     assert gathered.count(4096 * 512) <= 2
     assert "tpu_custom_call" in compiled.as_text()
-
-
-def test_fsdp_scatters_gradients_over_the_sides_of_a_torus():
-    """Over all chips of a 4x4 slice, this compiler would reduce each gradient whole.
-    Over one side at a time, it does not.
-    """
-    sizes = [
-        "base_emb_dim=1024",
-        "base_mlp_dim=4096",
-        "base_num_query_heads=8",
-        "base_num_kv_heads=8",
-        "vocab_size=8192",
-    ]
-    sizes += ["ici_data_parallelism=1", "ici_fsdp_parallelism=16"]
-    compiled, setup = compile_step(small(*sizes), "v5e:4x4")
-    moved = [c for c in collectives(compiled, setup) if not c.has_numbers_only]
-    scattered = [c for c in moved if c.kind == "reduce-scatter"]
-    # Norms are not sharded.
-    assert all(c.num_bytes < MIB for c in moved if c.kind == "all-reduce")
-    assert {c.group_size for c in scattered} == {4}
-    # Those of a layer's seven matrices and of the head, twice each.
-    assert len(scattered) >= 16
-    whole = [
-        c for c in scattered if any(o.num_bytes * 4 == c.num_bytes for o in scattered)
-    ]
-    assert len(whole) >= 8
 
 
 def test_gradient_noise_needs_no_more_memory_products_or_collectives():

@@ -136,7 +136,6 @@ DAMAGE = {
     "nulls": {"ramp_rows": [[0, 0, None], [2, None, 4]]},
     "no rows": {"ramp_rows": 7},
     "a text": {"ramp_rows": "rows"},
-    "shapes": {"shape_changes": [1, 2]},
     "programs": {"programs": 3},
 }
 

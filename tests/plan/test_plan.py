@@ -178,28 +178,6 @@ def test_work_grows_with_the_phases_and_not_with_their_square(mode):
     assert calls_to_plan(1000, mode) < 2.1 * calls_to_plan(500, mode)
 
 
-def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
-    """Nearest phase first, if its size divides the batch. The maximum numbers of
-    microbatches include them.
-    """
-    splitter = BatchSplitter(data_parallel_size=2, rampup_microbatch="per_phase")
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule("0:4 40:8 80:12 200:24"),
-        splitter=splitter,
-        num_devices=2,
-        total_steps=100,
-    )
-    assert [split.microbatch_size for split in plan.splits] == [2, 4, 6, 12]
-    assert [(s.microbatch_size, s.accumulation_steps) for s in plan.fallbacks(3)] == [
-        (6, 2),
-        (4, 3),
-        (2, 6),
-    ]
-    assert [s.microbatch_size for s in plan.fallbacks(2)] == [2]
-    assert plan.fallbacks(0) == ()
-    assert plan.max_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
-
-
 def test_axes_agree_with_the_splitter_and_the_devices():
     """The data axis has the replicas, the pipeline axis the stages, the tensor axis the
     rest; other sizes are all named.

@@ -30,8 +30,8 @@ from rampup.contrib.lab.hlo import (
     Value,
     Visit,
 )
+from rampup.engine.memory import ProgramMemory, program_memory
 from rampup.engine.mesh import axis_names
-from rampup.engine.offload import ProgramMemory, program_memory
 from rampup.engine.step import TrainStep
 from rampup.errors import ConfigError, DataError, a_type
 

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 
 from rampup.data.batches import AHEAD_ON_DEVICE
 from rampup.engine.compile import compile_program
+from rampup.engine.memory import device_limit, is_out_of_memory, program_memory
 from rampup.engine.mesh import BatchAxes
-from rampup.engine.offload import device_limit, is_out_of_memory, program_memory
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError
 from rampup.plan.numbers import parse_memory_gib

@@ -19,8 +19,8 @@ from rampup.contrib.lab.topology import compile_for
 from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.compile import compile_program
+from rampup.engine.memory import is_out_of_memory, program_memory
 from rampup.engine.mesh import make_mesh
-from rampup.engine.offload import is_out_of_memory, program_memory
 from rampup.lm.train import TrainSetup
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit

@@ -23,7 +23,7 @@ from rampup.contrib.lab.largest import MARGIN, largest_of, memory_limit
 from rampup.contrib.lab.programs import Report, Timing, Trial, take_turns
 from rampup.contrib.lab.topology import compiler_version, topology_devices
 from rampup.engine.compile import enable_compilation_cache
-from rampup.engine.offload import peak_bytes, room_to_run
+from rampup.engine.memory import peak_bytes, room_to_run
 from rampup.errors import ConfigError, RampupError
 from rampup.lm.train import unconstrained
 from rampup.plan.numbers import (
@@ -164,7 +164,7 @@ def problem_of(facts: Facts) -> ConfigError | None:
         f"no microbatch fits: a step with microbatch_size={smallest['microbatch_size']}"
         f" needs {needs} of each device's {facts['usable_bytes']:,} usable bytes",
         fix="remat_policy=full, ici_fsdp_parallelism=2 and"
-        " optimizer_memory_host_offload=true save memory",
+        " shard_optimizer_over_data=true save memory",
         key="microbatch_size",
     )
 

@@ -228,7 +228,7 @@ def test_nothing_fits_says_how_much_is_needed_and_what_saves_memory():
     assert (found["largest_microbatch"], found["settings"]) == (None, None)
     problem = problem_of(found)
     assert f"microbatch_size=1 needs {needs:,} bytes" in str(problem)
-    assert "optimizer_memory_host_offload" in str(problem)
+    assert "shard_optimizer_over_data" in str(problem)
     assert problem.key == "microbatch_size"
 
 

@@ -23,7 +23,7 @@ from rampup.contrib.lab.hlo import Program
 from rampup.contrib.lab.programs import Trial
 from rampup.contrib.lab.search import tune
 from rampup.contrib.lab.topology import compile_for, topology_devices
-from rampup.engine.offload import bytes_per_device, is_out_of_memory, program_memory
+from rampup.engine.memory import bytes_per_device, is_out_of_memory, program_memory
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
 pytestmark = pytest.mark.tpu_compile
@@ -95,15 +95,12 @@ SMALL = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128")
     ("name", "sides", "settings"),
     [
         ("v5e:2x4", (8,), ()),
-        ("v5e:4x4", (4, 4), ()),
         pytest.param("v5e:4x8", (32,), SMALL, marks=pytest.mark.slow),
-        pytest.param("v6e:4x4", (4, 4), SMALL, marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x2", (2, 2, 2), SMALL, marks=pytest.mark.slow),
     ],
 )
 def test_zero_scatters_and_gathers_once(name, sides, settings):
-    """ZeRO-1: one reduce-scatter of the gradients, or one per side of the torus, and
-    one all-gather, outside the loop.
+    """ZeRO-1: one reduce-scatter of the gradients and one all-gather, outside the
+    loop.
     """
     programs, answer = compile_base(name, "shard_optimizer_over_data=true", *settings)
     *scattered, gathered = gradients(answer)
@@ -246,19 +243,6 @@ def test_a_program_that_does_not_fit_is_refused():
     plan = rampup.build_plan(config, 1)
     trial = Trial(config, plan, topology_devices(topology), topology=topology)
     assert trial.bytes == math.inf
-
-
-@pytest.mark.parametrize("name", ["v5e:2x2", "v5e:4x4"])
-def test_the_optimizer_state_can_be_in_host_memory(name):
-    """Adam's moments, also on slices of several hosts, whose devices say nothing about
-    their memories here.
-    """
-    programs, answer = compile_base(name, "optimizer_memory_host_offload=true")
-    _, without = compile_base(name)
-    assert answer.memory.host >= 2 * bytes_per_device(
-        programs.setup.state_shapes().params
-    )
-    assert answer.memory.arguments < without.memory.arguments - answer.memory.host // 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

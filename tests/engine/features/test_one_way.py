@@ -212,7 +212,7 @@ def test_reduce_once_is_for_a_function():
     loss = rampup.AccumulatedLoss(
         loss_fn, param_shardings=jax.tree.map(lambda p: p.sharding, params)
     )
-    with pytest.raises(ConfigError, match="reduce_once=False is for a loss function"):
+    with pytest.raises(ConfigError, match="reduce_once needs a loss function"):
         rampup.train_step(loss, optax.sgd(0.1), plan, mesh, reduce_once=False)
 
 

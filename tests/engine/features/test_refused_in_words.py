@@ -48,7 +48,9 @@ def test_parts_of_a_loss_as_a_dict_are_refused(mesh_name, which):
         return sums, weights, aux
 
     step, state = start(mesh_name, loss)
-    with pytest.raises(ConfigError, match=r"a dict as loss_sum or weight_sum.* tuple"):
+    with pytest.raises(
+        ConfigError, match=r"a tuple of as many each; a dict of parts is neither"
+    ):
         step(state, next(step.batches(rows())))
 
 
