@@ -85,8 +85,9 @@ mesh = rampup.make_mesh(devices=[device])
 # A byte-level transformer learns to copy, reverse and sort short strings. Every
 # projection has an adapter of rank 4, which stays at zero.
 #
-# With `GEMMA = True`, Gemma's weights take its place: see the cell below. That needs a
-# chip, a Kaggle account and its license, and nobody has run it here yet.
+# With `GEMMA = True`, Gemma 3 with 270 million parameters takes its place. That needs an
+# accelerator, `pip install google-tunix`, and a download of 0.6 GB under Gemma's terms. It
+# has run here with weights drawn at random in place of the download, on a CPU.
 
 # %%
 GEMMA = False  # @param {type:"boolean"}
@@ -129,13 +130,23 @@ class Transformer(nnx.Module):
         return self.embed.attend(self.norm(self.second(self.first(x))))
 
 
+def encode(text):
+    """Return the tokens of a text: its bytes."""
+    return list(text.encode())
+
+
+def logits_of(model, tokens):
+    """Return the logits of the next tokens, (rows, length, vocabulary)."""
+    return model(tokens)
+
+
 def row_of(question, answer):
     """Return the tokens of a text, and a weight of 1 for those of its answer."""
-    text = f"{question}{answer}\n"
-    weight = np.zeros(LENGTH, np.float32)
-    weight[len(question) : len(text)] = 1
-    tokens = np.frombuffer(text.ljust(LENGTH, "\0").encode(), np.uint8)
-    return {"tokens": tokens.astype(np.int32), "weight": weight}
+    asked, told = encode(question), encode(f"{answer}\n")
+    row = {"tokens": np.zeros(LENGTH, np.int32), "weight": np.zeros(LENGTH, np.float32)}
+    row["tokens"][: len(asked) + len(told)] = asked + told
+    row["weight"][len(asked) : len(asked) + len(told)] = 1
+    return row
 
 
 def strings(number, seed):
@@ -151,7 +162,7 @@ def strings(number, seed):
 
 def loss_fn(model, batch, keys):
     """Return the sum of the losses of the answers' tokens, and their number."""
-    logits = model(batch["tokens"][:, :-1])
+    logits = logits_of(model, batch["tokens"][:, :-1]).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits, batch["tokens"][:, 1:]
     )
@@ -167,31 +178,47 @@ def plan_of(schedule, steps, microbatch_size):
     return rampup.build_plan(config, num_devices=1)
 
 
-model = Transformer(nnx.Rngs(0))
-if GEMMA:
-    # Tunix has Gemma as NNX modules, and Qwix adds adapters to them.
-    import kagglehub
+def gemma_with_adapters():
+    """Return Gemma 3, by Tunix, with adapters, by Qwix, and its tokenizer."""
     import qwix
-    from tunix.models.gemma import model as gemma
-    from tunix.models.gemma import params as weights
+    from tunix.models.gemma3 import model as gemma
+    from tunix.models.gemma3 import params as weights
 
-    path = kagglehub.model_download("google/gemma/flax/2b-it")
-    loaded = weights.load_and_format_params(f"{path}/2b-it")
-    model = gemma.Transformer.from_params(loaded, version="2b-it")
+    model = weights.create_model_from_checkpoint(
+        weights.GEMMA3_270M_IT, gemma.ModelConfig.gemma3_270m_it()
+    )
     where = ".*q_einsum|.*kv_einsum|.*gate_proj|.*down_proj|.*up_proj"
-    adapters = qwix.LoraProvider(module_path=where, rank=16, alpha=2.0)
-    model = qwix.apply_lora_to_model(model, adapters, **model.get_model_input())
-    raise SystemExit("now give loss_fn the inputs of Gemma: tokens, positions and mask")
+    adapters = qwix.LoraProvider(module_path=where, rank=RANK, alpha=2.0 * RANK)
+    model = qwix.apply_lora_to_model(
+        model, adapters, rngs=nnx.Rngs(0), **model.get_model_input()
+    )
+    return model, weights.create_tokenizer()
 
-PRETRAINING = 500  # steps
-base = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-tx = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, PRETRAINING))
-state, base_loss = rampup.split_model(model, loss_fn, tx, mesh, wrt=base)
-step = rampup.train_step(base_loss, tx, plan_of("0:64", PRETRAINING, 64), mesh)
-for batch in step.batches(strings(64 * PRETRAINING, seed=1)):
-    state, metrics = step(state, batch)
-rampup.merge_model(model, state)
-print(f"trained before: loss {float(metrics['loss']):.2f}")
+
+def gemma_logits(model, tokens):
+    """Return what `logits_of` returns; Gemma takes places and a mask as well."""
+    rows, length = tokens.shape
+    places = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    mask = jnp.broadcast_to(mask, (rows, length, length))
+    logits, _ = model(tokens, places, None, mask)
+    return logits
+
+
+if GEMMA:
+    model, tokenizer = gemma_with_adapters()
+    encode, logits_of = tokenizer.EncodeAsIds, gemma_logits
+else:
+    model = Transformer(nnx.Rngs(0))
+    PRETRAINING = 500  # steps
+    base = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
+    tx = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, PRETRAINING))
+    state, base_loss = rampup.split_model(model, loss_fn, tx, mesh, wrt=base)
+    step = rampup.train_step(base_loss, tx, plan_of("0:64", PRETRAINING, 64), mesh)
+    for batch in step.batches(strings(64 * PRETRAINING, seed=1)):
+        state, metrics = step(state, batch)
+    rampup.merge_model(model, state)
+    print(f"trained before: loss {float(metrics['loss']):.2f}")
 
 # %% [markdown]
 # ## The task, and the adapters
