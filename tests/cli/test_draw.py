@@ -132,23 +132,10 @@ def test_gather_report_draws_the_learning_rate_that_the_run_had(tmp_path):
         "loss": 1.5,
         "learning_rate": 0.125,
     }
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     report = gathered(str(tmp_path), devices=2)
     rate, planned = (
         report.rates["samples"],
         gathered(str(tmp_path / "config.yml"), devices=2).rates["samples"],
     )
     assert [rate(step) for step in range(7)] == [0.125, *map(planned, range(1, 7))]
-
-
-@pytest.mark.parametrize(("increment", "good"), [(2.0, True), (3.0, False)])
-def test_gather_report_of_another_system(tmp_path, increment, good):
-    """With --from the page has the verdict, whether the file is usable or not."""
-    file = tmp_path / "theirs.yml"
-    file.write_text(
-        json.dumps(MAXTEXT | {"per_device_batch_size_increment": increment})
-    )
-    report = gathered(str(file), "num_target_devices=4", system="maxtext")
-    page = report_html(report)
-    assert ("accepts" if good else "rejects") in page
-    assert "Verdict" in page
