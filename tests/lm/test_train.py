@@ -111,8 +111,8 @@ def test_train_learns_through_its_ramp(long_run):
     "growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)]
 )
 def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth):
-    """However the ramp is split, losses agree to 1e-5, and no step but the first waits
-    for a compilation.
+    """However the ramp is split, losses agree to 1e-5, and only the first step of a
+    shape may wait for its compilation.
     """
     train(config(tmp_path, steps=40, rampup_microbatch=growth))
     np.testing.assert_allclose(losses(tmp_path), losses(long_run[0]), rtol=1e-5)
@@ -120,8 +120,12 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
         json.loads(line)
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert [line["step"] for line in lines if "compile_seconds" in line] == [0]
-    assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
+    first_steps = {}
+    for line in lines:
+        first_steps.setdefault(line["microbatch_size"], line["step"])
+    waited = {line["step"] for line in lines if "compile_seconds" in line}
+    assert {0} <= waited <= set(first_steps.values())
+    assert set(first_steps) <= {1, 2, 3}
 
 
 @pytest.mark.slow
