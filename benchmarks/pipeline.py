@@ -47,7 +47,7 @@ from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.pipeline import (
     DEFAULT_OVERHEAD_TOKENS,
     pass_ticks,
-    pipeline_candidates,
+    predicted_time,
     stage_layer_order,
 )
 
@@ -545,16 +545,18 @@ class CostModelCheck:
         """Return the measured splits in the order that the cost model predicts, the
         fastest first.
         """
-        repeats = sorted({v for _, v in self.seconds})
-        choices = pipeline_candidates(
-            self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats
-        )
-        return [
-            key
-            for choice in choices
-            if (key := (choice.num_pipeline_microbatches, choice.num_repeats))
-            in self.seconds
-        ]
+
+        def predicted(candidate: Candidate) -> Fraction:
+            m, v = candidate
+            return predicted_time(
+                m,
+                self.samples // m,
+                num_stages=self.num_stages,
+                num_repeats=v,
+                overhead=overhead,
+            )
+
+        return sorted(self.seconds, key=lambda each: (predicted(each), each))
 
     def columns(self, candidate: Candidate) -> dict[str, object]:
         """Return the table's columns for one (m, v): its predicted rank, and its time

@@ -74,11 +74,11 @@ def build_plan(
     )
     try:
         return plan_or_first_error(replace(draft))
-    except RampupError:
+    except RampupError as error:
         # A legal plan does not load what is wrong with others.
         from rampup.config.refusal import all_problems
 
-        raise all_problems(draft) from None
+        raise all_problems(draft, error) from None
 
 
 def with_slices(config: Config, topology: Topology | None) -> Config:

@@ -346,12 +346,13 @@ class Settings:
 
 
 @functools.cache
-def other_names() -> Mapping[str, Mapping[str, str]]:
+def other_names() -> Mapping[str, Any]:
     """Return the names that are no keys, in `names.yml`: `aliases`, those of other
-    systems by key, and `removed`, what replaces a former key.
+    systems by key, `other_quantities`, which of them have other units, and `removed`,
+    what replaces a former key.
     """
     text = files(__package__).joinpath("names.yml").read_text(encoding="utf-8")
-    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
+    tables: dict[str, Any] = yaml.safe_load(text)
     return tables
 
 
@@ -423,6 +424,14 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
             " file)"
         ),
     )
+
+
+def is_other_quantity(name: str) -> bool:
+    """Return whether a name of another system has other units than the key that an
+    error about it suggests, such as `warmup_steps` and `warmup_steps_fraction`.
+    """
+    word = name.lower().replace("-", "_")
+    return word in other_names()["other_quantities"].split()
 
 
 def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:

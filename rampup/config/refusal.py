@@ -36,11 +36,12 @@ from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplitter
 
 
-def all_problems(draft: Draft) -> RampupError:
+def all_problems(draft: Draft, first: RampupError) -> RampupError:
     """Return one error with every rule that a configuration breaks.
 
     Args:
         draft: the configuration, the devices, and what a resumed run has; changed.
+        first: the error about the first of them, if no other look finds more.
     """
     config = draft.config
     problems: list[RampupError] = []
@@ -69,7 +70,7 @@ def all_problems(draft: Draft) -> RampupError:
         draft.eval_size = draft.splitter.for_eval().smallest
     with _collected(eval_problems, config):
         plan_of(draft)
-    return combine(eval_problems)
+    return combine(eval_problems or [first])
 
 
 def check_ramp(draft: Draft) -> None:

@@ -146,7 +146,7 @@ def find_ramp(draft: Draft) -> None:
     ramp = ramp_of_keys(draft, draft.splitter)
     if draft.config.seesaw_factor is not None:
         # Refuses planned batches too that no step has after the transform.
-        draft.splitter.split(ramp.sizes)
+        draft.splitter.split(ramp.sizes_to_come)
     set_ramp(draft, ramp)
 
 

@@ -1,5 +1,5 @@
-"""A plan in words: its summary, its table of phases, advice, and what a token budget
-means for its ramp.
+"""What every output says of a plan, as text: its summary, its table of phases, remarks
+and advice. It is here and not in `show`, because `str(plan)` prints it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Description:
             title.
         rows: one for each phase: `RampPlan.phase_rows` with the number of the phase.
         unreached: the phases that the run does not reach.
-        remarks: what belongs to the whole plan: evaluation, loading.
+        remarks: what belongs to the whole plan: its evaluation batch, and the pipeline
+            splits to choose from.
         notes: what is legal, but costs something.
     """
 

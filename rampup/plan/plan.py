@@ -33,9 +33,6 @@ from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplit, BatchSplitter
 
-# How many phases back a run looks for a compiled shape that it can use instead of one
-# that is still compiling.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPosition:

@@ -23,7 +23,7 @@ def test_the_page_has_the_numbers_of_the_results():
         print_report(results)
     rows = [
         line
-        for line in PAGE.read_text().split("## The study that will")[0].splitlines()
+        for line in PAGE.read_text().split("## The study with controls")[0].splitlines()
         if line.startswith("|") and "---" not in line
     ]
     assert len(rows) > 15

@@ -443,3 +443,13 @@ def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
         Config(**larger, on_plan_change="continue_by_samples"), 8, record
     )
     assert (plan.reserved_sizes, plan.ramp.sizes) == ((16, 32, 64, 128), (16, 32))
+
+
+def test_phases_that_are_over_need_no_split_with_seesaw_either():
+    """Their sizes are checked neither in the planned ramp nor after the transform."""
+    keys = {"batch_size_schedule": "0:8 80:16 400:32", "steps": 40}
+    keys |= {"seesaw_factor": 2, "seesaw_max_batch_size": 64}
+    config = Config(**keys, lr_schedule_type="cosine")
+    with pytest.raises(BatchDivisibilityError, match="8 is not divisible"):
+        build_plan(config, num_devices=16)
+    assert build_plan(config, num_devices=16, consumed_samples=100).ramp.sizes_to_come

@@ -89,6 +89,23 @@ def test_find_fix_changes_only_the_value(tmp_path, text, result):
     assert fixed(tmp_path, text).text == result
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("global_batch_size: 512\n", "per_device_batch_size"),
+        ("warmup_steps: 2000\n", "warmup_steps_fraction"),
+        ("min_lr: 0.00001\n", "learning_rate_final_fraction"),
+        ("zero_stage: 3\n", "ici_fsdp_parallelism"),
+        ("num_microbatches: 8\n", "num_pipeline_microbatches"),
+    ],
+)
+def test_a_number_of_another_quantity_is_not_moved_to_a_key(tmp_path, text, key):
+    """The error names the key, and the fix leaves the value to the user."""
+    (tmp_path / "run.yml").write_text(text)
+    with pytest.raises(RampupError, match=key):
+        find_fix(tmp_path / "run.yml", (), check=plan)
+
+
 def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
     """A ramp that does not divide gets another increment or start if one is within a
     factor of two; the nearest wins.
