@@ -217,8 +217,11 @@ class _Plain:
         index = index.reshape(number, -1)
         keys = per_row_keys(self._update.key, self.state.step, index)
         words = np.asarray(jax.random.key_data(keys))
-        # The rows of one replica and microbatch: parts draw from their first key.
+        # The rows that a call of the loss sees: those of one row shard and microbatch,
+        # or all. A loss may draw from the first key of a part.
         size = batch.position.split.microbatch_size
+        if getattr(self._update.loss, "whole_batch", False):
+            size = index.size
         parts = jax.tree.map(
             lambda x: x.reshape(-1, size, *x.shape[2:]),
             (rows, words),

@@ -54,6 +54,20 @@ def test_a_right_step_is_right_on_every_mesh(mesh_name, loss, options):
     assert "the largest difference: " in str(report)
 
 
+@pytest.mark.parametrize("mesh_name", ["data", slow("data_fsdp_tensor")])
+def test_a_loss_of_whole_batches_is_compared_as_a_whole(mesh_name):
+    """Its rows interact, so they are not cut into those of each device."""
+
+    def contrastive(params, batch, keys):
+        hidden = batch["x"] @ params["in"]
+        similar = jax.nn.log_softmax(hidden @ hidden.T)
+        return -similar.diagonal().sum() + (params["out"] ** 2).sum(), len(keys), {}
+
+    step, state = start(mesh_name, contrastive, whole_batch=True)
+    report = rampup.check_step(step, state, ROWS)
+    assert report, str(report)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("mesh_name", ["one", slow("data_fsdp_tensor")])
 def test_a_wrong_program_is_found_by_its_parameter(mesh_name):
