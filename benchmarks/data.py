@@ -276,7 +276,7 @@ def buffer_rows(
                 compile_program(step.lower(state, row, split))
             ).total
         moves = transfers(
-            loader.split_rows(loader.read_step(phase.start_step), split),
+            loader.split_rows(loader.read_step(phase.start_step)),
             plan.position(phase.start_step),
             plan,
             mesh,

@@ -46,7 +46,8 @@ OPTIONAL = {
     "check": "explain and check another system's configuration",
 }
 ALL = COMMANDS | OPTIONAL
-# The module of each command. Those of `contrib` are imported by this table alone.
+# The module of each command. Those of `contrib` are imported by this table;
+# `cli/common.py` names what commands of the core take from there.
 HOMES = {
     "train": "rampup.cli.run",
     "generate": "rampup.cli.run",

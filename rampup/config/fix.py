@@ -108,7 +108,7 @@ def find_fix(
     """Return a legal configuration near a refused one, for which `check` raises no
     RampupError, or raise what is left.
 
-    A value that was set outside the file is changed there.
+    The patch is of the file. A change of a setting or variable is reported only.
     """
     file = find_config(path)
     text = read_text(file)

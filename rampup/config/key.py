@@ -79,8 +79,8 @@ class Key:
     identity: bool = (
         False  # whether a checkpoint belongs to a run only if both have the same value
     )
-    # whether the key defines the ramp; a changed value changes the plan of a resumed
-    # run
+    # whether a changed value may change the ramp of a resumed run; `resume.ramp_keys`
+    # says in which cases
     ramp: bool = False
     per_process: bool = (
         False  # whether the value may differ between the processes of one run
@@ -249,7 +249,8 @@ class Settings:
     """
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    # The attributes that the caller named, also those with the value of their default.
+    # The attributes that any source set, also to their default. base.yml sets every key,
+    # so on top of it all are given.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, **values: Any) -> Self:

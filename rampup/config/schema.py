@@ -350,7 +350,8 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     function takes the group that it needs.
 
     A ConfigError has all bad values or, if there are none, the contradictions that need
-    no plan. `build_plan` finds the others, such as two ramps.
+    no plan. `build_plan` finds those that need the devices, such as sizes that cannot be
+    split.
 
     Args:
         sources: where each value that was set comes from, by key. The other arguments

@@ -1,5 +1,5 @@
 """The stages of a build, from a configuration to its plan: mesh, split, ramp and
-evaluation, one after the other.
+evaluation, one after the other. They are no pipeline stages.
 
 `STAGES` is the one list of them. `rampup.config.build` runs them until the first broken
 rule, `rampup.config.refusal` runs them all.

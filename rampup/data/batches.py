@@ -2,8 +2,8 @@
 the rows do not depend on the hosts.
 
 The plan says which samples a step consumes, `SampleOrder` which row a sample is.
-`BatchLoader` reads the rows, splits them into microbatches when the step is about to
-run, and puts them on the devices.
+`BatchLoader` reads the rows, makes microbatches of them by a reshape, and puts them on
+the devices.
 
 Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch
 (data_parallel_size * microbatch_size), S samples of a step that this process reads.
@@ -303,11 +303,9 @@ class BatchLoader:
             step: the number of the step.
         """
         position = self.plan.position(step)
-        return StepRows(position, self._read_rows(position, position.split))
-
-    def _read_rows(self, position: PlanPosition, split: BatchSplit) -> Any:
-        samples_S = self.samples_of(position, split).ravel()
-        return read_rows(self.source, self.order.rows(samples_S.tolist()))
+        samples_S = self.samples_of(position, position.split).ravel()
+        rows = read_rows(self.source, self.order.rows(samples_S.tolist()))
+        return StepRows(position, rows)
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as
@@ -330,27 +328,19 @@ class BatchLoader:
             self.mesh, num_rows, self.options.batch_axes
         )
 
-    def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
-        """Return a step's rows as microbatches (n, rows of a microbatch, ...). With
-        another split, they are read again.
+    def split_rows(self, step: StepRows) -> Any:
+        """Return a step's rows as microbatches (n, rows of a microbatch, ...).
 
         Args:
-            step: what `read_step` has read.
-            split: how its batch is really split.
+            step: what `read_step` has read, in the order of its split.
         """
-        rows = step.rows
-        # With the planned split, the rows are in the right order already and a reshape
-        # is enough. Another one is that of few steps, while a program is compiled.
-        if split != step.position.split:
-            rows = self._read_rows(step.position, split)
-        return in_microbatches(rows, split.num_microbatches)
+        return in_microbatches(step.rows, step.position.split.num_microbatches)
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
         """Yield the rows of every step: read ahead by Grain's threads, or here if they
         are few and in memory already.
 
-        They read whole steps, and do not split: which split is right is known only when
-        a step is about to run.
+        They read whole steps; `_put` makes microbatches of them.
         """
 
         def read(step: int) -> StepRows:
@@ -393,7 +383,7 @@ class BatchLoader:
             return self.source.describe(int(row[0]))
 
         assert self.types is not None
-        batch_nR = self.types.cast(self.split_rows(step, split), name_row, num_axes=2)
+        batch_nR = self.types.cast(self.split_rows(step), name_row, num_axes=2)
         put = functools.partial(
             put_batch,
             position=position,

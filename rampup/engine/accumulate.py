@@ -148,7 +148,8 @@ class AccumulatedLoss(SumsOfMicrobatches):
             counts: microbatches of a pass, and passes; int32.
             recipe: what else to sum up, and how.
             mesh: the devices.
-            param_shardings: the shardings of the gradients.
+            param_shardings: the shardings of the gradients; None = no gradients, as in
+                an evaluation. Not `self.param_shardings`, the parts that the loss takes.
 
         Raises:
             ConfigError: the noise of gradients that are never in one place.
@@ -292,6 +293,8 @@ class AccumulatedLoss(SumsOfMicrobatches):
                 recipe.mutable,
                 recipe.scale,
             )
+            # None while shapes are found; of a loss of several parts then the weights
+            # of the whole step, which `sums_of` reads.
             weights = None
             traced, results = jax.make_jaxpr(loss_of, return_shape=True)(*first, None)
             replicas.check(traced)

@@ -342,8 +342,8 @@ def constrain(x: jax.Array, sharding: Any) -> jax.Array:
 
 
 def constrain_leaves(tree: Any, shardings: Any) -> Any:
-    """Constrain accumulators to the shardings of the parameters, so that fsdp saves
-    their memory too.
+    """Constrain gradients or their sums to the shardings of the parameters, so that fsdp
+    saves their memory too.
     """
     if shardings is None:
         return tree

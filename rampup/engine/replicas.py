@@ -23,7 +23,9 @@ compiled  one replica with sharded rows; whole batches;   as it is, on all rows:
 
 Manual and mapped, a loss may name the axes of the replicas in collectives, and those of
 one device. With `reduce_once=True` one replica runs as several do. A loss is traced
-once, and `Replicas.check` refuses by name what its way cannot run.
+before it runs, and `Replicas.check` refuses by name what its way cannot run: no other
+way is tried. (A loss of several parts, and one whose aux has as many entries as there
+are rows, is traced again, to find its weights or its sums.)
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class Replicas:
 
         `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device
         or stage if the loss takes its part, and ends with `reduce(sums, recipe)`.
-        Before, `psum` adds up numbers over the replicas.
+        Before, `psum` adds up numbers over the replicas. `number` is what it counts
+        with: microbatches, or the two `Counts` of a pipeline.
         """
         if self.way == "mapped":
             return self._mapped(sum_replica)
@@ -205,10 +208,11 @@ class Replicas:
         """
         names = self._names
         if not names:
+            # Plain and compiled: the compiler has reduced already, in every iteration.
             return sums._replace(grads=jax.tree.map(as_summed, sums.grads))
         with jax.named_scope("reduce"):
-            # Only here do gradients cross the data axis: after the loop, once per
-            # optimizer step.
+            # Manual and mapped: only here do gradients cross the data axis, after the
+            # loop; with stages once for the layers and once for what all stages have.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
             leaves, structure = jax.tree.flatten(grads)
             own = self.shards if self.has_stages else self.shardings

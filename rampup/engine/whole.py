@@ -1,5 +1,5 @@
-"""Whole operands: a program evaluated again, with what XLA partitions wrongly
-replicated before it runs.
+"""Works around XLA: a program evaluated again, with the operands replicated that XLA
+partitions wrongly. Whole operands, that is; it has nothing to do with whole batches.
 
 Beside a manual axis and two automatic ones of several devices, XLA aborts the process
 at most gathers and scatters: a pipeline and a loss that takes shards must be manual

@@ -1,6 +1,7 @@
 """ZeRO-1: each replica keeps and updates its own part of the optimizer's state.
 
-A step reduce-scatters the gradients once, after the last microbatch. The compiler runs
+A step reduce-scatters the gradients once, after the last microbatch; in the way
+`compiled`, the compiler does so in each. The compiler runs
 the optimizer on the parts, as on any sharded array, so every optimizer stays correct.
 Then all-gathers give all replicas the new parameters. The parts of arrays that are not
 sharded over other axes travel in one buffer per type, so there is one collective for

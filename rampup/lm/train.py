@@ -538,8 +538,8 @@ class Run:
             ).tolist()
             return [self.loader.source.describe(row) for row in rows]
 
-        # The configuration and the fingerprints of the data say what the run computes,
-        # and on what.
+        # None: the keys of the identity and the fingerprints of the data say what the
+        # run computes, so its jaxpr need not be compared.
         components: list[Component] = [SameRun(None)]
         if noise is not None:
             components += (

@@ -1,7 +1,7 @@
 """Splits a global batch, B = d * a * m * b, and checks that it can be split.
 
-Each of the d replicas, the shards of the rows over data and fsdp, runs a number `a` of
-passes, one after the other. A pass is one forward and one backward of m pipeline
+Each of the d row shards, data * fsdp groups of devices, runs a number `a` of passes, one
+after the other; the glossary calls d `data_parallel_size`. A pass is one forward and one backward of m pipeline
 microbatches of b samples. Without a pipeline m is 1. `BatchSplitter` has G, p and v.
 """
 
@@ -312,21 +312,6 @@ class BatchSplitter:
             self._make_split(size, b, merge_passes=not is_per_phase)
             for size, b in zip(sizes, chosen, strict=True)
         )
-
-    def split_with(
-        self, global_batch_size: int, microbatch_size: int
-    ) -> BatchSplit | None:
-        """Return the split of a batch into microbatches of a given size, or None if
-        they do not divide it or must not.
-
-        Args:
-            global_batch_size: samples per optimizer step.
-            microbatch_size: samples per replica and forward pass.
-        """
-        replicas = self.data_parallel_size * self._pass_unit
-        if global_batch_size % (replicas * microbatch_size) or self.whole_batch:
-            return None
-        return self._make_split(global_batch_size, microbatch_size, merge_passes=True)
 
     def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
         """Return the splits of the last batch whose microbatch divides all, fastest

@@ -1,4 +1,4 @@
-"""The numbers behind pictures and budgets: phases of a plan, its learning rate, and the
+"""The numbers behind pictures: phases of a plan, its learning rate, and the
 metrics of a run.
 """
 
