@@ -34,6 +34,8 @@ VARIANTS = {
     "none": "left alone",
     "rule, moment divided": "rule, second moment divided",
 }
+# The different ramps that the pilots led to: the verdict is over all of them.
+RAMPS = 5
 # The 95% quantile of Student's t by the number of seeds.
 STUDENT = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
 
@@ -255,14 +257,23 @@ def losses_of(study: Study, schedule: str) -> list[float] | None:
 
 
 def verdict(study: Study) -> list[str]:
-    """Return what the rule of the study says, by machine."""
-    lines = []
+    """Return what the ramps save, by machine; after the last ramp, what the rule of the
+    study says of it.
+    """
+    count, lines = len(study.schedules), []
     for machine in MACHINES:
         saved = [study.saved(each, "rule", machine) for each in study.schedules]
         mean, low, high = interval(over_ramps(saved))
-        pays = "pays" if mean > 0.02 and low > 0 else "does not pay"
         found = percent((mean, low, high))
-        lines.append(f"- Where a step takes 1 + B/{machine}, a ramp {pays}: {found}.")
+        if count == 1:
+            says = f"this ramp saves {found}"
+        elif count < RAMPS:
+            says = f"these ramps save {found}"
+        elif mean > 0.02 and low > 0:
+            says = f"these ramps pay: {found}"
+        else:
+            says = f"these ramps do not pay: {found}"
+        lines.append(f"- Where a step takes 1 + B/{machine}, {says}.")
     return lines
 
 
