@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rampup.config.files import yaml_value
-from rampup.config.key import is_other_quantity, keys_for_alias
+from rampup.config.key import keys_for_alias, other_quantity
 from rampup.config.load import (
     BASE,
     COMMAND_LINE,
@@ -325,7 +325,7 @@ def _suggestions(
         yield from ((BASE, f"{near}.yml") for near in problem.nearest)
         return
     if name not in KEYS:
-        if is_other_quantity(name):
+        if other_quantity(name):
             return
         aliases = keys_for_alias(name, KEYS)
         for near in map(str, problem.nearest):

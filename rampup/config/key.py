@@ -411,7 +411,9 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     if removed := other_names()["removed"].get(name):
         return (), removed
     if nearest := keys_for_alias(name, keys):
-        return nearest, f"its name here is {' or '.join(nearest)}"
+        return nearest, (
+            other_quantity(name) or f"its name here is {' or '.join(nearest)}"
+        )
     word = name.lower()
     if close := difflib.get_close_matches(
         word, [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
@@ -427,12 +429,15 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     )
 
 
-def is_other_quantity(name: str) -> bool:
-    """Return whether a name of another system has other units than the key that an
-    error about it suggests, such as `warmup_steps` and `warmup_steps_fraction`.
+def other_quantity(name: str) -> str | None:
+    """Return what an error says of a name of another system that has other units than
+    the key beside it, such as `warmup_steps` and `warmup_steps_fraction`.
     """
     word = name.lower().replace("-", "_")
-    return word in other_names()["other_quantities"].split()
+    for names, hint in other_names()["other_quantities"].items():
+        if word in names.split():
+            return str(hint)
+    return None
 
 
 def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:

@@ -123,11 +123,25 @@ def test_a_name_that_was_a_key_says_what_replaces_it(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("batch-size", "per_device_batch_size is that of one device"),
+        ("global_batch_size", "batch_size_schedule='0:N'"),
+        ("warmup_steps", "warmup_steps_fraction is a share"),
+    ],
+)
+def test_unknown_key_error_says_that_a_key_is_another_quantity(name, words):
+    """The key is named with what it means, and not as the name's place."""
+    with pytest.raises(ConfigError, match=f"unknown key.*{words}") as caught:
+        load_config("base.yml", [f"{name}=1"])
+    assert "its name here" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "lr",
         "LR",
-        "batch-size",
         "seq_len",
         "num_layers",
         "epochs",
