@@ -83,9 +83,9 @@ def topology_devices(topology: Topology | str) -> Sequence[Any]:
         MissingDependencyError: libtpu is not installed.
 
     Example:
-        >>> topology_devices("v5e:3x3")
+        >>> topology_devices("v5e:3x3")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        rampup.errors.ConfigError: topology=v5e:3x3 is not a shape of its slices; nearest: v5e:2x4, v5e:4x4
+        rampup.errors.ConfigError: topology=v5e:3x3 is not a slice of v5e; nearest: ...
     """
     topology = Topology.parse(topology) if isinstance(topology, str) else topology
     compiler_version()
