@@ -56,6 +56,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import numpy as np
 import optax
+from ramp_controls_report import RESULTS, SHAPES, read
 
 import rampup
 from rampup.data.batches import BatchLoader
@@ -64,10 +65,8 @@ from rampup.engine.optimizer import make_optimizer
 from rampup.lm.train import sample_order
 from rampup.lm.transformer import LanguageModel
 
-RESULTS = Path(__file__).with_name("ramp_controls.jsonl")
 WHEELS = ("flax==0.11.2", "jax==0.7.2", "numpy==2.1.3", "optax==0.2.6")
 HELD_OUT = 20  # one file in 20 is for evaluation
-SHAPES = ("wsd", "cosine")
 PARTS = ("constant", "lengths", "pilots", "ramps")
 WARMUP_STEPS = 40
 MACHINE = 64  # samples that take as long as the fixed part of a step, in designs
@@ -515,13 +514,6 @@ class Runner:
                 self.one(name, f"0:{same}", of_ramp, seed)
                 tuned = self.best_rate(shape, same)
                 self.constant_run(shape, same, tuned, seed)
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of results."""
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def main() -> None:

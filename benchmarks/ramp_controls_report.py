@@ -290,7 +290,9 @@ def percent(found: tuple[float, float, float]) -> str:
 
 
 def read(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the rows of the results."""
+    """Return the rows of a file of results; none if it is not there."""
+    if not results.exists():
+        return []
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 

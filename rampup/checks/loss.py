@@ -308,7 +308,8 @@ def _report(trials: Trials) -> LossReport:
     rounding = _Rounding(moved, trials)
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *moved)
     wrong = dict.fromkeys(rounding.wrong(mean, MOVES), moved[0])
-    further = [trials.run(OTHER_ORDER, OTHER_ORDER)]
+    ordered = trials.run(OTHER_ORDER, OTHER_ORDER)
+    further = [ordered]
     if trials.draws:
         starts = range(R, R * (1 + KEY_SETS), R)
         further += [trials.run(keys=range(start, start + R)) for start in starts]
@@ -317,15 +318,21 @@ def _report(trials: Trials) -> LossReport:
     for sums in further:
         wrong = dict.fromkeys(rounding.wrong(sums), sums) | wrong
     unseen = [rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong]
-    hints = _problems(trials, rounding, moved[0], wrong) if wrong else {}
+    hints = _problems(trials, rounding, (moved[0], ordered), wrong) if wrong else {}
     problems = tuple(LossProblem(kind, found) for kind, found in hints.items())
     return LossReport(problems, max(unseen, default=0.0))
 
 
 def _problems(
-    trials: Trials, rounding: _Rounding, first: Sums, wrong: dict[str, Sums]
+    trials: Trials,
+    rounding: _Rounding,
+    orders: tuple[Sums, Sums],
+    wrong: dict[str, Sums],
 ) -> dict[str, str]:
-    """Return what was found of the names that are wrong, by the hint that fits."""
+    """Return what was found of the names that are wrong, by the hint that fits; `orders`
+    are the rows in their order and in another one.
+    """
+    first, ordered = orders
     equal = [trials.run((n,) * R, (0,) * R) for n in (0, R - 1)]
     alike = trials.run(keys=(0,) * R)
     # Other keys for all rows but the first, and but the last.
@@ -333,7 +340,6 @@ def _problems(
         trials.run(keys=(0, R, R + 1, R + 2)),
         trials.run(keys=(R, R + 1, R + 2, R - 1)),
     ]
-    ordered = trials.run(OTHER_ORDER, OTHER_ORDER)
 
     def hint(name: str) -> str:
         if not np.isfinite(wrong[name].each[name]).all():
@@ -359,8 +365,7 @@ def _problems(
         return "interacting rows"
 
     # The loss says more than its gradients.
-    losses = [name for name in wrong if _kind(name) == "loss_sum"]
-    main = losses[0] if losses else ""
+    main = next((name for name in wrong if _kind(name) == "loss_sum"), "")
     hints: dict[str, list[str]] = {}
     for name in sorted(wrong, key=lambda name: name != main):
         is_gradient = _kind(name) == GRADIENT
