@@ -431,7 +431,7 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
 
 def other_quantity(name: str) -> str | None:
     """Return what an error says of a name of another system that has other units than
-    the key beside it, such as `warmup_steps` and `warmup_steps_fraction`.
+    the key beside it, such as `min_lr` and `learning_rate_final_fraction`.
     """
     word = name.lower().replace("-", "_")
     for names, hint in other_names()["other_quantities"].items():

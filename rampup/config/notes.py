@@ -8,6 +8,7 @@ configuration, is in `rampup.plan.describe.advice`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -114,13 +115,13 @@ def _smaller_last_batch(plan: RampPlan, budget: Fraction | int) -> str:
 
 
 def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:
-    steps = warmup_steps(plan, config.warmup_steps_fraction)
-    enough = 1 / (1 - config.adam_b1)
+    steps = _warmup_steps(config, plan)
+    enough = round(1 / (1 - config.adam_b1), 6)  # 10, not 10.000000000000002
     if 0 < steps < enough and config.opt_type != "sgd":
         yield (
-            f"warmup_steps_fraction={config.warmup_steps_fraction:g} is a warm-up of"
-            f" {steps} steps, fewer than 1 / (1 - adam_b1) = {enough:.3g}, which AdamW's"
-            " first moment takes; a larger first batch has fewer steps of warm-up"
+            f"the warm-up takes {steps:,} of {plan.schedule_steps:,} steps, fewer than"
+            f" 1 / (1 - adam_b1) = {enough:.3g}, which AdamW's first moment takes;"
+            f" warmup_steps={math.ceil(enough)} has them, whatever the batch"
         )
     growth = plan.ramp.sizes[-1] / plan.ramp.sizes[0]
     rate, _ = config.batch_rule
@@ -131,6 +132,13 @@ def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:
             f"the batch grows by {growth:.3g} times and the learning rate stays;"
             f" batch_scaling={rule} follows it"
         )
+
+
+def _warmup_steps(config: Config, plan: RampPlan) -> int:
+    """Return the optimizer steps of the warm-up."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return warmup_steps(plan, config.warmup_steps_fraction)
 
 
 def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
@@ -147,8 +155,10 @@ def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
 
     Source: see `rampup.plan.hyperparameters.moment_lag_steps`.
     """
-    steps = warmup_steps(plan, config.warmup_steps_fraction)
-    notes = [f"the warm-up takes {steps:,} steps"] * (steps > 0)
+    steps = _warmup_steps(config, plan)
+    notes = [f"the warm-up takes {steps:,} of {plan.schedule_steps:,} steps"] * (
+        steps > 0
+    )
     if config.opt_type == "sgd":
         return tuple(notes)
     constants = hyperparameters(config, plan)

@@ -52,7 +52,17 @@ def _of_length(config: Config) -> Iterator[ConfigError]:
             " train_samples or train_tokens"
         )
         yield refuse("steps", f"steps=-1 {rule}")
-    warmup = config.warmup_steps_fraction
+    if config.warmup_steps is not None and config.seesaw_factor is not None:
+        yield refuse(
+            "warmup_steps",
+            f"seesaw_factor={config.seesaw_factor:g} places its cuts on a schedule whose"
+            " warm-up is a share of the samples; set warmup_steps_fraction instead of"
+            " warmup_steps",
+            None,
+        )
+    warmup = 0.0
+    if config.warmup_steps is None:
+        warmup = config.warmup_steps_fraction
     decay = config.wsd_decay_steps_fraction
     if config.lr_schedule_type == "wsd" and warmup + decay > 1:
         yield refuse(
@@ -130,7 +140,7 @@ def _of_auto(config: Config) -> Iterator[ConfigError]:
         has_budget = config.total_steps is None
         needed = auto_implies(has_budget=has_budget)
         needed |= {"rampup_microbatch": "fixed"}
-        needed |= {"seesaw_factor": None}
+        needed |= {"seesaw_factor": None, "warmup_steps": None}
         needed |= (
             {"learning_rate_schedule_steps": -1}
             if has_budget

@@ -220,8 +220,11 @@ class OptimizerKeys(Settings):
         constant: no decay.""")
     learning_rate_schedule_steps: int = _rate(-1, minimum=1, also=(-1,), unit="steps", doc="""
         Length of the learning-rate schedule; after it the learning rate is 0. -1: steps, which must then be set.""")
-    warmup_steps_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""
+    warmup_steps_fraction: float = _rate(0.1, minimum=0, maximum=1, instead_of=("warmup_steps",), doc="""
         Fraction of the schedule during which the learning rate rises linearly from 0 to learning_rate.""")
+    warmup_steps: int | None = _rate(None, kind="int", minimum=0, nullable=True, unit="steps", own=True,
+        instead_of=("warmup_steps_fraction",), doc="""
+        Optimizer steps of the warm-up, whatever their batches, instead of warmup_steps_fraction. null: that fraction counts.""")
     learning_rate_final_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""
         Learning rate at the end of the schedule, as a fraction of learning_rate.""")
     wsd_decay_steps_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""

@@ -19,7 +19,12 @@ from rampup.errors import (
     ConfigError,
     raise_together,
 )
-from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
+from rampup.plan.hyperparameters import (
+    AdamConstants,
+    AdamScaling,
+    adam_constants,
+    warmup_fraction,
+)
 from rampup.plan.learning_rate import RateRule, Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.noise_scale import noise_problems
@@ -229,6 +234,10 @@ def plan_of(draft: Draft) -> RampPlan:
         growth=growth,
     )
     global_batch_to_load(config, plan)  # or an error
+    if config.warmup_steps is not None:
+        is_wsd = config.lr_schedule_type == "wsd"
+        decay = config.wsd_decay_steps_fraction if is_wsd else 0.0
+        warmup_fraction(plan, config.warmup_steps, decay_fraction=decay)
     if adam.is_active:
         # A rule can give a value that is no decay rate.
         hyperparameters(config, plan.of_all_sizes)

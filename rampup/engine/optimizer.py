@@ -16,7 +16,12 @@ import optax
 from rampup.engine.state import MAX_STEPS, check_step_number, gone
 from rampup.engine.sums import as_summed, cast_like
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
-from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
+from rampup.plan.hyperparameters import (
+    AdamConstants,
+    AdamScaling,
+    adam_constants,
+    warmup_fraction,
+)
 from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
 
@@ -100,15 +105,18 @@ class LearningRate:
         """Return the schedule that the keys of base.yml and rl.yml describe, and
         attributes that rl.yml has no key for.
         """
-        keys = {
-            "kind": config.lr_schedule_type,
-            "final_fraction": config.learning_rate_final_fraction,
-        }
-        keys |= {
-            "warmup_fraction": config.warmup_steps_fraction,
-            "decay_fraction": decay_fraction,
-        }
-        return cls(plan=plan, peak=peak, decay_style=decay_style, **keys)
+        warmup = config.warmup_steps_fraction
+        if config.warmup_steps is not None:
+            warmup = warmup_fraction(plan, config.warmup_steps)
+        return cls(
+            plan=plan,
+            peak=peak,
+            kind=config.lr_schedule_type,
+            warmup_fraction=warmup,
+            final_fraction=config.learning_rate_final_fraction,
+            decay_fraction=decay_fraction,
+            decay_style=decay_style,
+        )
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32, in a

@@ -205,6 +205,56 @@ def warmup_steps(plan: RampPlan, fraction: float) -> int:
     return segment.start_step + max(math.ceil(left - 1e-9), 0)
 
 
+def warmup_fraction(
+    plan: RampPlan, steps: int, *, decay_fraction: float = 0.0
+) -> float:
+    """Return the share of the schedule that a warm-up of so many steps takes: the
+    inverse of `warmup_steps`.
+
+    Args:
+        plan: the plan, with the clock of the learning rate's schedule.
+        steps: the optimizer steps of the warm-up.
+        decay_fraction: the share of the schedule that its decay takes at its end.
+
+    Returns:
+        The progress of the schedule before optimizer step `steps`.
+
+    Raises:
+        ConfigError: the warm-up ends after the decay begins.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.plan.learning_rate import RateRule
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.from_schedule("0:8 80:16"),
+        ...     splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1,
+        ...     total_steps=20,
+        ...     rate=RateRule(clock="samples"),
+        ... )
+        >>> warmup_fraction(plan, 10)  # 80 of 240 samples
+        0.3333333333333333
+    """
+
+    def progress(step: int) -> float:
+        segment = plan.segment_at(step)
+        return (
+            segment.progress + (step - segment.start_step) * segment.progress_per_step
+        )
+
+    longest = bisect.bisect_right(
+        range(plan.schedule_steps + 1), 1 - decay_fraction + 1e-9, key=progress
+    )
+    if steps > longest - 1:
+        raise ConfigError(
+            f"a warm-up of warmup_steps={steps} steps ends after the"
+            f" {longest - 1:,} steps of the schedule before its decay",
+            key="warmup_steps",
+            nearest=(longest - 1,),
+        )
+    return progress(steps)
+
+
 def moment_lag_steps(growth: float, b2: float) -> float:
     """Return the steps that a growth of the batch costs while Adam's second moment
     follows: 2 ln((1 + sqrt(k)) / 2) / (1 - b2).

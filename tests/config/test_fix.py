@@ -93,7 +93,7 @@ def test_find_fix_changes_only_the_value(tmp_path, text, result):
     ("text", "key"),
     [
         ("global_batch_size: 512\n", "per_device_batch_size"),
-        ("warmup_steps: 2000\n", "warmup_steps_fraction"),
+        ("warmup: 2000\n", "warmup_steps_fraction"),
         ("min_lr: 0.00001\n", "learning_rate_final_fraction"),
         ("zero_stage: 3\n", "ici_fsdp_parallelism"),
         ("num_microbatches: 8\n", "num_pipeline_microbatches"),

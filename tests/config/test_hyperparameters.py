@@ -5,6 +5,7 @@ configuration.
 import math
 from fractions import Fraction
 
+import jax.numpy as jnp
 import pytest
 from helpers.commands import run_json
 from helpers.runs import recorded
@@ -13,7 +14,8 @@ from rampup import Config, build_plan, load_config
 from rampup.cli import main
 from rampup.config.resume import plan_to_resume
 from rampup.config.stages import hyperparameters
-from rampup.errors import RampupError, ResumeMismatchError
+from rampup.engine.optimizer import LearningRate
+from rampup.errors import ConfigError, RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp
 
 SHARES = {"batch_size_schedule": "0:16 3%:32 10%:64", "max_target_length": 128}
@@ -404,3 +406,55 @@ def test_olmo_preset_has_the_published_sizes_and_rates():
     plan = build_plan(load_config("olmo_1b", ["train_tokens=1T"]))
     assert (plan.ramp.sizes, plan.ramp.ramp_steps) == ((1024, 2048, 4096), 79_990)
     assert [segment.scale for segment in plan.clock] == pytest.approx([1, 2**0.5, 2])
+
+
+@pytest.mark.parametrize("clock", ["samples", "steps"])
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_a_warm_up_in_steps_reaches_the_peak_at_that_step(clock, kind):
+    """It is counted in optimizer steps, also where batches grow in it."""
+    keys = {"batch_size_schedule": "0:8 80:16 240:32", "steps": 100, "warmup_steps": 17}
+    rates = {"learning_rate_clock": clock, "lr_schedule_type": kind}
+    config = Config(**keys, **rates, learning_rate=0.25)
+    plan = build_plan(config, 4)
+    rate = LearningRate.from_config(config, plan, peak=0.25)
+    values = [rate.at(step) for step in range(25)]
+    assert values[17] == pytest.approx(0.25, rel=1e-6)
+    assert values[0] == 0
+    assert values[:18] == sorted({*values[:18]})
+    assert rate(jnp.int32(17)) == pytest.approx(0.25, rel=1e-6)
+    assert rate(jnp.int32(9)) == pytest.approx(values[9], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"warmup_steps": 101}, "warmup_steps=101 steps ends after the 100 steps"),
+        (
+            {"warmup_steps": 91, "lr_schedule_type": "wsd"},
+            "warmup_steps=91 steps ends after the 90 steps",
+        ),
+        ({"warmup_steps": 5, "seesaw_factor": 2.0}, "set warmup_steps_fraction"),
+        (
+            {
+                "warmup_steps": 5,
+                "batch_size_schedule": "auto",
+                "per_device_batch_size_start": 1,
+                "measure_gradient_noise": True,
+            },
+            "needs warmup_steps=null",
+        ),
+    ],
+)
+def test_a_warm_up_in_steps_that_no_schedule_has_is_refused(keys, words):
+    """The error names the key before any work starts."""
+    with pytest.raises(ConfigError, match=words):
+        build_plan(Config(**{"per_device_batch_size": 4, "steps": 100} | keys), 4)
+
+
+def test_the_warm_up_that_is_set_last_counts(tmp_path):
+    """A share on the command line replaces the steps of a file, and the other way."""
+    (tmp_path / "run.yml").write_text("base_config: base.yml\nwarmup_steps: 7\n")
+    file = load_config(tmp_path / "run.yml", ["steps=100"])
+    assert file.warmup_steps == 7
+    line = load_config(tmp_path / "run.yml", ["warmup_steps_fraction=0.3"])
+    assert (line.warmup_steps, line.warmup_steps_fraction) == (None, 0.3)

@@ -106,7 +106,9 @@ def test_a_warm_up_of_a_few_steps_is_said(keys, steps):
     config = Config(**keys)
     plan = build_plan(config, 4)
     assert warmup_steps(plan, config.warmup_steps_fraction) == steps
-    assert f"a warm-up of {steps} steps" in notes_of(**keys)
+    assert f"the warm-up takes {steps} of {keys['steps']} steps" in notes_of(**keys)
+    assert "warmup_steps=10 has them" in notes_of(**keys)
+    assert "the warm-up takes" not in notes_of(**keys, warmup_steps=10)
     assert "fewer than 1 / (1 - adam_b1) = 10" in notes_of(**keys)
     long = notes_of(**(keys | {"warmup_steps_fraction": 0.9}))
     assert "warm-up" not in long
@@ -156,12 +158,14 @@ def test_the_steps_that_a_growth_costs_are_listed_and_compared_with_the_phase():
     plan = build_plan(config, 4)
     warmup, listed, short = hyperparameter_notes(config, plan)
     steps = warmup_steps(plan, config.warmup_steps_fraction)
-    assert warmup == f"the warm-up takes {steps} steps"
+    assert warmup == f"the warm-up takes {steps} of 400 steps"
     assert "16 -> 64 samples 81" in listed
     assert "64 -> 128 samples 38" in listed
     assert "phase 1 has 7 steps" in short
     _, one = hyperparameter_notes(Config(**keys, steps=4000, adam_b2=0.6), plan)
     assert "16 -> 64 samples 2" in one
+    counted = Config(**keys, steps=400, warmup_steps=1)
+    assert hyperparameter_notes(counted, plan)[0] == "the warm-up takes 1 of 400 steps"
     sgd = Config(**keys | {"batch_scaling": "linear"}, opt_type="sgd")
     assert hyperparameter_notes(sgd, plan) == (warmup,)
     constant = Config(per_device_batch_size=4, warmup_steps_fraction=0)

@@ -127,7 +127,7 @@ def test_a_name_that_was_a_key_says_what_replaces_it(tmp_path):
     [
         ("batch-size", "per_device_batch_size is that of one device"),
         ("global_batch_size", "batch_size_schedule='0:N'"),
-        ("warmup_steps", "warmup_steps_fraction is a share"),
+        ("lr_warmup", "warmup_steps_fraction a share"),
     ],
 )
 def test_unknown_key_error_says_that_a_key_is_another_quantity(name, words):

@@ -174,6 +174,7 @@ class RolloutConfig(Settings):
     learning_rate: float = _shared("learning_rate", 1e-3)
     lr_schedule_type: str = _shared("lr_schedule_type", "constant")
     warmup_steps_fraction: float = _shared("warmup_steps_fraction", 0.0)
+    warmup_steps: int | None = _shared("warmup_steps", None)
     learning_rate_final_fraction: float = _shared("learning_rate_final_fraction", 0.1)
     opt_type: str = _shared("opt_type", "adamw")
     skip_nonfinite: int = _shared("skip_nonfinite", 3)
