@@ -20,10 +20,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from rampup.checks.trials import KEY_SETS, R, SingleRowError, Sums, Trials, norm
+from rampup.checks.trials import (
+    KEY_SETS,
+    R,
+    SingleRowError,
+    Sums,
+    Trials,
+    norm,
+    read_by_loss,
+)
 from rampup.engine.batch import Batch
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.state import carried
 from rampup.errors import DataError, LossWarning, a_type
 
 # Trials with moved parameters. The first has them as they are.
@@ -155,20 +162,11 @@ def warn_of_loss(
     """Check the loss of a training step on rows of its first batch, if the state is
     small, and warn of what is wrong.
     """
-    read = (state.params, carried(state), getattr(state, "frozen", None))
-    size = sum(np.size(leaf) for leaf in jax.tree.leaves(read))
+    size = sum(map(np.size, jax.tree.leaves(read_by_loss(state))))
     if jax.process_count() > 1 or size > MAX_NUMBERS:
         return
     try:
-        report = _report(
-            Trials(
-                loss,
-                state,
-                _pick(batch),
-                seed=0,
-                is_quiet=True,
-            )
-        )
+        report = _report(Trials(loss, state, _pick(batch), seed=0, is_quiet=True))
     except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
     ignored = OF_PARTS if sees_whole else ()
@@ -179,11 +177,7 @@ def warn_of_loss(
             " train_step(..., check_loss=False) leaves it out"
         )
         report = LossReport(left, report.tolerance)
-        warnings.warn(
-            f"{report}\n{more}",
-            LossWarning,
-            stacklevel=3,
-        )
+        warnings.warn(f"{report}\n{more}", LossWarning, stacklevel=3)
 
 
 def _pick(rows: Any) -> Any:
@@ -199,89 +193,60 @@ def _pick(rows: Any) -> Any:
     # A tuple of numbers or of dictionaries of them is rows, and one of arrays a batch.
     is_source = isinstance(rows, list) or not any(getattr(x, "ndim", 0) for x in leaves)
     if is_source and not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
-        problem = (
+        raise DataError(
             "rows are arrays with the rows as their first axis, or a source of single"
             f" rows with __len__ and __getitem__, and not {a_type(rows)}"
         )
-        raise DataError(problem)
-    lengths = (
-        {len(rows)} if is_source else {len(x) if np.ndim(x) else 0 for x in leaves}
-    )
-    if len(lengths) > 1:
-        raise DataError(f"arrays of rows have the lengths {sorted(lengths)}, not one")
+    arrays = [rows] if is_source else leaves
+    lengths = {0 if np.isscalar(x) else len(x) for x in arrays}
     size = lengths.pop()
-    if size < 2:
+    if lengths or size < 2:
         raise DataError(
-            "check_loss needs at least two rows, and they should differ: one row cannot"
-            " show whether rows interact"
+            "check_loss needs at least two rows, the same number in all arrays, and"
+            " they should differ: one row cannot show whether rows interact"
         )
-    index = [n % size for n in (0, 1, size // 2, size - 1)]
-    if is_source:
-        return jax.tree.map(
-            lambda *parts: np.stack([np.asarray(part) for part in parts]),
-            *(rows[n] for n in index),
-        )
-    return jax.tree.map(
-        lambda x: np.stack([np.asarray(x[n]) for n in index]),
-        rows,
-    )
+
+    def read(n: int) -> Any:
+        return rows[n] if is_source else jax.tree.map(lambda x: x[n], rows)
+
+    found = [read(n % size) for n in (0, 1, size // 2, size - 1)]
+    return jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *found)
 
 
 class _Rounding:
     """How large a gap may be, by trials with moved parameters."""
 
-    def __init__(
-        self,
-        moved: list[Sums],
-        trials: Trials,
-    ) -> None:
+    def __init__(self, moved: list[Sums], trials: Trials) -> None:
         self._epsilons = trials.epsilons
         # Sums in a narrow type may be cut off, which is the same wherever they are.
-        self._cut = 2 * trials.coarsest
+        self._cut = 2 * trials.device.coarsest
         first = moved[0]
         gradients = [name for name in self._epsilons if _kind(name) == GRADIENT]
         self._largest = max(first.scale(name) for name in gradients)
         # The spread of a few numbers may be small by chance, that of all gradients not.
         self._spreads: dict[str, float] = {}
         for name in self._epsilons:
-            gaps = np.stack([sums.gap(name) for sums in moved])
             # What is finite neither together nor alone is not compared.
-            deviations = np.nan_to_num(gaps).std(0, ddof=1)
-            spread = norm(deviations) / self._scale(name, first)
+            gaps = np.nan_to_num([sums.gap(name) for sums in moved])
+            spread = norm(gaps.std(0, ddof=1)) / self._scale(name, first)
             kind = _kind(name)
-            before = self._spreads.get(kind, 0.0)
-            self._spreads[kind] = max(spread, before)
+            self._spreads[kind] = max(spread, self._spreads.get(kind, 0.0))
 
-    def _scale(
-        self,
-        name: str,
-        sums: Sums,
-    ) -> float:
+    def _scale(self, name: str, sums: Sums) -> float:
         """Return what a gap is compared with. A gradient that is zero but for rounding
         is small beside the others.
         """
-        size = sums.scale(name)
-        if _kind(name) == GRADIENT:
-            size = max(size, 0.1 * self._largest)
-        return size or 1.0
+        least = 0.1 * self._largest if _kind(name) == GRADIENT else 0.0
+        return max(sums.scale(name), least) or 1.0
 
-    def relative(
-        self,
-        name: str,
-        number: int = 1,
-    ) -> float:
+    def relative(self, name: str, number: int = 1) -> float:
         """Return the part of a sum that may be rounding, in the mean of a number of
         trials.
         """
-        spread = self._spreads[_kind(name)]
-        least = self._epsilons[name] ** 0.75
-        return max(least, self._cut) + 8 * spread / number**0.5
+        least = max(self._epsilons[name] ** 0.75, self._cut)
+        return least + 8 * self._spreads[_kind(name)] / number**0.5
 
-    def wrong(
-        self,
-        sums: Sums,
-        number: int = 1,
-    ) -> list[str]:
+    def wrong(self, sums: Sums, number: int = 1) -> list[str]:
         """Return the names of what does not add up."""
         found = []
         for name in self._epsilons:
@@ -301,15 +266,12 @@ def _report(trials: Trials) -> LossReport:
         moved = [trials.run(move=move) for move in range(MOVES)]
     except SingleRowError as error:
         found = f"the loss can be called with {R} rows, but not with one: {error}"
-        return LossReport(
-            (LossProblem("interacting rows", found),),
-            0.0,
-        )
+        return LossReport((LossProblem("interacting rows", found),), 0.0)
     rounding = _Rounding(moved, trials)
     mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *moved)
     wrong = dict.fromkeys(rounding.wrong(mean, MOVES), moved[0])
-    ordered = trials.run(OTHER_ORDER, OTHER_ORDER)
-    further = [ordered]
+    further = [trials.run(OTHER_ORDER, OTHER_ORDER)]
+    orders = moved[0], *further
     if trials.draws:
         starts = range(R, R * (1 + KEY_SETS), R)
         further += [trials.run(keys=range(start, start + R)) for start in starts]
@@ -318,79 +280,76 @@ def _report(trials: Trials) -> LossReport:
     for sums in further:
         wrong = dict.fromkeys(rounding.wrong(sums), sums) | wrong
     unseen = [rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong]
-    hints = _problems(trials, rounding, (moved[0], ordered), wrong) if wrong else {}
-    problems = tuple(LossProblem(kind, found) for kind, found in hints.items())
+    problems = _problems(wrong, _Hints(trials, rounding, orders)) if wrong else ()
     return LossReport(problems, max(unseen, default=0.0))
 
 
-def _problems(
-    trials: Trials,
-    rounding: _Rounding,
-    orders: tuple[Sums, Sums],
-    wrong: dict[str, Sums],
-) -> dict[str, str]:
-    """Return what was found of the names that are wrong, by the hint that fits; `orders`
-    are the rows in their order and in another one.
+class _Hints:
+    """Why something does not add up, by trials of the same rows and of the same keys;
+    `orders` are those of the rows in their order and in another one.
     """
-    first, ordered = orders
-    equal = [trials.run((n,) * R, (0,) * R) for n in (0, R - 1)]
-    alike = trials.run(keys=(0,) * R)
-    # Other keys for all rows but the first, and but the last.
-    others = [
-        trials.run(keys=(0, R, R + 1, R + 2)),
-        trials.run(keys=(R, R + 1, R + 2, R - 1)),
-    ]
 
-    def hint(name: str) -> str:
-        if not np.isfinite(wrong[name].each[name]).all():
+    def __init__(
+        self, trials: Trials, rounding: _Rounding, orders: tuple[Sums, ...]
+    ) -> None:
+        self._trials, (self._first, self._ordered) = trials, orders
+        self._equal = [trials.run((n,) * R, (0,) * R) for n in (0, R - 1)]
+        self._wrong_alike = rounding.wrong(trials.run(keys=(0,) * R))
+        # Other keys for all rows but the first, and but the last.
+        keys = (0, R, R + 1, R + 2), (R, R + 1, R + 2, R - 1)
+        self._others = [trials.run(keys=each) for each in keys]
+
+    def of(self, name: str, sums: Sums) -> str:
+        """Return the hint for a name that does not add up in `sums`."""
+        whole, gap = self._first.whole[name], sums.gap(name)
+        if not np.isfinite(sums.each[name]).all() or self._is_mean(name):
             return "mean"
-        # R equal rows have R times the sum of one, or as much if it is a mean.
-        factors = [_factor(sums, name) for sums in equal]
-        known = [x for x in factors if x is not None]
-        is_mean = bool(known) and all(0 < x < 0.99 * R for x in known)
-        is_symmetric = _are_close(first.whole[name], ordered.whole[name])
-        if is_mean and is_symmetric and max(known) - min(known) < 0.01:
-            return "mean"
-        gap = wrong[name].gap(name)
         # A gap is a difference of sums, and has their rounding.
-        rounded = 4 * R * trials.epsilons[name] * first.scale(name)
-        if all(_are_close(gap, sums.gap(name), rounded) for sums in equal):
+        rounded = 4 * R * self._trials.epsilons[name] * self._first.scale(name)
+        if all(_are_close(gap, equal.gap(name), rounded) for equal in self._equal):
             return "penalty"
         # A loss that ignores all keys draws nothing that matters here.
-        whole = first.whole[name]
-        ignores = [_are_close(whole, sums.whole[name]) for sums in others]
-        has_one = any(ignores) and not all(ignores)
-        if trials.draws and (has_one or name not in rounding.wrong(alike)):
-            return "random key"
-        return "interacting rows"
+        ignores = {_are_close(whole, other.whole[name]) for other in self._others}
+        is_drawn = len(ignores) == 2 or name not in self._wrong_alike
+        return "random key" if self._trials.draws and is_drawn else "interacting rows"
 
+    def _is_mean(self, name: str) -> bool:
+        """Return whether the sum of R equal rows is less than R times that of one, as
+        many times for all rows, and in any order of them.
+        """
+        factors = [factor for x in self._equal if (factor := _factor(x, name)) >= 0]
+        if not factors or not all(0 < x < 0.99 * R for x in factors):
+            return False
+        is_symmetric = _are_close(self._first.whole[name], self._ordered.whole[name])
+        return is_symmetric and max(factors) - min(factors) < 0.01
+
+
+def _problems(wrong: dict[str, Sums], hints: _Hints) -> tuple[LossProblem, ...]:
+    """Return what is wrong, by the hint that fits."""
     # The loss says more than its gradients.
     main = next((name for name in wrong if _kind(name) == "loss_sum"), "")
-    hints: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name in sorted(wrong, key=lambda name: name != main):
-        is_gradient = _kind(name) == GRADIENT
-        kind = hint(main if main and is_gradient else name)
-        hints.setdefault(kind, []).append(name)
-    return {kind: _numbers(names, wrong) for kind, names in hints.items()}
+        said = main if main and _kind(name) == GRADIENT else name
+        found.setdefault(hints.of(said, wrong[said]), []).append(name)
+    return tuple(
+        LossProblem(kind, _numbers(names, wrong[names[0]]))
+        for kind, names in found.items()
+    )
 
 
-def _factor(sums: Sums, name: str) -> float | None:
+def _factor(sums: Sums, name: str) -> float:
     """Return how many times as large the sum of R equal rows is as that of one, 0 if it
-    is no number of times, and None if both are 0.
+    is no number of times, and -1 if both are 0.
     """
     whole, one = sums.whole[name], sums.each[name][0]
     if not whole.any() and not one.any():
-        return None
-    square = float(one @ one) or 1.0
-    factor = float(whole @ one) / square
-    return factor if _are_close(whole, factor * one) else 0.0
+        return -1.0
+    factor = float(whole @ one) / (float(one @ one) or 1.0)
+    return max(factor, 0.0) if _are_close(whole, factor * one) else 0.0
 
 
-def _are_close(
-    left: np.ndarray,
-    right: np.ndarray,
-    rounded: float = 0.0,
-) -> bool:
+def _are_close(left: np.ndarray, right: np.ndarray, rounded: float = 0.0) -> bool:
     allowed = 1e-3 * (norm(left) + norm(right)) + rounded
     return norm(left - right) <= allowed
 
@@ -399,19 +358,17 @@ def _kind(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _numbers(names: list[str], wrong: dict[str, Sums]) -> str:
+def _numbers(names: list[str], sums: Sums) -> str:
     """Return what was evaluated of the first of some names, and the others."""
-    name = names[0]
-    whole, each = wrong[name].whole[name], wrong[name].each[name]
-    others = ", ".join(names[1:6]) + ", ..." * (len(names) > 6)
-    more = f"; also {others}" if others else ""
+    name, *others = names
+    whole, each = sums.whole[name], sums.each[name].sum(0)
+    more = f"; also {', '.join(others[:5])}" if others else ""
     if whole.size > 1:
-        gap = norm(wrong[name].gap(name))
         return (
             f"{name} of {R} rows has the norm {norm(whole):.5g}, and its difference to"
-            f" the sum over each row alone has {gap:.3g}{more}"
+            f" the sum over each row alone has {norm(whole - each):.3g}{more}"
         )
     return (
-        f"{name} is {whole[0]:.6g} for {R} rows, and {each.sum():.6g} as the sum over"
+        f"{name} is {whole[0]:.6g} for {R} rows, and {each[0]:.6g} as the sum over"
         f" each row alone{more}"
     )

@@ -7,6 +7,7 @@ the gradients of the microbatches, each of its own call on one device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,26 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rampup.checks.trials import (
-    coarsest,
-    loss_function,
-    mesh_of_one,
-    norm,
-    signs,
-    trace,
-)
+from rampup.checks.trials import OneDevice, is_real, loss_function, norm, signs
 from rampup.engine.accumulate import per_row_keys
 from rampup.engine.batch import Batch
-from rampup.engine.compile import compile_program
-from rampup.engine.mesh import replicated
 from rampup.engine.state import carried, replace_fields
 from rampup.engine.step import TrainStep
-from rampup.engine.sums import as_summed, fill, floating, sum_of_means
-from rampup.engine.whole import operations
+from rampup.engine.sums import as_summed, sum_of_means
 from rampup.errors import ConfigError
 
 # What the matrix units of a chip may round their operands to.
-_UNITS = {"tpu": 2.0**-8, "gpu": 2.0**-11, "cuda": 2.0**-11, "rocm": 2.0**-11}
+_UNITS = {"tpu": 2.0**-8, "gpu": 2.0**-11}
 
 
 class ParameterCheck(NamedTuple):
@@ -85,23 +76,13 @@ class StepReport:
     def __str__(self) -> str:
         what = f"the step of {self.num_microbatches} microbatches"
         if self.wrong:
-            lines = "\n".join(f"- {parameter}" for parameter in self.wrong)
-            return (
-                f"{what} changes parameters otherwise than without loop and mesh:\n"
-                f"{lines}"
-            )
-        worst = max(
-            self.parameters,
-            key=lambda p: p.difference / p.tolerance,
-        )
+            lines = "".join(f"\n- {parameter}" for parameter in self.wrong)
+            return f"{what} is not that without loop and mesh:{lines}"
+        worst = max(self.parameters, key=lambda p: p.difference / p.tolerance)
         return f"{what} is that without loop and mesh; the largest difference: {worst}"
 
 
-def check_step(
-    step: TrainStep,
-    state: Any,
-    rows: Any,
-) -> StepReport:
+def check_step(step: TrainStep, state: Any, rows: Any) -> StepReport:
     """Compare the compiled step on this machine with the same rows without a loop and
     without a mesh, parameter by parameter.
 
@@ -154,175 +135,95 @@ def check_step(
         "has a state with `mutable`": carried(state) is not None,
         "has a `dynamic_scale`": getattr(state, "dynamic_scale", None) is not None,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(
-                f"check_step cannot compare a step that {reason}; check one without, in"
-                " a program of its own",
-                key="step",
-            )
-    start = int(state.step)
+    for reason in filter(reasons.get, reasons):
+        raise ConfigError(
+            f"check_step cannot compare a step that {reason}; check one without, in"
+            " a program of its own",
+            key="step",
+        )
     if not isinstance(rows, Batch):
+        start = int(state.step)
         rows = next(step.batches(rows, start=start, stop=start + 1))
-    copy = jax.tree.map(
-        lambda x: jax.device_put(x, x.sharding, may_alias=False),
-        state,
+    device = OneDevice(jax.tree.leaves(state.params))
+    plain = _plain_step(step, state, rows, device)
+    copy = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
+    before, own = _arrays(state), _arrays(step(copy, rows)[0])
+    right = _arrays(plain(state))
+    # What may be rounding: parameters that differ from their own as little as the
+    # coarsest type can tell change otherwise too, by what the optimizer makes of it.
+    epsilon = max(device.coarsest, _UNITS.get(jax.default_backend(), 0.0))
+    params = jax.tree.map(
+        lambda x: x + (x * epsilon * signs(x, 1)).astype(x.dtype), state.params
     )
-    found, _ = step(copy, rows)
-    plain = _Plain(step, state, rows)
-    before = _arrays(plain.state)
-    own = _arrays(jax.device_get(found))
-    right = _arrays(plain.step(plain.state))
-    # Parameters as far from their own as the types round.
-    other = plain.moved()
-    moved_from, moved = _arrays(other), _arrays(plain.step(other))
+    near = replace_fields(state, params=params)
+    before_near, right_near = _arrays(near), _arrays(plain(near))
     checks = []
     for name, value in before.items():
         change = right[name] - value
         size = norm(change) or 1.0
-        # Rounding of the gradient, as it is amplified by the optimizer, and of the sum
-        # of parameter and change.
-        amplified = norm(moved[name] - moved_from[name] - change)
-        tolerance = plain.epsilon**0.75 + 3 * amplified / size
-        tolerance += plain.epsilon_of(name) * norm(value) / size
         difference = norm(own[name] - right[name]) / size
-        checks.append(ParameterCheck(name, difference, tolerance))
+        rounded = norm(right_near[name] - before_near[name] - change) / size
+        checks.append(ParameterCheck(name, difference, epsilon**0.75 + 3 * rounded))
     return StepReport(tuple(checks), rows.num_microbatches)
 
 
-class _Plain:
-    """A step without a loop and without a mesh."""
+def _plain_step(
+    step: TrainStep, state: Any, batch: Batch, device: OneDevice
+) -> Callable[[Any], Any]:
+    """Return the function from a state to that after a step without a loop and a mesh:
+    Python adds up the parts of the batch, the rows that a call of the loss sees. Those
+    are the rows of one shard and microbatch, or all: a loss may draw from their first
+    key.
+    """
+    update, number = step._update, batch.num_microbatches * batch.layout.num_rows
+    size = batch.position.split.microbatch_size
+    if getattr(update.loss, "whole_batch", False):
+        size = number
+    index = jnp.arange(number, dtype=jnp.int32).reshape(-1, size)
+    words = jax.random.key_data(per_row_keys(update.key, state.step, index))
+    rows = jax.tree.map(
+        lambda *x: np.concatenate(x).reshape(-1, size, *x[0].shape[2:]), *batch.chunks
+    )
+    parts = [
+        jax.tree.map(lambda x, n=n: x[n], (rows, np.asarray(words)))
+        for n in range(len(index))
+    ]
 
-    def __init__(
-        self,
-        step: TrainStep,
-        state: Any,
-        batch: Batch,
-    ) -> None:
-        self._update = step._update
-        self._segment = step.segment_of(batch.position.segment)
-        self._mesh = mesh_of_one(jax.tree.leaves(state.params))
-        self._loss_fn = loss_function(self._update.loss, "check_step")
-        self.state = jax.device_get(state)
-        number = batch.num_microbatches
-        chunks = jax.device_get(batch.chunks)
-        rows = jax.tree.map(
-            lambda *x: np.concatenate(x)[:number],
-            *chunks,
-        )
-        index = jnp.arange(
-            number * batch.layout.num_rows,
-            dtype=jnp.int32,
-        )
-        index = index.reshape(number, -1)
-        keys = per_row_keys(self._update.key, self.state.step, index)
-        words = np.asarray(jax.random.key_data(keys))
-        # The rows that a call of the loss sees: those of one row shard and microbatch,
-        # or all. A loss may draw from the first key of a part.
-        size = batch.position.split.microbatch_size
-        if getattr(self._update.loss, "whole_batch", False):
-            size = index.size
-        parts = jax.tree.map(
-            lambda x: x.reshape(-1, size, *x.shape[2:]),
-            (rows, words),
-        )
-        self._parts = [
-            jax.tree.map(lambda x, n=n: x[n], parts) for n in range(index.size // size)
-        ]
-        self._programs: dict[Any, Any] = {}
-        # Of the coarsest type of the loss, and of what the chip multiplies in.
-        self.epsilon = _UNITS.get(jax.default_backend(), 0.0)
-
-    def step(self, state: Any) -> Any:
-        """Return the state after a step."""
-        params = state.params
-        sums = [self._run(self._sums, params, *part) for part in self._parts]
-        losses, weights = jax.tree.map(lambda *x: sum(x), *sums)
-        grads = [self._run(self._grads, params, *p, weights) for p in self._parts]
-        mean = jax.tree.map(lambda *x: sum(x), *grads)
-        new = self._run(
-            self._update.run_optimizer,
-            state,
-            fill(mean, params),
-            sum_of_means(losses, weights),
-            self._segment,
-        )
-        return jax.device_get(new)
-
-    def moved(self) -> Any:
-        """Return the state with parameters as far from its own as the types round."""
-
-        def move(x: Any) -> Any:
-            pattern = signs(x.size, 1).reshape(x.shape)
-            return x + (x * self.epsilon * pattern).astype(x.dtype)
-
-        return replace_fields(
-            self.state,
-            params=jax.tree.map(move, self.state.params),
-        )
-
-    def epsilon_of(self, name: str) -> float:
-        """Return that of the type of an array of the state."""
-        return float(jnp.finfo(_leaves(self.state)[name].dtype).eps)
-
-    def _sums(
-        self,
-        params: Any,
-        batch: Any,
-        words: Any,
-    ) -> tuple[Any, Any]:
-        """Return loss and weight of a part of the rows."""
+    def sums(state: Any, rows: Any, words: Any) -> Any:
+        """Return loss and weight of a part."""
+        loss_fn = loss_function(update.bound_loss(state), "check_step")
         keys = jax.random.wrap_key_data(words, impl="threefry2x32")
-        frozen = getattr(self.state, "frozen", None)
-        options = {} if frozen is None else {"frozen": frozen}
-        loss, weight, *_ = self._loss_fn(params, batch, keys, **options)
+        loss, weight, *_ = loss_fn(state.params, rows, keys)
         return jax.tree.map(as_summed, (loss, weight))
 
-    def _grads(
-        self,
-        params: Any,
-        batch: Any,
-        words: Any,
-        weights: Any,
-    ) -> Any:
-        """Return the gradient of the part of a mean that these rows have."""
+    def gradient(state: Any, rows: Any, words: Any, weights: Any) -> Any:
+        """Return the gradient of what a part adds to the mean."""
 
-        def mean(trained: Any) -> Any:
-            losses, _ = self._sums(fill(trained, params), batch, words)
+        def mean(params: Any) -> Any:
+            losses, _ = sums(replace_fields(state, params=params), rows, words)
             return sum_of_means(losses, weights)
 
-        return jax.tree.map(
-            as_summed,
-            jax.grad(mean)(floating(params, params)),
+        return jax.tree.map(as_summed, jax.grad(mean)(state.params))
+
+    def add(trees: list[Any]) -> Any:
+        return jax.tree.map(lambda *x: sum(x), *trees)
+
+    def run(state: Any) -> Any:
+        losses, weights = add([device.run(sums, state, *part) for part in parts])
+        grads = add([device.run(gradient, state, *part, weights) for part in parts])
+        mean, segment = sum_of_means(losses, weights), batch.position.segment
+        return device.run(
+            update.run_optimizer, state, grads, mean, step.segment_of(segment)
         )
 
-    def _run(self, function: Any, *args: Any) -> Any:
-        """Run a function on one device."""
-        args = jax.device_put(args, replicated(self._mesh))
-        name = function.__name__
-        if name not in self._programs:
-            traced = trace(function, self._mesh, args)
-            self.epsilon = max(
-                self.epsilon,
-                coarsest(list(operations(traced.jaxpr))),
-            )
-            self._programs[name] = compile_program(traced.lower())
-        return self._programs[name](*args)
-
-
-def _leaves(state: Any) -> dict[str, np.ndarray]:
-    """Return the floating-point arrays of parameters and optimizer by name."""
-    tree = {"params": state.params, "opt_state": state.opt_state}
-    return {
-        path[0].key + jax.tree_util.keystr(path[1:]): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
+    return run
 
 
 def _arrays(state: Any) -> dict[str, np.ndarray]:
-    """Return these arrays as vectors of float64."""
+    """Return the floating-point arrays of parameters and optimizer, as vectors."""
+    tree = {"params": state.params, "opt_state": state.opt_state}
     return {
-        name: np.asarray(leaf, np.float64).ravel()
-        for name, leaf in _leaves(state).items()
+        path[0].key + jax.tree_util.keystr(path[1:]): np.asarray(x, np.float64).ravel()
+        for path, x in jax.tree.leaves_with_path(tree)
+        if is_real(x.dtype)
     }
