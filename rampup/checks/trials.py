@@ -194,9 +194,8 @@ class Trials:
 
         def halves(arrays: Any, rows: Any) -> Any:
             two = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), rows)
-            sums = jax.vmap(
-                lambda half: self._sums(arrays, *half, np.uint32(0)), axis_name=name
-            )(two)
+            own = functools.partial(self._sums, arrays, move=np.uint32(0))
+            sums = jax.vmap(own, axis_name=name)(*two)
             return jax.tree.map(lambda x: x.sum(0), sums)
 
         rows = self._rows, self._words[:R]
@@ -206,8 +205,8 @@ class Trials:
     def _whole_and_each(self, arrays: Any, batch: Any, words: Any, move: Any) -> Any:
         def single(row: Any) -> Any:
             try:
-                one = jax.tree.map(lambda x: x[None], row)
-                return self._sums(arrays, *one, move)
+                one, word = jax.tree.map(lambda x: x[None], row)
+                return self._sums(arrays, one, word, move)
             except Exception as error:
                 raise SingleRowError(f"{type(error).__name__}: {error}") from error
 
