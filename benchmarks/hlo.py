@@ -85,9 +85,7 @@ def pipeline_loops(hlo: str) -> Loops:
     for visit in program.visits():
         instruction, loops = visit.instruction, visit.loops
         if instruction.opcode == "while":
-            trips[(*loops, instruction.name)] = program.trips(
-                instruction.name, visit.computation.name
-            )
+            trips[(*loops, instruction.name)] = instruction.trips
         permutes[loops] = permutes.get(loops, 0) + (
             instruction.opcode in ("collective-permute", "collective-permute-start")
         )

@@ -149,15 +149,15 @@ def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
 def compile_system(
     name: str, problem: Problem, topology: Topology
 ) -> tuple[Any, int, tuple[int, ...], int]:
-    """Compile a system; return the program, calls in a step, iterations of its open
-    loops, and executables of the ramp.
+    """Compile a system; return the program, calls in a step, iterations of its loops,
+    and executables of the ramp.
     """
     mesh, k, d = (
         make_mesh(devices=topology_devices(topology)),
         NUM_PHASES,
         topology.num_devices,
     )
-    rows = problem.rows * d
+    rows, layers = problem.rows * d, problem.model.num_layers
     plan = RampPlan(
         ramp=BatchRamp.from_schedule(
             " ".join(f"{4 * n * rows}:{(n + 1) * rows}" for n in range(k))
@@ -196,14 +196,15 @@ def compile_system(
         return (
             compile_for(lowered, kind=chip),
             1,
-            step.loop_trips(plan.splits[-1]),
+            (*step.loop_trips(plan.splits[-1]), layers),
             plan.num_compiled_shapes,
         )
     calls, executables, more = 1, 1, ()  # type: int, int, tuple[Any, ...]
+    trips: tuple[int, ...] = (k, layers)
     made: StepFn
     if name == MULTI_STEPS:
         tx, calls = multi_steps(tx, plan), k
-        made, arguments = big_batch(problem, tx), batch(rows)
+        made, arguments, trips = big_batch(problem, tx), batch(rows), (layers,)
     elif name == MICROBATCHING:
         made, arguments, more = (
             microbatched(problem, tx, rows),
@@ -214,11 +215,12 @@ def compile_system(
         made, arguments, executables = scanned(problem, tx), batch(k, rows, within=1), k
     else:
         made, arguments, executables = big_batch(problem, tx), batch(k * rows), k
+        trips = (layers,)
     state = place((params, jax.eval_shape(tx.init, params)), replicated(mesh))
     lowered = jax.jit(made, donate_argnums=0, out_shardings=replicated(mesh)).lower(
         state, arguments, *more
     )
-    return compile_for(lowered, kind=chip), calls, (k,), executables
+    return compile_for(lowered, kind=chip), calls, trips, executables
 
 
 def hours() -> BenchResult:

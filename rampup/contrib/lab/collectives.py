@@ -50,8 +50,6 @@ class Collective(NamedTuple):
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     op_name: str  # the operation of the traced function
     between_slices: bool  # whether it goes over the data-center network
-    # the numbers of those devices that exchange with the first one
-    group: tuple[int, ...]
 
     @property
     def in_loop(self) -> bool:
@@ -100,8 +98,7 @@ def collective_rows(
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for c in collectives:
-        # Collectives over the two sides of a torus differ in the group alone.
-        key = (c.kind, c.axes, c.group, c.group_size, c.in_loop, c.between_slices)
+        key = (c.kind, c.axes, c.group_size, c.in_loop, c.between_slices)
         if key not in rows:
             rows[key] = {
                 "kind": c.kind,
@@ -137,7 +134,6 @@ def _collective(
         operands = computation.operands(made)
         arrays = tuple(array for operand in operands for array in operand.arrays)
     groups = _groups(made, program.num_partitions)
-    has_group = groups and not made.opcode.startswith("collective-permute")
     return Collective(
         kind=kind,
         num_bytes=sum(array.num_bytes for array in arrays),
@@ -149,7 +145,6 @@ def _collective(
         shapes=tuple((array.dtype, array.dims) for array in arrays),
         op_name=made.op_name,
         between_slices=made.opcode == "send",
-        group=tuple(sorted(groups[0].tolist())) if has_group else (),
     )
 
 

@@ -1,19 +1,16 @@
-"""What any compiled step sends, sums and keeps, read from the compiler's own program,
-whatever way of sharding it has.
+"""How often any compiled step reduces its gradients, and what else it exchanges, read
+from the compiler's own program, whatever way of sharding it has.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.contrib.lab.collectives import (
@@ -22,48 +19,15 @@ from rampup.contrib.lab.collectives import (
     collective_rows,
     collectives_of,
 )
-from rampup.contrib.lab.hlo import (
-    REDUCERS,
-    Array,
-    Instruction,
-    Program,
-    Value,
-    Visit,
-)
+from rampup.contrib.lab.hlo import Program
 from rampup.engine.memory import ProgramMemory, program_memory
 from rampup.engine.mesh import axis_names
 from rampup.engine.step import TrainStep
 from rampup.errors import ConfigError, DataError, a_type
 
 _FLOATS = ("f", "bf", "c")
-_SMALL_BYTES = 64 * 1024  # buffers below this size are not worth a remark
 _LISTED = 4
-_EMPTY = 'custom_call_target="AllocateBuffer"'
-# Operations whose result may be one of these operands plus a term, whole or in part.
-_ADDS_TO = {
-    "add": (0, 1),
-    "select": (1, 2),
-    "dynamic-slice": (0,),
-    "slice": (0,),
-    "dynamic-update-slice": (0, 1),
-}
-
-
-class Accumulator(NamedTuple):
-    """An array that a loop adds to in every iteration, starting at zero."""
-
-    loop: str
-    dtype: str
-    dims: tuple[int, ...]
-
-
-class Buffer(NamedTuple):
-    """An argument that stays in memory beside a result of its shape, although that
-    could take its place.
-    """
-
-    name: str
-    num_bytes: int
+Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +37,13 @@ class Inspection:
 
     Attributes:
         num_devices: devices of the program.
-        loop_trips: iterations of the loops whose bound is an argument, as given.
+        loop_trips: iterations of the loops whose trip count is not known, as given.
         collectives: the exchanges between devices, in the order of the program.
         gradient_reductions: the collectives that reduce gradients over the replicas.
-        repeated_reductions: those of them that run in every iteration of a loop that
-            accumulates.
-        repeated_bytes: bytes that they reduce in one iteration of that loop.
-        accumulators: arrays that loops add to.
+        repeated_reductions: those of them that a loop runs, other than a loop over
+            layers, which reduces one layer of a stacked parameter at a time.
         uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run
             is one microbatch.
-        num_donated: arguments whose memory results take over.
-        donated_bytes: their bytes.
-        not_donated: arguments whose memory a result could take over, the largest first.
-        flops: floating-point operations by the compiler, which counts the body of a
-            loop once; None for a program's text.
         memory: memory of a device, or None for a program's text.
         findings: remarks, in sentences.
 
@@ -95,9 +52,6 @@ class Inspection:
         >>> found = inspect(lambda w, x: w + x, jnp.zeros(8), jnp.ones(8))
         >>> print(found)
         no collectives
-        accumulators of loops: none
-        donated: 0 buffers, 0 bytes
-        one iteration of every loop: 8 FLOP
     """
 
     num_devices: int
@@ -105,13 +59,7 @@ class Inspection:
     collectives: tuple[Collective, ...]
     gradient_reductions: tuple[Collective, ...]
     repeated_reductions: tuple[Collective, ...]
-    repeated_bytes: int
-    accumulators: tuple[Accumulator, ...]
     uses_multi_steps: bool
-    num_donated: int
-    donated_bytes: int
-    not_donated: tuple[Buffer, ...]
-    flops: float | None = None
     memory: ProgramMemory | None = None
     findings: tuple[str, ...] = ()
 
@@ -138,22 +86,10 @@ class Inspection:
             "gradient_reductions_in_loops": sum(c.count(trips) for c in repeated),
             "gradient_bytes_in_loops": _num_bytes(repeated, trips),
             "reduces_once": self.reduces_once,
-            "accumulators": self._accumulators_by_type(),
             "uses_multi_steps": self.uses_multi_steps,
-            "donated": {"buffers": self.num_donated, "bytes": self.donated_bytes},
-            "not_donated": [buffer._asdict() for buffer in self.not_donated],
-            "flops": self.flops,
             "memory": memory,
             "findings": list(self.findings),
         }
-
-    def _accumulators_by_type(self) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {}
-        for each in self.accumulators:
-            row = found.setdefault(each.dtype, {"arrays": 0, "bytes": 0})
-            row["arrays"] += 1
-            row["bytes"] += Array(each.dtype, each.dims).num_bytes
-        return found
 
     def __str__(self) -> str:
         lines = [f"- {finding}" for finding in self.findings]
@@ -172,14 +108,6 @@ class Inspection:
                 f"  {row['kind']}  {axes}  {row['group_size'] or 'unknown'} devices"
                 f"  {row['count']:,} times  {row['bytes']:,} bytes  {where}"
             )
-        sums = self._accumulators_by_type().items()
-        arrays = ", ".join(f"{row['arrays']} of {dtype}" for dtype, row in sums)
-        lines += [
-            f"accumulators of loops: {arrays or 'none'}",
-            f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
-        ]
-        if self.flops is not None:
-            lines.append(f"one iteration of every loop: {self.flops:,.4g} FLOP")
         return "\n".join(lines)
 
 
@@ -199,9 +127,10 @@ def inspect(
             and a batch.
         mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if
             it can be seen.
-        loop_trips: iterations of the loops whose bound is an argument of the program,
-            from outside in, such as the number of microbatches of rampup's step; None =
-            1, and for a `TrainStep` those of the batch.
+        loop_trips: iterations of the loops whose trip count the compiler does not
+            state, from outside in: those whose bound is an argument of the program,
+            such as the number of microbatches of rampup's step, and on a TPU all. None
+            = 1, and for a `TrainStep` those of the batch.
 
     Returns:
         The facts of one device and one run of the program, with `findings` in sentences.
@@ -214,11 +143,9 @@ def inspect(
     Example:
         >>> import jax.numpy as jnp
         >>> found = inspect(
-        ...     jax.jit(lambda w, x: w - 0.1 * jnp.sum(x), donate_argnums=0),
-        ...     jnp.zeros(8),
-        ...     jnp.ones(4),
+        ...     jax.jit(lambda w, x: w - 0.1 * jnp.sum(x)), jnp.zeros(8), jnp.ones(4)
         ... )
-        >>> found.num_donated, found.collectives, found.reduces_once
+        >>> found.num_devices, found.collectives, found.reduces_once
         (1, (), True)
     """
     if isinstance(step, TrainStep):
@@ -235,35 +162,22 @@ def inspect(
             "this program is not compiled yet and has no collectives; give"
             " `compiled.as_text()`"
         )
-    trips = _checked_trips(loop_trips)
-    mesh_shape = _mesh_of(program, mesh or _mesh_seen(args))
-    collectives = collectives_of(program, mesh_shape)
-    visits = list(program.visits())
-    accumulators = tuple(_accumulators(program, visits))
-    results = _results(program)
-    reductions = _gradient_reductions(program, collectives, args, accumulators, results)
-    accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
-    repeated = tuple(c for c in reductions if accumulating & set(c.loops))
-    donated = _donated(program)
-    parameters = program.computations[program.entry].parameters
+    collectives = collectives_of(program, _mesh_of(program, mesh or _mesh_seen(args)))
+    axes, shapes = _replica_axes(args), _shapes_of_parameters(program)
+    reductions = [c for c in collectives if _reduces_gradients(c, axes, shapes)]
     found = Inspection(
         num_devices=program.num_partitions,
-        loop_trips=trips,
+        loop_trips=_checked_trips(loop_trips),
         collectives=collectives,
-        gradient_reductions=reductions,
-        repeated_reductions=repeated,
-        repeated_bytes=_bytes_per_iteration(program, visits, repeated, accumulating),
-        accumulators=accumulators,
-        uses_multi_steps=_uses_multi_steps(args, parameters),
-        num_donated=len(donated),
-        donated_bytes=sum(p.num_bytes for p in donated.values()),
-        not_donated=tuple(_not_donated(program, results)),
+        gradient_reductions=tuple(reductions),
+        repeated_reductions=tuple(c for c in reductions if _is_repeated(c, shapes)),
+        uses_multi_steps=any(
+            (each.op_name or each.name).endswith(".mini_step")
+            for each in program.parameters
+        ),
+        memory=None if compiled is None else program_memory(compiled),
     )
-    if compiled is not None:
-        cost = compiled.cost_analysis() or {}
-        memory = program_memory(compiled)
-        found = replace(found, flops=cost.get("flops"), memory=memory)
-    open_loops = max(visit.open_loops for visit in visits)
+    open_loops = max(visit.open_loops for visit in program.visits())
     return replace(found, findings=tuple(_findings(found, open_loops)))
 
 
@@ -308,109 +222,6 @@ def _mesh_of(program: Program, mesh: Mesh | MeshShape | None) -> MeshShape | Non
     return shape
 
 
-def _results(program: Program) -> list[tuple[str, Array]]:
-    """Return name and array of every result."""
-    root = program.computations[program.entry].root
-    names = [root.name] * len(root.arrays)
-    if root.opcode == "tuple":
-        names = list(root.operands)
-    return list(zip(names, root.arrays, strict=False))
-
-
-def _donated(program: Program) -> dict[int, Instruction]:
-    """Return the arguments whose memory results take over, by number."""
-    parameters = program.computations[program.entry].parameters
-    numbers = (n for n in program.aliases.values() if n in parameters)
-    return {number: parameters[number] for number in numbers}
-
-
-def _gradient_reductions(
-    program: Program,
-    collectives: Sequence[Collective],
-    args: Sequence[Any],
-    accumulators: Sequence[Accumulator],
-    results: Sequence[tuple[str, Array]],
-) -> tuple[Collective, ...]:
-    """Return the collectives that reduce gradients over the replicas.
-
-    Gradients are reduced over the axes that shard a batch and no parameter. The
-    training state is the first argument. ZeRO-1 shards the rest of the state over the
-    replicas too.
-    """
-    of_params, of_batch = set[str](), set[str]()
-    for place, arg in enumerate(args):
-        for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
-            for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
-                (of_batch if place else of_params).update(axis_names(part))
-    # Gradients have the shape of an accumulator or of a part of the state: an argument
-    # that is donated, or as large as a result.
-    donated, arrays = _donated(program), {array for _, array in results}
-    parameters = program.computations[program.entry].parameters
-    shapes = [a.dims for a in accumulators] + [
-        p.arrays[0].dims
-        for number, p in parameters.items()
-        if p.arrays and (number in donated or arrays.intersection(p.arrays))
-    ]
-    return tuple(
-        c for c in collectives if _reduces_gradients(c, of_batch - of_params, shapes)
-    )
-
-
-def _bytes_per_iteration(
-    program: Program,
-    visits: Sequence[Visit],
-    repeated: Sequence[Collective],
-    accumulating: set[str],
-) -> int:
-    """Return the bytes of collectives in one iteration of the loop that accumulates.
-    Inside it, a loop over layers reduces the gradients of one layer at a time.
-    """
-    runs = {
-        visit.instruction.name: visit.runs
-        * (program.trips(visit.instruction.name, visit.computation.name) or 1)
-        for visit in visits
-        if visit.instruction.name in accumulating
-    }
-    return sum(
-        c.num_bytes * c.runs // (runs[next(n for n in c.loops if n in runs)] or 1)
-        for c in repeated
-    )
-
-
-def _uses_multi_steps(
-    args: Sequence[Any], parameters: Mapping[int, Instruction]
-) -> bool:
-    """Return whether the state is that of `optax.MultiSteps`, by its type or, in a
-    text, by the names of its parts.
-    """
-    states = jax.tree.leaves(
-        args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
-    )
-    return any(isinstance(x, optax.MultiStepsState) for x in states) or any(
-        (p.op_name or p.name).endswith(".mini_step") for p in parameters.values()
-    )
-
-
-def _not_donated(
-    program: Program, results: Sequence[tuple[str, Array]]
-) -> Iterator[Buffer]:
-    """Yield the arguments that a result of the same shape could replace in memory, the
-    largest first.
-    """
-    free = Counter(
-        (array.dtype, array.dims)
-        for number, (_, array) in enumerate(results)
-        if number not in program.aliases
-    )
-    donated = _donated(program)
-    parameters = program.computations[program.entry].parameters
-    for number, p in sorted(parameters.items(), key=lambda item: -item[1].num_bytes):
-        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
-        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
-            free[key] -= 1
-            yield Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes)
-
-
 def _compile(step: Any, args: Sequence[Any]) -> Any:
     """Return the compiled program of a step."""
     if isinstance(step, TrainStep):
@@ -442,81 +253,47 @@ def _read(source: str | Path) -> str:
         ) from error
 
 
-def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
-    """Yield the loop variables whose new value is the old one plus a term."""
-    for visit in visits:
-        loop = visit.instruction
-        if loop.opcode != "while" or (body := program.body(loop)) is None:
-            continue
-        for index, array in enumerate(loop.arrays):
-            is_sum = (
-                array.dtype.startswith(_FLOATS)
-                and _reaches(program, Value(body, body.root, index)) == 2
-            )
-            if is_sum and _is_zero(
-                program, Value(visit.computation, loop).operand(0, index)
-            ):
-                yield Accumulator(loop=loop.name, dtype=array.dtype, dims=array.dims)
+def _replica_axes(args: Sequence[Any]) -> set[str]:
+    """Return the axes over which gradients are reduced: those that shard a batch and no
+    parameter.
 
-
-def _reaches(program: Program, start: Value) -> int:
-    """Return 2 if the new value of a loop variable, in the body's result, is the old
-    one plus a term, 1 if it is the old.
+    The training state is the first argument. ZeRO-1 shards the rest of the state over
+    the replicas too.
     """
-    found, seen = 0, set[tuple[Any, ...]]()
-    todo = [(start, False)]
-    while todo:
-        value, added = todo.pop()
-        value = program.origin(value)
-        where, made, element, _ = value
-        key = (where.name, made.name, element, added)
-        if key in seen:
-            continue
-        seen.add(key)
-        if (
-            made.opcode == "parameter"
-            and where is start.where
-            and element == start.element
-        ):
-            found = max(found, 1 + added)
-        elif made.opcode == "while" and (body := program.body(made)) is not None:
-            if kept := _reaches(program, Value(body, body.root, element)):
-                todo.append((value.operand(0, element), added or kept == 2))
-        elif made.opcode == "conditional":
-            todo += [(result, added) for result in program.results(value)]
-        elif made.opcode in _ADDS_TO or made.opcode in REDUCERS:
-            operands = _ADDS_TO.get(made.opcode, (element or 0,))
-            todo += [
-                (value.operand(number), added or made.opcode == "add")
-                for number in operands
-            ]
-    return found
+    of_params, of_batch = set[str](), set[str]()
+    for place, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
+            for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
+                (of_batch if place else of_params).update(axis_names(part))
+    return of_batch - of_params
 
 
-def _is_zero(program: Program, value: Value | None) -> bool:
-    """Return whether an array is made of zeros, or is a variable of an outer loop that
-    starts as zeros.
+def _shapes_of_parameters(program: Program) -> set[Dims]:
+    """Return the dimensions of the arguments that a gradient may be of."""
+    return {
+        _signature(array.dims)
+        for each in program.parameters
+        for array in each.arrays
+        if array.dtype.startswith(_FLOATS)
+    }
+
+
+def _signature(dims: Dims) -> Dims:
+    """Return the sorted sizes of the dimensions larger than 1, which a change of layout
+    or a squeeze does not alter.
     """
-    while value is not None:
-        value = program.origin(value)
-        if _EMPTY in value.made.attributes:
-            return (
-                True  # how a TPU program writes zeros that the first iteration selects
-            )
-        if value.made.opcode == "constant":
-            return set(re.sub(r"[^\d.e]", "", value.made.inner)) <= set("0.") and bool(
-                value.made.inner
-            )
-        value = (
-            value.operand(0)
-            if value.made.opcode in ("broadcast", "pad", "slice")
-            else program.initial(value)
-        )
-    return False
+    return tuple(sorted(n for n in dims if n > 1))
+
+
+def _layers(shapes: Iterable[Dims]) -> set[Dims]:
+    """Return the dimensions of one layer of a stacked parameter, as a loop over layers
+    has it.
+    """
+    return {dims[:k] + dims[k + 1 :] for dims in shapes for k in range(len(dims))}
 
 
 def _reduces_gradients(
-    c: Collective, replica_axes: set[str], gradients: Sequence[tuple[int, ...]]
+    c: Collective, replica_axes: set[str], shapes: set[Dims]
 ) -> bool:
     """Return whether a collective reduces gradients over replicas: by its axes, if
     known, or by the shapes of its arrays.
@@ -527,16 +304,17 @@ def _reduces_gradients(
         return False
     if c.axes is not None and replica_axes:
         return bool(replica_axes & set(c.axes))
+    known = shapes | _layers(shapes)
+    return any(_signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
 
-    def signature(dims: tuple[int, ...]) -> tuple[int, ...]:
-        # The sorted sizes of the dimensions larger than 1, which a change of layout or
-        # a squeeze does not alter.
-        return tuple(sorted(n for n in dims if n > 1))
 
-    known = {signature(dims) for dims in gradients}
-    # A loop over layers has one layer of an array at a time.
-    known |= {sizes[:k] + sizes[k + 1 :] for sizes in known for k in range(len(sizes))}
-    return any(signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
+def _is_repeated(c: Collective, shapes: set[Dims]) -> bool:
+    """Return whether a loop repeats a reduction of gradients. Of one layer of stacked
+    parameters at a time, the innermost loop is that over layers.
+    """
+    of_layers = _layers(shapes) - shapes
+    is_layer = all(_signature(dims) in of_layers for _, dims in c.shapes)
+    return len(c.loops) > is_layer
 
 
 def _num_bytes(collectives: Iterable[Collective], trips: Sequence[int]) -> int:
@@ -545,78 +323,32 @@ def _num_bytes(collectives: Iterable[Collective], trips: Sequence[int]) -> int:
 
 def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
     """Yield what to know about a program, in sentences."""
-    yield from _reduction_findings(found)
-    if narrow := {a.dtype for a in found.accumulators} & {"bf16", "f16"}:
-        yield (
-            f"gradients are summed in {' and '.join(sorted(narrow))}, which loses small"
-            " ones after some hundred microbatches"
-        )
-    if found.not_donated:
-        missing = sum(buffer.num_bytes for buffer in found.not_donated)
-        names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
-        yield (
-            f"{missing:,} bytes of arguments are not donated although results could"
-            f" take their place, the largest: {names}"
-        )
-    if open_loops > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
-        yield (
-            "a loop's bound is an argument of the program: counts are those of one"
-            " iteration; give loop_trips"
-        )
-
-
-def _reduction_findings(found: Inspection) -> Iterator[str]:
-    """Yield where gradients are reduced, and how often."""
-    once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
-    total = _num_bytes(_first_sides(found.gradient_reductions), found.loop_trips)
+    trips, repeated = found.loop_trips, found.repeated_reductions
+    once = [c for c in found.gradient_reductions if c not in repeated]
+    num_bytes = _num_bytes(once, trips)
     if found.uses_multi_steps:
         yield (
-            "the state is that of optax.MultiSteps: each call is one microbatch and"
-            f" runs the optimizer, and reduces {total:,} bytes of gradients in every"
-            " microbatch"
+            "the state is that of optax.MultiSteps: each call is one microbatch, with"
+            " the optimizer and all reductions"
         )
-    elif found.repeated_reductions:
-        number = sum(len(c.shapes) for c in found.repeated_reductions)
+    if repeated:
+        arrays = ", ".join(map(_origin, repeated[:_LISTED]))
         yield (
-            f"{number} gradients ({found.repeated_bytes:,} bytes) are reduced"
-            f"{_over(found.repeated_reductions)} in every microbatch, inside the loop"
-            " that adds them up"
+            f"gradients are reduced{_over(repeated)} inside of a loop,"
+            f" {_num_bytes(repeated, trips):,} bytes in a run: {arrays}"
         )
-        other = _num_bytes(once, found.loop_trips)
-        if other > found.repeated_bytes / 100:
-            lost = found.repeated_reductions[:_LISTED]
-            yield (
-                f"other gradients ({other:,} bytes) are reduced once after the loop,"
-                " so these may have lost their reduction tag or local accumulation:"
-                f" {', '.join(map(_origin, lost))}"
-            )
-    elif found.gradient_reductions:
-        if any(math.prod(a.dims) > 1 for a in found.accumulators):
-            yield (
-                f"gradients ({total:,} bytes) are reduced{_over(once)} once, after"
-                " the loop that adds them up"
-            )
-        else:
-            yield (
-                f"gradients ({total:,} bytes in a run) are reduced{_over(once)};"
-                " no loop accumulates"
-            )
-
-
-def _first_sides(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return the collectives without the reduce-scatters that continue another one over
-    the same axes: that of another side of a torus.
-    """
-
-    def continues(c: Collective) -> bool:
-        return c.kind == "reduce-scatter" and any(
-            (o.kind, o.axes) == (c.kind, c.axes)
-            and o.num_bytes == c.num_bytes * o.group_size
-            and o.group != c.group
-            for o in collectives
+    if once:
+        yield f"gradients ({num_bytes:,} bytes in a run) are reduced{_over(once)} once"
+    if repeated and num_bytes > _num_bytes(repeated, trips) / 100:
+        yield (
+            "some gradients are reduced once and some inside of a loop: these may have"
+            " lost their reduction tag or local accumulation"
         )
-
-    return [c for c in collectives if not continues(c)]
+    if open_loops > (0 if set(trips) == {1} else len(trips)):
+        yield (
+            "the iterations of a loop are not known: counts are those of one iteration;"
+            " give loop_trips"
+        )
 
 
 def _origin(c: Collective) -> str:

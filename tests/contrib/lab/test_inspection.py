@@ -43,18 +43,17 @@ def place(mesh, tree, *spec):
     return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
 
-def scan_step(params, batch, *, dtype=jnp.float32):
+def scan_step(params, batch):
     """A step as GSPMD training loops write it: a scan over microbatches that adds
     gradients up.
     """
 
     def add(total, x):
         grads = jax.grad(loss)(params, x)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), None
+        return jax.tree.map(jnp.add, total, grads), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-    grads, _ = jax.lax.scan(add, zeros, batch)
-    return jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), params, grads)
+    grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
 def manual_step(mesh, lost=()):
@@ -102,24 +101,16 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
     facts = found.to_dict()
     assert not found.reduces_once
     assert facts["gradient_bytes_in_loops"] == MICROBATCHES * NUM_BYTES
-    # The matrix products of the network in one iteration: two forward, and three
-    # backward without the input's.
-    assert facts["flops"] >= 5 * (2 * ROWS // 4 * WIDTH * 2 * WIDTH)
     assert {c.axes for c in found.repeated_reductions} == {("data",)}
-    assert facts["accumulators"] == {"f32": {"arrays": 2, "bytes": NUM_BYTES}}
     assert (
-        f"({NUM_BYTES:,} bytes) are reduced over data in every microbatch"
-        in found.findings[0]
+        "gradients are reduced over data inside of a loop,"
+        f" {MICROBATCHES * NUM_BYTES:,} bytes in a run" in found.findings[0]
     )
-    assert not any(
-        "lost" in finding or "summed in" in finding for finding in found.findings
-    )
+    assert not any("lost" in finding for finding in found.findings)
 
 
 def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh):
-    """Without shardings and donation, gradients have the shapes of arguments that are
-    also results.
-    """
+    """Without shardings, gradients have the shapes of arguments."""
 
     def step(params, x):
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
@@ -136,13 +127,30 @@ def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh)
     )
 
 
-def test_inspect_names_a_narrow_type_of_the_accumulators(mesh):
-    """The types of the sums are those of the loop's state; narrow ones get a remark."""
+def test_a_loop_over_layers_reduces_each_layer_once(mesh):
+    """A scan over layers reduces one layer of the stacked parameters at a time; inside
+    of a scan over microbatches it does so again and again.
+    """
+    layers = {"w": jnp.full((5, WIDTH, WIDTH), 0.1)}
+
+    def of_rows(params, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (h @ w, None), x, params["w"])[0] ** 2)
+
+    def step(params, x):
+        grads = jax.grad(of_rows)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    def accumulating(params, batch):
+        return jax.lax.scan(lambda p, x: (step(p, x), None), params, batch)[0]
+
+    rows = place(mesh, jnp.ones((ROWS, WIDTH)), "data")
+    found = rampup.contrib.lab.inspect(jax.jit(step), place(mesh, layers), rows)
+    assert found.reduces_once
+    assert found.to_dict()["gradient_reductions"] in (1, 5)
     found = rampup.contrib.lab.inspect(
-        partial(scan_step, dtype=jnp.bfloat16), place(mesh, PARAMS), batch_of(mesh)
+        jax.jit(accumulating), place(mesh, layers), batch_of(mesh)
     )
-    assert {a.dtype for a in found.accumulators} == {"bf16"}
-    assert any("summed in bf16" in finding for finding in found.findings)
+    assert not found.reduces_once
 
 
 @pytest.mark.parametrize("lost", [(), ("in",), ("out",)])
@@ -159,13 +167,12 @@ def test_inspect_tells_gradients_that_are_reduced_once_from_a_lost_tag(mesh, los
         PARAMS[name].nbytes for name in lost
     )
     shapes = [f"f32[{','.join(map(str, PARAMS[name].shape))}]" for name in lost]
-    said = (
-        "lost their reduction tag" if lost else "reduced over data once, after the loop"
-    )
+    said = "reduced over data inside of a loop" if lost else "reduced over data once"
     assert any(
         said in text and all(shape in text for shape in shapes)
         for text in found.findings
     )
+    assert any("lost their reduction tag" in x for x in found.findings) == bool(lost)
 
 
 @pytest.mark.parametrize("lost", [(), ("out",)])
@@ -231,10 +238,8 @@ def test_inspect_says_that_multi_steps_reduces_in_every_microbatch(mesh):
     found = rampup.contrib.lab.inspect(step, state, x)
     assert found.uses_multi_steps
     assert not found.reduces_once
-    assert (
-        f"reduces {NUM_BYTES:,} bytes of gradients in every microbatch"
-        in found.findings[0]
-    )
+    assert "each call is one microbatch" in found.findings[0]
+    assert f"({NUM_BYTES:,} bytes in a run) are reduced" in found.findings[1]
     text = step.lower(state, x).compile().as_text()
     assert rampup.contrib.lab.inspect(text, mesh=(("data", 4),)).uses_multi_steps
 
@@ -260,36 +265,13 @@ def rampup_step(mesh, **options):
 
 
 def test_inspect_reads_a_train_step(mesh):
-    """The state is donated, the optimizer runs once, and the gradients are reduced once
-    whatever the microbatches.
+    """The gradients are reduced once whatever the microbatches, and the program says
+    its memory.
     """
     found = rampup.contrib.lab.inspect(*rampup_step(mesh))
     assert found.loop_trips == (MICROBATCHES,)
     assert found.reduces_once
-    assert found.not_donated == ()
-    assert found.donated_bytes >= 3 * NUM_BYTES
-    assert found.flops > 0
     assert found.to_dict()["memory"]["total"] > 0
-
-
-def test_inspect_finds_missing_donation(mesh):
-    """The parameters could be donated."""
-    big = {"w": jnp.ones((128, 256))}
-
-    def step(params, batch):
-        def update(params, x):
-            return jax.tree.map(lambda p: p - 0.1 * p * jnp.mean(x), params), None
-
-        return jax.lax.scan(update, params, batch)[0]
-
-    args = place(mesh, big), batch_of(mesh)
-    found = rampup.contrib.lab.inspect(step, *args)
-    assert [buffer.num_bytes for buffer in found.not_donated] == [big["w"].nbytes]
-    assert any("not donated" in text for text in found.findings)
-    assert (
-        rampup.contrib.lab.inspect(jax.jit(step, donate_argnums=0), *args).not_donated
-        == ()
-    )
 
 
 @pytest.mark.parametrize(("loop_trips", "count"), [((3, 5), 15), ((3,), 3), (None, 1)])
@@ -374,4 +356,4 @@ def test_an_inspection_prints_what_the_command_prints(mesh, tmp_path, capsys):
     assert max(map(len, lines)) < 400
     assert main(["inspect", str(tmp_path / "a.txt"), "--mesh", "data=4"]) == 0
     assert capsys.readouterr().out == f"{found}\n"
-    assert found.flops is None
+    assert found.memory is None
