@@ -41,7 +41,7 @@ OPTIONAL = {
     "suggest": "show batch sizes by scaling laws, or starting sizes for RL",
     "design": "design a ramp from the measurements of a run",
     "critical": "find the critical batch size of a run by training branches of it",
-    "tune": "find the largest microbatch that fits and the fastest settings",
+    "tune": "find the largest microbatch that fits, and time it",
     "inspect": "show what a compiled program sends, sums, updates and stores",
     "check": "explain and check another system's configuration",
 }

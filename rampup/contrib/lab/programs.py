@@ -1,4 +1,4 @@
-"""The compiled training steps of one configuration, with their memory and their measured
+"""The compiled training step of one configuration, with its memory and its measured
 times.
 """
 
@@ -8,8 +8,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,21 +26,13 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import Topology
 
-Report = Callable[[str], None]
-ROUNDS, TIMING_SECONDS = 9, 60.0
-
-
-class Timing(NamedTuple):
-    """Times of a step."""
-
-    seconds: float  # the median
-    spread: float  # (slowest - fastest) / median
-    rounds: int  # number of measurements
+# Rounds of a step that is timed, fewer if they take longer than this.
+ROUNDS, TIMING_SECONDS = 9, 30.0
 
 
 class Trial:
-    """The training step of a configuration on these devices, compiled for every
-    microbatch size that the run uses.
+    """The training step of a configuration on these devices, compiled for the one
+    microbatch size that all its phases have.
 
     With a `topology` the devices are those of absent slices, and nothing runs: a
     program fits if their compiler accepts it with at most `limit` bytes.
@@ -48,7 +40,7 @@ class Trial:
     Attributes:
         config: the configuration.
         plan: its plan.
-        programs: the compiled step by microbatch size.
+        program: the compiled step; None if the compiler ran out of memory.
         bytes: what training takes of one device, the step and the prefetched batches;
             infinite if the compiler ran out of memory.
     """
@@ -69,16 +61,21 @@ class Trial:
             sequence_length=config.max_target_length,
             vocab_size=config.vocab_size,
         )
-        self.programs: dict[int, Any] = {}
+        lowered = self.setup.step.lower(
+            self.setup.state_shapes(), self._row, plan.splits[0]
+        )
+        self.program, self.bytes = None, math.inf
         try:
-            for split in self.splits.values():
-                self._compile(split, topology, limit)
+            if topology is None:
+                self.program = compile_program(lowered)
+            else:
+                kind = topology.chip.name
+                self.program = compile_for(lowered, kind=kind, hbm_bytes=limit)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.bytes = math.inf
             return
-        self.bytes = max(map(self._bytes, self.programs))
+        self.bytes = self._bytes()
         if limit is not None:
             # On absent slices the compiler decides what fits: it also recomputes values
             # if memory is short.
@@ -95,51 +92,31 @@ class Trial:
         }
 
     @property
-    def microbatch_size(self) -> int:
-        """The largest microbatch of the run."""
-        return max(split.microbatch_size for split in self.splits.values())
-
-    def _compile(
-        self, split: BatchSplit, topology: Topology | None, limit: int | None
-    ) -> None:
-        """Compile the step for the microbatch size of a split, if it is a new one."""
-        if split.microbatch_size in self.programs:
-            return
-        shapes = self.setup.state_shapes()
-        lowered = self.setup.step.lower(shapes, self._row, split)
-        if topology is None:
-            compiled = compile_program(lowered)
-        else:
-            compiled = compile_for(lowered, kind=topology.chip.name, hbm_bytes=limit)
-        self.programs[split.microbatch_size] = compiled
-
-    @property
     def _row(self) -> Any:
         return jax.tree.map(lambda x: x[0], self._source.read(np.arange(1)))
 
-    def _bytes(self, microbatch_size: int) -> int:
-        rows = microbatch_size * self.plan.max_microbatches[microbatch_size]
+    def _bytes(self) -> int:
+        size = self.plan.splits[0].microbatch_size
+        rows = size * self.plan.max_microbatches[size]
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row))
-        memory = program_memory(self.programs[microbatch_size])
+        memory = program_memory(self.program)
         return memory.total + AHEAD_ON_DEVICE * rows * row_bytes
 
-    def timed_splits(self) -> Iterator[tuple[int, BatchSplit]]:
-        """Yield the splits to time, with the first steps of their phases: for every
-        microbatch size those of the fewest and of the most microbatches.
+    def times(self) -> dict[int, float]:
+        """Return the seconds of a step on synthetic rows with the fewest and with the
+        most microbatches, by the number of microbatches.
         """
-        for size in self.programs:
-            found = {
-                split.num_microbatches: (start, split)
-                for start, split in self.splits.items()
-                if split.microbatch_size == size
-            }
-            for number in sorted({min(found), max(found)}):
-                yield found[number]
+        # All steps share one state, so that it is in memory only once.
+        states = [self.setup.initial_state()]
+        starts = {split.num_microbatches: start for start, split in self.splits.items()}
+        return {
+            number: median_seconds(self._step_of(starts[number], states))
+            for number in sorted({min(starts), max(starts)})
+        }
 
-    def step_of(self, start: int, states: list[Any]) -> Callable[[], None]:
-        """Return a function that runs the optimizer step `start` on synthetic rows and
-        waits for it. The training state is the one in `states`, which all steps share,
-        so that it is in memory only once; its values do not matter.
+    def _step_of(self, start: int, states: list[Any]) -> Callable[[], None]:
+        """Return a function that runs the optimizer step `start` and waits for it. The
+        training state is the one in `states`; its values do not matter.
         """
         batches = step_batches(
             self._source, self.plan, self.setup.mesh, start=start, stop=start + 1
@@ -151,7 +128,7 @@ class Trial:
             np.int32(split.num_pipeline_microbatches),
             np.int32(split.accumulation_steps),
         )
-        program = self.programs[split.microbatch_size]
+        program: Any = self.program
 
         def step() -> None:
             # A language model has nothing frozen.
@@ -160,9 +137,9 @@ class Trial:
 
         return step
 
-    def run_seconds(self, times: Mapping[int, Timing]) -> float:
+    def run_seconds(self, times: Mapping[int, float]) -> float:
         """Return the time of all steps of the run without compilation, from that of
-        some steps by the first steps of their phases; infinite if none was timed.
+        some steps by their number of microbatches; infinite if none was timed.
         """
         starts = [*self.splits, self.plan.total_steps]
         return sum(
@@ -170,46 +147,29 @@ class Trial:
             for start, end in itertools.pairwise(starts)
         )
 
-    def step_seconds(self, split: BatchSplit, times: Mapping[int, Timing]) -> float:
+    def step_seconds(self, split: BatchSplit, times: Mapping[int, float]) -> float:
         """Return the seconds of a step: on a line over the number of microbatches, with
         a constant for the update.
         """
-        points = [
-            (self.splits[start].num_microbatches, timing.seconds)
-            for start, timing in times.items()
-            if self.splits[start].microbatch_size == split.microbatch_size
-        ]
-        if not points:
+        if not times:
             return math.inf
-        (n0, t0), (n1, t1) = points[0], points[-1]
+        (n0, t0), (n1, t1) = min(times.items()), max(times.items())
         slope = t0 / n0 if n0 == n1 else (t1 - t0) / (n1 - n0)
         return max(t0 + slope * (split.num_microbatches - n0), 0.0)
 
 
-def take_turns(
-    steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS
-) -> dict[Any, Timing]:
-    """Time steps, which wait for their results, once a round for about these seconds,
-    after two rounds that are not counted.
+def median_seconds(
+    step: Callable[[], None], *, seconds: float = TIMING_SECONDS
+) -> float:
+    """Return the median time of a step, which waits for its results, after two runs that
+    are not counted.
     """
 
-    def run(step: Callable[[], None]) -> float:
+    def run() -> float:
         start = time.perf_counter()
         step()
         return time.perf_counter() - start
 
-    names = list(steps)
-    # Compiled and warm.
-    one_round = [sum(map(run, steps.values())) for _ in range(2)][-1]
-    rounds = max(min(int(seconds / one_round), ROUNDS), 1)
-    times: dict[Any, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        # Each round begins with another one.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            times[name].append(run(steps[name]))
-    found = {}
-    for name, measured in times.items():
-        median = statistics.median(measured)
-        spread = (max(measured) - min(measured)) / median
-        found[name] = Timing(seconds=median, spread=spread, rounds=rounds)
-    return found
+    run()  # compiled and warm from here on
+    rounds = max(min(int(seconds / run()), ROUNDS), 1)
+    return statistics.median(run() for _ in range(rounds))

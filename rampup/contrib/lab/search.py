@@ -1,16 +1,15 @@
-"""Find the largest microbatch that fits in memory and the settings that make the run
-fastest.
+"""Find the largest microbatch that fits in memory, and time it.
 
 `tune` tries configurations that leave the ramp unchanged and only split its batches
-differently. Their programs are compiled and not run, smallest microbatch first, so
-nothing runs out of memory. Those with the largest microbatches that fit then run a few
-steps on synthetic rows, and the measured times rank them. With a topology nothing runs:
-a configuration fits if the compiler for these absent TPU slices accepts its programs.
+differently, all of them into one microbatch size. Their programs are compiled and not
+run, smallest microbatch first, so nothing runs out of memory. The one with the largest microbatch that fits then runs a
+few steps on synthetic rows. With a topology nothing runs: a configuration fits if the
+compiler for these absent TPU slices accepts its program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -20,10 +19,10 @@ import jax
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
 from rampup.contrib.lab.largest import MARGIN, largest_of, memory_limit
-from rampup.contrib.lab.programs import Report, Timing, Trial, take_turns
+from rampup.contrib.lab.programs import Trial
 from rampup.contrib.lab.topology import compiler_version, topology_devices
 from rampup.engine.compile import enable_compilation_cache
-from rampup.engine.memory import peak_bytes, room_to_run
+from rampup.engine.memory import room_to_run
 from rampup.errors import ConfigError, RampupError
 from rampup.lm.train import unconstrained
 from rampup.plan.numbers import (
@@ -35,10 +34,6 @@ from rampup.plan.numbers import (
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
-# Relative differences of times below this are ties. The configuration with fewer
-# programs then wins.
-TIE_TOLERANCE = 0.05
-NEAR_THE_TOP = 3  # the largest microbatches that are worth timing
 # Of `RampPlan.phase_rows`.
 PHASE_KEYS = (
     "start_step",
@@ -48,10 +43,9 @@ PHASE_KEYS = (
     "num_pipeline_microbatches",
     "microbatch_size",
 )
+Report = Callable[[str], None]
 # The result as JSON: docs/reference/json_output.md says what its keys mean.
 Facts = dict[str, Any]
-# Of a trial, by the first steps of the phases that were timed.
-Times = Mapping[int, Timing]
 
 
 def tune(
@@ -83,10 +77,8 @@ def tune(
         devices = topology_devices(slices)
         margin = Fraction(0)  # the compiler itself keeps what it needs
     usable = int(limit * (1 - margin))
-    search = _Search(config, devices, usable, slices, report)
-    largest, next_larger = search.run()
-    timed = [] if slices else search.worth_timing()
-    times = _times(timed, report)
+    trials, next_larger = _search(config, devices, usable, slices, report)
+    fitting = [size for size, trial in trials.items() if trial.bytes <= usable]
     facts: Facts = {
         "device": devices[0].device_kind,
         "num_devices": len(devices),
@@ -94,25 +86,32 @@ def tune(
         "memory_is_named": memory_gib is not None,
         "margin": float(margin),
         "usable_bytes": usable,
-        "largest_microbatch": largest,
+        "largest_microbatch": max(fitting, default=None),
         "next_larger": next_larger,
-        "measured_peak_bytes": peak_bytes(devices) if times else None,
         "candidates": [
-            _candidate(trial, times.get(id(trial), {}), usable)
-            for trial in sorted(search.trials, key=lambda each: each.microbatch_size)
+            {
+                "microbatch_size": size,
+                "bytes": finite_or_none(trial.bytes),
+                "fits": size in fitting,
+            }
+            for size, trial in sorted(trials.items())
         ],
         "settings": None,
         "run_seconds": None,
         "phases": [],
-        "alternatives": [],
-        "notes": [],
     }
     if slices is not None:
         facts["topology"] = slices.name
         facts["compiled_for"] = f"{NOT_RUN_ON}, so no time is known"
         facts["compiler"] = compiler_version()
-    if fitting := timed or search.fitting():
-        facts |= _recommended(config, fitting, times)
+    if fitting:
+        best, times = trials[max(fitting)], dict[int, float]()
+        if slices is None and best.bytes <= room_to_run(devices):
+            report(f"timing the microbatch of {max(fitting):,}")
+            times = best.times()
+        facts["settings"] = _changes(config, best.config)
+        facts["run_seconds"] = finite_or_none(best.run_seconds(times))
+        facts["phases"] = _phases(best, times)
     return facts
 
 
@@ -169,113 +168,57 @@ def problem_of(facts: Facts) -> ConfigError | None:
     )
 
 
-class _Search:
-    """The configurations that were compiled, as `trials`."""
-
-    def __init__(
-        self,
-        config: Config,
-        devices: Sequence[jax.Device],
-        usable: int,
-        topology: Topology | None,
-        report: Report,
-    ) -> None:
-        self.trials: list[Trial] = []
-        self._config, self._devices, self._report = config, devices, report
-        self._usable, self._topology = usable, topology
-        self._plan = build_plan(config, len(devices))
-
-    def run(self) -> tuple[int | None, int | None]:
-        """Compile configurations; return the largest microbatch that fits, and the next
-        one, which was tried and does not; None if there is none.
-        """
-        shared = one_shape(self._config, self._plan)
-        if not shared:
-            raise ConfigError(
-                "no microbatch_size splits every phase and leaves the ramp unchanged",
-                key="microbatch_size",
-            )
-        largest, larger = largest_of(
-            sorted(shared), lambda size: self._fits(shared[size])
+def _search(
+    config: Config,
+    devices: Sequence[jax.Device],
+    usable: int,
+    topology: Topology | None,
+    report: Report,
+) -> tuple[dict[int, Trial], int | None]:
+    """Compile configurations; return them by their microbatch, and the next one after
+    those that fit, which was tried and does not; None if there is none.
+    """
+    made = one_shape(config, build_plan(config, len(devices)))
+    if not made:
+        raise ConfigError(
+            "no microbatch_size splits every phase and leaves the ramp unchanged",
+            key="microbatch_size",
         )
-        if largest is None:
-            return None, larger
-        final = two_shapes(self._config, self._plan, largest)
-        last, beyond = largest_of(sorted(final), lambda size: self._fits(final[size]))
-        return last or largest, beyond or larger
+    limit = None if topology is None else usable
+    trials: dict[int, Trial] = {}
 
-    def _fits(self, config: Config) -> bool:
-        plan = build_plan(config, len(self._devices))
-        limit = None if self._topology is None else self._usable
-        trial = Trial(config, plan, self._devices, topology=self._topology, limit=limit)
-        self.trials.append(trial)
-        self._report(
-            f"microbatch of {trial.microbatch_size:,}: {trial.bytes / 2**20:,.1f} MiB"
-        )
-        return trial.bytes <= self._usable
+    def fits(size: int) -> bool:
+        plan = build_plan(made[size], len(devices))
+        trial = Trial(made[size], plan, devices, topology=topology, limit=limit)
+        trials[size] = trial
+        report(f"microbatch of {size:,}: {trial.bytes / 2**20:,.1f} MiB")
+        return trial.bytes <= usable
 
-    def fitting(self) -> list[Trial]:
-        """Return the trials that fit, those of the configuration's own policy first,
-        then those with the largest microbatches.
-        """
-        found = [trial for trial in self.trials if trial.bytes <= self._usable]
-        own = self._config.rampup_microbatch
-        return sorted(
-            found,
-            key=lambda each: (
-                each.config.rampup_microbatch != own,
-                -each.microbatch_size,
-            ),
-        )
-
-    def worth_timing(self) -> list[Trial]:
-        """Return the fitting trials with the largest microbatches that can run here."""
-        room = room_to_run(self._devices)
-        found = [trial for trial in self.fitting() if trial.bytes <= room]
-        kept: list[Trial] = []
-        for policy in ("fixed", "auto"):
-            same = [each for each in found if each.config.rampup_microbatch == policy]
-            kept += same[:NEAR_THE_TOP]
-        return [trial for trial in found if trial in kept]
+    _, larger = largest_of(sorted(made), fits)
+    return trials, larger
 
 
 def one_shape(config: Config, plan: RampPlan) -> dict[int, Config]:
-    """Return `fixed` with every microbatch size that divides every phase, by that."""
+    """Return the configuration with every microbatch size that divides every phase, by
+    that size.
+    """
     found = {}
     for size in unconstrained(plan.splitter).legal_microbatches(plan.ramp.sizes):
         for accumulation in (config.gradient_accumulation_steps, 1):
-            made = _split_by(config, plan, "fixed", size, accumulation)
+            made = _split_by(config, plan, size, accumulation)
             if made is not None and size not in found:
                 found[size] = made
     return found
 
 
-def two_shapes(config: Config, plan: RampPlan, largest: int) -> dict[int, Config]:
-    """Return `auto`, with a microbatch size of at most `largest` for the ramp and a
-    larger one for the phase after it, by the latter.
-    """
-    splitter, last = unconstrained(plan.splitter), plan.ramp.sizes[-1]
-    shared = splitter.legal_microbatches(plan.ramp.sizes)
-    found = {}
-    for size in splitter.legal_microbatches([last]):
-        # The accumulation applies to every phase, so the largest shared size may be too
-        # large for the first.
-        accumulation = splitter.largest_microbatch(last) // size
-        for of_ramp in shared:
-            if of_ramp <= largest < size:
-                made = _split_by(config, plan, "auto", of_ramp, accumulation)
-                found |= {} if made is None else {size: made}
-    return found
-
-
 def _split_by(
-    config: Config, plan: RampPlan, policy: str, size: int, accumulation: int
+    config: Config, plan: RampPlan, size: int, accumulation: int
 ) -> Config | None:
     """Return the configuration with other microbatches if it is legal and leaves the
     ramp unchanged.
     """
     settings: dict[str, Any] = {
-        "rampup_microbatch": policy,
+        "rampup_microbatch": "fixed",
         "microbatch_size": size,
         "gradient_accumulation_steps": accumulation,
     }
@@ -293,88 +236,9 @@ def _split_by(
     except RampupError:
         return None
     # An evaluation in larger microbatches would be a program that nobody has compiled.
-    largest = max(split.microbatch_size for split in found.splits)
     evaluation = found.eval_split
-    is_small = evaluation is None or evaluation.microbatch_size <= largest
+    is_small = evaluation is None or evaluation.microbatch_size <= size
     return made if is_small and found.ramp.phases == plan.ramp.phases else None
-
-
-def _times(trials: Sequence[Trial], report: Report) -> dict[int, Times]:
-    """Return the times of the trials, by their `id`."""
-    if not trials:
-        return {}
-    sizes = ", ".join(f"{trial.microbatch_size:,}" for trial in trials)
-    report(f"timing microbatches of {sizes}")
-    states = [trials[0].setup.initial_state()]
-    steps = {
-        (id(trial), start): trial.step_of(start, states)
-        for trial in trials
-        for start, _ in trial.timed_splits()
-    }
-    found: dict[int, dict[int, Timing]] = {id(trial): {} for trial in trials}
-    for (trial, start), timing in take_turns(steps).items():
-        found[trial][start] = timing
-    return dict(found)
-
-
-def _candidate(trial: Trial, times: Times, usable: int) -> Facts:
-    """Return what is known of a configuration, with the times of a step of the last
-    phase that was timed.
-    """
-    row: Facts = {
-        "rampup_microbatch": trial.config.rampup_microbatch,
-        "microbatch_size": trial.microbatch_size,
-        "bytes": finite_or_none(trial.bytes),
-        "fits": trial.bytes <= usable,
-        "step_seconds": None,
-        "spread": None,
-        "rounds": None,
-        "tokens_per_second": None,
-    }
-    if times:
-        start, timing = max(times.items())
-        tokens = trial.splits[start].global_batch_size * trial.config.max_target_length
-        row |= timing._asdict()
-        row["step_seconds"] = row.pop("seconds")
-        row["tokens_per_second"] = tokens / timing.seconds
-    return row
-
-
-def _recommended(
-    config: Config, trials: Sequence[Trial], times: Mapping[int, Times]
-) -> Facts:
-    """Return the facts about the fastest of the trials, of ties that with the fewest
-    programs, then the earliest; the first if no time is known.
-    """
-    seconds = [trial.run_seconds(times.get(id(trial), {})) for trial in trials]
-    limit = min(seconds) * (1 + TIE_TOLERANCE)
-    tied = [trial for trial, own in zip(trials, seconds, strict=True) if own <= limit]
-    chosen = min(tied, key=lambda trial: len(trial.programs))
-    rows = [
-        {
-            "settings": _changes(config, trial.config),
-            "executables": len(trial.programs),
-            "run_seconds": finite_or_none(own),
-        }
-        for trial, own in zip(trials, seconds, strict=True)
-    ]
-    best = rows.pop(trials.index(chosen))
-    spread = max(
-        (each.spread for own in times.values() for each in own.values()), default=0.0
-    )
-    notes = []
-    if spread > TIE_TOLERANCE:
-        notes.append(
-            f"the times vary by up to {spread:.0%}, so which settings are faster is not"
-            " certain; tune again on a quiet machine"
-        )
-    return {
-        "settings": best["settings"],
-        "run_seconds": best["run_seconds"],
-        "phases": _phases(chosen, times.get(id(chosen), {})),
-        "alternatives": rows,
-        "notes": notes,
-    }
 
 
 def _changes(config: Config, made: Config) -> dict[str, Any]:
@@ -386,7 +250,7 @@ def _changes(config: Config, made: Config) -> dict[str, Any]:
     return found
 
 
-def _phases(trial: Trial, times: Times) -> list[Facts]:
+def _phases(trial: Trial, times: dict[int, float]) -> list[Facts]:
     """Return the phases of a configuration, with memory and speed."""
     phases = []
     for split, row in zip(trial.plan.splits, trial.plan.phase_rows(), strict=True):

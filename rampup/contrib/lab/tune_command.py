@@ -1,6 +1,4 @@
-"""`rampup tune`: the largest microbatch that fits in memory, and the fastest
-settings.
-"""
+"""`rampup tune`: the largest microbatch that fits in memory, and its speed."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
 from rampup.plan.describe import PHASE_TITLES
-from rampup.show.console import PLAIN, print_notes, print_table
+from rampup.show.console import PLAIN, print_table
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
@@ -32,7 +30,7 @@ TUNE = {
 
 
 def tune(args: argparse.Namespace) -> Result:
-    """Search for the sizes that fit and are fastest."""
+    """Search for the largest size that fits."""
     config = rampup.load_config(args.config, args.overrides, environ=os.environ)
     if args.topology is not None:
         from rampup.contrib.lab.topology import use_cpu_as_host
@@ -77,26 +75,17 @@ def print_tuning(found: Facts, console: Console) -> None:
             f"{found['topology']}, {found['compiled_for']}; {found['compiler']}"
         )
     console.print(_largest(found))
-    titles = ("micro-\nbatch", "", "memory", "step", "tokens/s", "")
     rows = [
         (
             f"{row['microbatch_size']:,}",
-            row["rampup_microbatch"],
             _memory(row),
-            _step(row),
-            _rate(row),
             "fits" if row["fits"] else "does not fit",
         )
         for row in found["candidates"]
     ]
-    print_table(console, titles, rows)
+    print_table(console, ("micro-\nbatch", "memory", ""), rows)
     if found["settings"] is not None:
         _print_settings(found, console)
-    if (peak := found["measured_peak_bytes"]) is not None:
-        console.print(
-            f"the devices had {format_bytes(peak)} in use at most while steps ran"
-        )
-    print_notes(found["notes"], console)
 
 
 def _largest(found: Facts) -> str:
@@ -112,9 +101,13 @@ def _largest(found: Facts) -> str:
 
 
 def _print_settings(found: Facts, console: Console) -> None:
-    """Print the recommended settings, their phases and the alternatives."""
-    seconds = _seconds(found)
-    console.print(f"recommended: {_words(found['settings'])}; the run: {seconds}")
+    """Print the recommended settings and their phases."""
+    pairs = (f"{key}={value}" for key, value in found["settings"].items())
+    words = " ".join(pairs) or "the configuration as it is"
+    seconds = "not timed"
+    if found["run_seconds"] is not None:
+        seconds = f"{format_value(found['run_seconds'])} s"
+    console.print(f"recommended: {words}; the run: {seconds}")
     phases = found["phases"]
     columns = ["global_batch_size", "per_device_batch_size", "accumulation_steps"]
     if any(row["num_pipeline_microbatches"] > 1 for row in phases):
@@ -131,33 +124,10 @@ def _print_settings(found: Facts, console: Console) -> None:
         for number, row in enumerate(phases)
     ]
     print_table(console, titles, rows)
-    for other in found["alternatives"]:
-        console.print(
-            f"alternative: {_words(other['settings'])}; the run: {_seconds(other)};"
-            f" compiled programs: {other['executables']}"
-        )
-
-
-def _words(settings: Facts) -> str:
-    pairs = (f"{key}={value}" for key, value in settings.items())
-    return " ".join(pairs) or "the configuration as it is"
-
-
-def _seconds(found: Facts) -> str:
-    if found["run_seconds"] is None:
-        return "not timed"
-    return f"{format_value(found['run_seconds'])} s"
 
 
 def _memory(row: Facts) -> str:
     return "too much" if row["bytes"] is None else format_bytes(row["bytes"])
-
-
-def _step(row: Facts) -> str:
-    """Return the time of a step, and by how much it varied."""
-    if row["step_seconds"] is None:
-        return ""
-    return f"{row['step_seconds'] * 1000:,.4g} ms +-{row['spread']:.0%}"
 
 
 def _rate(row: Facts) -> str:

@@ -57,7 +57,7 @@ def compile_base(name, *settings, microbatch_size=4):
         )
     plan = rampup.build_plan(config, topology.num_devices)
     trial = Trial(config, plan, topology_devices(topology), topology=topology)
-    compiled = trial.programs[microbatch_size]
+    compiled = trial.program
     mesh = tuple((str(name), size) for name, size in trial.setup.mesh.shape.items())
     collectives = collectives_of(Program(compiled.as_text()), mesh)
     memory = program_memory(compiled)
