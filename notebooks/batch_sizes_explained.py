@@ -393,7 +393,7 @@ plt.show()
 # ## Sizes for your memory
 #
 # `rampup tune` compiles the training step of a configuration for several microbatch sizes, reads the memory of each
-# compiled program, and times those that fit. The search itself never runs out of memory. Here the model is tiny, and
+# compiled program, and times the largest that fits. The search itself never runs out of memory. Here the model is tiny, and
 # so is the assumed memory of the device. This is the slowest cell of the notebook.
 
 # %%
@@ -417,7 +417,7 @@ with contextlib.redirect_stdout(io.StringIO()) as printed:
     main(["tune", str(folder / "tiny.yml"), "--memory-gib", DEVICE_GIB, "--json"])
 tuned = json.loads(printed.getvalue())
 print("largest microbatch that fits:", tuned["largest_microbatch"])
-print("settings of the fastest run:", tuned["settings"])
+print("settings with it:", tuned["settings"])
 print("bytes of a device that may be used:", tuned["usable_bytes"])
 for trial in tuned["candidates"]:
     print("microbatch of", trial["microbatch_size"], "takes", trial["bytes"])
