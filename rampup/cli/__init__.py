@@ -81,6 +81,9 @@ GONE_OPTIONS = {
     ),
     "cost-per-prompt": "rampup.contrib.rl.noise.advice_from_line takes it",
     "tuned": ("multiply the tuned rate by the square root of the ratio of the batches"),
+    "multiples": "--batches names the batches of the branches, in samples",
+    "tolerance": "the critical batch is the one that needs 20% more tokens",
+    "work": "the result of `rampup critical` is in RUN.critical next to the run",
     "memory-options": (
         "set a key that saves memory, such as remat_policy=full, and tune again"
     ),

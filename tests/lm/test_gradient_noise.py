@@ -150,8 +150,8 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
     """
     summary, lines, folder = whole
     config, record = _find_run(folder / "run", None)
-    branches = _Branches(config, record, (1, 2), None)
     size = int(summary.batch_size_schedule.split(":")[-1])
+    branches = _Branches(config, record, (size, 2 * size), None)
     assert branches.window.sizes == (size, 2 * size)
     assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
     assert branches.run_plan.position(summary.steps).consumed_samples == sum(

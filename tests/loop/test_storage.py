@@ -375,7 +375,7 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
     assert not [name for name in contents(objects) if name.endswith(LOCK_FILE)]
     assert rampup.load(str(folder)).step == 5
     measured = rampup.contrib.lab.find_critical_batch_size(
-        str(folder), multiples=(1, 2), tokens=1024
+        str(folder), batches=(8, 16), tokens=1024
     )
-    assert str(measured.folder).startswith("gs://bucket/runs/demo.critical/step-5-")
-    assert (measured.folder / "result.json").exists()
+    assert str(measured.file) == "gs://bucket/runs/demo.critical/step-5/result.json"
+    assert measured.file.exists()

@@ -3,19 +3,15 @@
 
 The branches are the phases of one plan, one after the other, and each phase reads the
 same samples: step, data and compilation are those of any ramp. The run's folder is only
-read. The evaluations of every complete branch are kept in a folder next to it, so that
-an interrupted measurement goes on with the branch that was interrupted.
-`rampup.contrib.lab.critical` judges the branches.
+read; the result is kept in a folder next to it. `rampup.contrib.lab.critical` judges the
+branches.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ from rampup.config.load import load_config
 from rampup.config.resume import plan_to_resume
 from rampup.config.schema import Config
 from rampup.contrib.lab.critical import (
-    DEFAULT_MULTIPLES,
     Bound,
     BranchResult,
     BranchWindow,
@@ -57,14 +52,12 @@ from rampup.lm.train import (
     unconstrained,
 )
 from rampup.loop.checkpoint import (
-    CHECKSUMS_FILE,
     checkpoint_steps,
     damage,
     find_checkpoint,
     read_record,
     read_state,
 )
-from rampup.loop.lock import own_run
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
@@ -72,18 +65,20 @@ from rampup.loop.run_folder import (
     CRITICAL_SUFFIX,
     METRICS_FILE,
     absolute_path,
-    is_bucket,
     read_lines,
     write_whole,
 )
 from rampup.plan.learning_rate import RateRule, learning_rate_scale
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
-from rampup.plan.numbers import finite_or_none, nearest_in, plain_number
+from rampup.plan.numbers import nearest_in
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
 REPORTS_PER_BRANCH = 4  # lines of progress
+# Quarters of the run's batch that the branches have by default, as far as these are
+# legal.
+QUARTERS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +87,10 @@ class CriticalBatch:
 
     Attributes:
         branches: the branches, smallest batch first.
-        decisive: whether the window could tell a batch that wastes half of its samples
-            from one that wastes none: the gain is above three of its standard errors,
-            and the tolerance is at most half of the gain and at least two standard
-            errors of every branch that has not clearly lost. If not, the next three
-            are None.
+        decisive: whether the window could tell a batch that needs 20% more tokens from
+            one that needs none: the gain is above three of its standard errors, and the
+            tolerance at least two standard errors of every branch that has not clearly
+            lost. If not, the next three are None.
         critical_batch_size: the largest batch, in samples, whose loss is within the
             tolerance.
         bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was
@@ -106,12 +100,13 @@ class CriticalBatch:
         gain: nats by which the window lowered the loss of the smallest branch; None if
             that is not finite.
         learning_rates: of each branch.
-        tolerance: nats by which a branch may be worse than a smaller one.
+        tolerance: nats by which a branch may be worse than a smaller one: a sixth of the
+            gain, which a batch loses that needs 20% more tokens.
         tokens: tokens that every branch trained on.
         noise_scale_samples: the gradient noise scale that the run last measured before
             the checkpoint, or None.
         num_compilations: executables built for the training step.
-        folder: the folder of the measurement.
+        file: the result, beside the run's folder.
     """
 
     step: int
@@ -126,21 +121,15 @@ class CriticalBatch:
     tokens: int
     noise_scale_samples: NoiseEstimate | None
     num_compilations: int
-    folder: Path
+    file: Path
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as `rampup critical --json` prints it."""
-        branches = []
-        for branch, rate in zip(self.branches, self.learning_rates, strict=True):
-            row = {"multiple": plain_number(branch.multiple)}
-            for name in (
-                "global_batch_size",
-                "loss",
-                "standard_error",
-                "token_overhead",
-            ):
-                row[name] = getattr(branch, name)
-            branches.append(row | {"learning_rate": rate})
+        names = ("global_batch_size", "loss", "standard_error", "token_overhead")
+        branches = [
+            {name: getattr(branch, name) for name in names} | {"learning_rate": rate}
+            for branch, rate in zip(self.branches, self.learning_rates, strict=True)
+        ]
         facts = {"step": self.step, "branches": branches}
         for name in (
             "decisive",
@@ -170,32 +159,26 @@ def find_critical_batch_size(
     run: str | Path,
     *,
     step: int | None = None,
-    multiples: Sequence[object] | None = None,
+    batches: Sequence[int] | None = None,
     tokens: int | None = None,
-    tolerance: float | None = None,
-    work_folder: str | Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> CriticalBatch:
     """Find the critical batch size of a run of `rampup train` by training branches from
     one of its checkpoints.
 
-    Each branch has the run's batch times a multiple, and the run's learning rate at the
-    checkpoint, held constant, times the square root of the multiple with AdamW, or the
-    multiple with SGD. The run may be training: its folder is only read.
+    Each branch has the run's learning rate at the checkpoint, held constant, times the
+    square root of its batch by that of the run with AdamW, or times this ratio itself
+    with SGD. The run may be training: its folder is only read. The result is written to
+    RUN.critical next to it.
 
     Args:
         run: the folder of the run.
         step: optimizer steps done in the checkpoint; None = the newest intact one.
-        multiples: factors of the run's batch at the checkpoint; numbers or text such as
-            "1/2". None = 1, 2, 4, 8, and those of 1/4 and 1/2 that give a legal batch.
+        batches: global batch sizes of the branches; None = those of 1/4, 1/2, 1, 2, 4
+            and 8 times the run's batch at the checkpoint that are legal.
         tokens: tokens that each branch trains on, rounded up to whole steps of all
             branches; None = so many that the loss curve of the run promises a gain of
             0.02 nats, and at least 20 optimizer steps of the largest branch.
-        tolerance: nats by which the loss of a larger batch may be above that of a
-            smaller one; None = a sixth of the gain, which a batch loses that needs 20%
-            more tokens.
-        work_folder: folder for the evaluations of branches; None = RUN.critical next
-            to the run's folder.
         report: called with each line of progress.
 
     Returns:
@@ -203,17 +186,12 @@ def find_critical_batch_size(
 
     Raises:
         RampupError: the run cannot be branched like this.
-        KeyboardInterrupt: it was interrupted; the same call goes on with the branch.
 
     Example:
         >>> find_critical_batch_size("runs/nothing")
         Traceback (most recent call last):
         rampup.errors.ConfigError: .../runs/nothing has no checkpoint to branch from; ...
     """
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
-        raise ConfigError(
-            f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(0.01,)
-        )
     folder = absolute_path(run, follow=False)
     config, record = _find_run(folder, step)
     step = record["step"]
@@ -223,18 +201,17 @@ def find_critical_batch_size(
         for line in lines
         if isinstance(line.get("loss"), float)
     ]
-    branches = _Branches(config, record, multiples, tokens, curve)
+    branches = _Branches(config, record, batches, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
-    work = _work_folder(folder, work_folder, branches)
     window, length = branches.window, config.max_target_length
     report(
         f"step {step}: branches of {', '.join(map(str, window.sizes))} samples,"
         f" {window.samples * length:,} tokens each, evaluated"
-        f" {window.num_evaluations} times; kept in {work}"
+        f" {window.num_evaluations} times"
     )
-    with own_run(work):
-        curves, checkpoint = _train_branches(branches, folder, work, report)
-    verdict = judge(window, curves, checkpoint, tolerance)
+    verdict = judge(window, *_train_branches(branches, folder, report))
+    work = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}") / f"step-{step}"
+    work.mkdir(parents=True, exist_ok=True)
     found = CriticalBatch(
         step=step,
         branches=verdict.branches,
@@ -248,40 +225,12 @@ def find_critical_batch_size(
             (noise for _, noise in measured_noise(reversed(lines))), None
         ),
         num_compilations=branches.setup.step.num_compilations,
-        folder=work,
+        file=work / CRITICAL_RESULT,
     )
     # For `rampup design`, which reads the results of all checkpoints of a run.
-    position = branches.run_plan.position(step)
-    place = {
-        "consumed_samples": position.consumed_samples,
-        "global_batch_size": position.split.global_batch_size,
-    }
-    (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
+    place = {"consumed_samples": branches.run_plan.position(step).consumed_samples}
+    write_whole(found.file, json.dumps(found.to_dict() | place).encode())
     return found
-
-
-def _work_folder(
-    folder: Path, work_folder: str | Path | None, branches: _Branches
-) -> Path:
-    """Return the folder of a measurement, which another one of the same branches from
-    the same checkpoint resumes.
-    """
-    step = branches.identity["step"]
-    # In a bucket, which has no file of checksums: the times at which the checkpoint was
-    # written.
-    name = "_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE
-    checkpoint = (folder / CHECKPOINT_FOLDER / str(step) / name).read_bytes()
-    identity = json.dumps(branches.identity, sort_keys=True).encode()
-    digest = hashlib.sha256(identity + checkpoint).hexdigest()[:8]
-    beside = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}")
-    parent = absolute_path(work_folder or beside, follow=False)
-    if parent == folder or folder in parent.parents:
-        raise ConfigError(
-            f"{parent} is inside the run's folder, which stays as it is",
-            fix="name another one",
-            key="work",
-        )
-    return parent / f"step-{step}-{digest}"
 
 
 def _answer(config: Config, branches: _Branches, verdict: Verdict) -> dict[str, Any]:
@@ -290,7 +239,7 @@ def _answer(config: Config, branches: _Branches, verdict: Verdict) -> dict[str, 
     """
     if not verdict.decisive:
         return dict.fromkeys(("critical_batch_size", "bound", "batch_size_schedule"))
-    sizes, step = branches.window.sizes, branches.identity["step"]
+    sizes, step = branches.window.sizes, branches.step
     size = sizes[verdict.critical]
     ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
     in_tokens = config.batch_size_schedule_unit == "tokens"
@@ -353,14 +302,15 @@ class _Branches:
         self,
         config: Config,
         record: Mapping[str, Any],
-        multiples: Sequence[object] | None,
+        batches: Sequence[int] | None,
         tokens: int | None,
         curve: Sequence[tuple[int, float]] = (),
     ) -> None:
-        step, ramp = record["step"], ramp_before(record)
+        self.step = step = record["step"]
+        ramp = ramp_before(record)
         assert ramp is not None  # `_find_run` has refused a checkpoint without
         self.run_plan = run_plan = plan_to_resume(config, jax.device_count(), ramp)
-        self.window = window = _window(config, run_plan, step, multiples, tokens, curve)
+        self.window = window = _window(config, run_plan, step, batches, tokens, curve)
         plan = _plan_of_branches(config, run_plan, step, window)
         rate = _constant_rate(config, run_plan, step, plan)
         self.learning_rates = tuple(
@@ -396,16 +346,6 @@ class _Branches:
         self.eval_loader = replace(
             self.loader, plan=eval_plan, order=_SampleWindow(order, first, None)
         )
-        # What a measurement must share with the one that it resumes.
-        self.identity = {
-            "step": step,
-            "sizes": window.sizes,
-            "interval": window.interval,
-            "num_evaluations": window.num_evaluations,
-            "learning_rates": self.learning_rates,
-            "microbatch_size": plan.splits[0].microbatch_size,
-            "num_devices": plan.num_devices,
-        }
 
     def first_step(self, number: int) -> int:
         """Return the first step of a branch, in the plan of all of them."""
@@ -456,7 +396,7 @@ def _window(
     config: Config,
     run_plan: RampPlan,
     step: int,
-    multiples: Sequence[object] | None,
+    batches: Sequence[int] | None,
     tokens: int | None,
     curve: Sequence[tuple[int, float]],
 ) -> BranchWindow:
@@ -467,22 +407,20 @@ def _window(
         raise ConfigError(
             f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,)
         )
+    splitter = unconstrained(run_plan.splitter)
     position = run_plan.position(step)
+    if batches is None:
+        own = position.split.global_batch_size
+        whole = [own * k // 4 for k in QUARTERS if own * k % 4 == 0]
+        batches = [size for size in whole if splitter.allows(size)]
     window = BranchWindow.of(
-        position.split.global_batch_size,
-        (
-            _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
-            if multiples is None
-            else multiples
-        ),
+        batches,
         None if tokens is None else -(-tokens // config.max_target_length),
         promising=samples_for_gain(curve, position.consumed_samples),
     )
-    splitter = unconstrained(run_plan.splitter)
-    for multiple, size in zip(window.multiples, window.sizes, strict=True):
+    for size in window.sizes:
         if not splitter.allows(size):
-            what = f"multiple {multiple} of the run's batch"
-            raise batch_error(splitter, size, what, key="multiples")
+            raise batch_error(splitter, size, "the batch of a branch", key="batches")
     return window
 
 
@@ -585,42 +523,22 @@ class _SampleWindow(SampleOrder):
         """Do nothing: the window was checked."""
 
 
-def _legal_multiples(
-    run_plan: RampPlan, step: int, multiples: Iterable[Fraction]
-) -> tuple[Fraction, ...]:
-    """Return the multiples of the run's batch at a step that are whole batches, and can
-    be split on these devices.
-    """
-    batch = run_plan.position(step).split.global_batch_size
-    splitter = unconstrained(run_plan.splitter)
-    sizes = {multiple: multiple * batch for multiple in multiples}
-    return tuple(
-        each
-        for each, size in sizes.items()
-        if size.denominator == 1 and splitter.allows(int(size))
-    )
-
-
 def _train_branches(
-    branches: _Branches, folder: Path, work: Path, report: Callable[[str], None]
+    branches: _Branches, folder: Path, report: Callable[[str], None]
 ) -> tuple[list[list[Evaluation]], Evaluation]:
-    """Train the branches that are missing, smallest batch first; return all
-    evaluations, and that of the checkpoint.
+    """Train the branches, smallest batch first; return their evaluations, and that of
+    the checkpoint.
     """
-    files = [work / f"branch-{size}.json" for size in branches.window.sizes]
-    before = work / "checkpoint.json"
-    if not all(file.exists() for file in (before, *files)):
-        start = _start_state(branches, folder)
-        if not before.exists():
-            # On the rows of the last evaluations of the branches.
-            state = branches.start(start, branches.first_step(0))
-            found = branches.evaluate(state, branches.window.num_evaluations)
-            _keep(before, [found])
-        for number, file in enumerate(files):
-            if not file.exists():
-                _keep(file, _train_branch(branches, number, start, report))
-        branches.setup.step.close()
-    return [_kept(file) for file in files], _kept(before)[0]
+    start = _start_state(branches, folder)
+    # On the rows of the last evaluations of the branches.
+    state = branches.start(start, branches.first_step(0))
+    before = branches.evaluate(state, branches.window.num_evaluations)
+    curves = [
+        _train_branch(branches, number, start, report)
+        for number in range(len(branches.window.sizes))
+    ]
+    branches.setup.step.close()
+    return curves, before
 
 
 def _train_branch(
@@ -645,32 +563,11 @@ def _train_branch(
     return curve
 
 
-def _keep(file: Path, curve: Sequence[Evaluation]) -> None:
-    rows = [
-        {"losses": list(map(finite_or_none, each.losses)), "weights": each.weights}
-        for each in curve
-    ]
-    write_whole(file, json.dumps(rows).encode())
-
-
-def _kept(file: Path) -> list[Evaluation]:
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    return [
-        Evaluation(
-            tuple(math.nan if loss is None else loss for loss in row["losses"]),
-            tuple(row["weights"]),
-        )
-        for row in rows
-    ]
-
-
 def _start_state(branches: _Branches, folder: Path) -> Any:
     """Return the state of the run's checkpoint in host memory, as the optimizer of the
     branches has it.
     """
-    start = read_state(
-        folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes
-    )
+    start = read_state(folder / CHECKPOINT_FOLDER, branches.step, branches.run_shapes)
     start = jax.device_get(branches.setup.reorder_layers(start)[1](start))
     if isinstance(start.opt_state, optax.MultiStepsState):
         start = replace(start, opt_state=start.opt_state.inner_opt_state)

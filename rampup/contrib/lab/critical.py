@@ -8,7 +8,8 @@ differences.
 
 A window can only show what it changes. The *gain* is what it lowers the loss of the
 smallest branch. A branch that ends worse by a share w of it has wasted about that share
-of its samples, so it needs w / (1 - w) more tokens: by default, at most 20%.
+of its samples, so it needs w / (1 - w) more tokens. The tolerance is a sixth of the
+gain: 20% more tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Literal, NamedTuple, Self
 
 from rampup.contrib.lab.design_model import weighted_line
-from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.plan.numbers import exact_fraction, finite_or_none
+from rampup.errors import ConfigError
+from rampup.plan.numbers import finite_or_none
 
 SMOOTHING = 0.5  # weight of the newest evaluation in the smoothed loss, as in the paper
 # Evaluations of a branch if its window is long enough, and the fewest.
@@ -30,32 +30,19 @@ EVALUATIONS, LEAST_EVALUATIONS = 16, 4
 # loss curve of the run promises this gain in nats from it: a sixth of it is some three
 # standard errors of a difference of losses.
 DEFAULT_STEPS, DEFAULT_GAIN = 20, 0.02
-TOLERANCE_SHARE = (
-    1 / 6
-)  # the default tolerance as a share w of the gain: w / (1 - w) is 20%
-# A measurement decides if its tolerance is at most this share of the gain, so that a
-# batch which wastes half of its samples fails, and at least so many standard errors.
-DECISIVE_SHARE, DECISIVE_ERRORS = 0.5, 2.0
+TOLERANCE_SHARE = 1 / 6  # as a share w of the gain: w / (1 - w) is 20%
+# A measurement decides if its tolerance is at least so many standard errors.
+DECISIVE_ERRORS = 2.0
 # A branch has clearly lost if it is worse by this many tolerances and standard errors.
 CLEAR_TOLERANCES, CLEAR_ERRORS = 2.0, 3.0
-MAX_MULTIPLE, MAX_MULTIPLES = 10**6, 32
-# Factors of the run's batch if none are given, as far as they give a legal batch.
-DEFAULT_MULTIPLES = (
-    Fraction(1, 4),
-    Fraction(1, 2),
-    Fraction(1),
-    Fraction(2),
-    Fraction(4),
-    Fraction(8),
-)
+MOST_BRANCHES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchWindow:
     """The batches of all branches, and the samples that each of them trains on."""
 
-    multiples: tuple[Fraction, ...]  # factors of the run's batch, ascending
-    sizes: tuple[int, ...]  # the global batch size of each branch
+    sizes: tuple[int, ...]  # the global batch size of each branch, ascending
     # samples between two evaluations, a whole number of optimizer steps of every branch
     interval: int
     num_evaluations: (
@@ -64,46 +51,18 @@ class BranchWindow:
 
     @classmethod
     def of(
-        cls,
-        global_batch_size: int,
-        multiples: Sequence[object],
-        samples: int | None,
-        *,
-        promising: int = 0,
+        cls, batches: Sequence[int], samples: int | None, *, promising: int = 0
     ) -> Self:
-        """Return the branches of a run with this batch, of at least `samples`, by
-        default `promising` ones, or refuse them.
+        """Return the branches with these batches, of at least `samples`, by default
+        `promising` ones, or refuse them.
         """
-        factors = sorted(
-            exact_fraction(multiple, what="multiples", key="multiples")
-            for multiple in multiples
-        )
-        for factor in factors:
-            if not 0 < factor <= MAX_MULTIPLE:
-                raise ConfigError(
-                    f"multiples: {factor} must be above 0 and at most {MAX_MULTIPLE:,}",
-                    key="multiples",
-                    nearest=(1,),
-                )
-            if (size := factor * global_batch_size).denominator != 1:
-                whole = [n for n in (math.floor(size), math.ceil(size)) if n]
-                nearest = [str(Fraction(n, global_batch_size)) for n in whole]
-                raise BatchDivisibilityError(
-                    f"multiples: {factor} * the run's batch of {global_batch_size} ="
-                    f" {float(size):g} is not a whole batch; nearest:"
-                    f" {', '.join(nearest)}",
-                    value=size.numerator,
-                    divisor=size.denominator,
-                    key="multiples",
-                    nearest=nearest,
-                )
-        if not 2 <= len(set(factors)) == len(factors) <= MAX_MULTIPLES:
+        sizes = tuple(sorted(set(batches)))
+        if not 2 <= len(sizes) <= MOST_BRANCHES or sizes[0] < 1:
             raise ConfigError(
-                f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as"
-                " 1,2,4,8",
-                key="multiples",
+                f"batches={','.join(map(str, batches))} must be 2 to {MOST_BRANCHES}"
+                " different batches of at least 1 sample",
+                key="batches",
             )
-        sizes = tuple(int(factor * global_batch_size) for factor in factors)
         # After this many samples, every branch has taken a whole number of steps.
         unit = math.lcm(*sizes)
         if samples is None:
@@ -122,10 +81,7 @@ class BranchWindow:
             )
         interval = max(samples // (EVALUATIONS * unit), 1) * unit
         return cls(
-            multiples=tuple(factors),
-            sizes=sizes,
-            interval=interval,
-            num_evaluations=-(-samples // interval),
+            sizes=sizes, interval=interval, num_evaluations=-(-samples // interval)
         )
 
     @property
@@ -188,7 +144,6 @@ def smoothed_difference(
 class BranchResult:
     """One branch, as in `rampup critical --json`."""
 
-    multiple: Fraction  # its batch by that of the run
     global_batch_size: int  # its batch, in samples
     loss: float | None  # its smoothed loss; None if it is not finite
     # of its difference from the best smaller branch; 0 for the smallest, None if not
@@ -215,7 +170,6 @@ def find_critical(
         gap, error = max(pairs, default=(0.0, 0.0))
         results.append(
             BranchResult(
-                multiple=window.multiples[number],
                 global_batch_size=window.sizes[number],
                 loss=finite_or_none(smoothed_loss(curve)),
                 standard_error=finite_or_none(error),
@@ -244,29 +198,24 @@ class Verdict:
 
 
 def judge(
-    window: BranchWindow,
-    curves: Sequence[Sequence[Evaluation]],
-    checkpoint: Evaluation,
-    tolerance: float | None,
+    window: BranchWindow, curves: Sequence[Sequence[Evaluation]], checkpoint: Evaluation
 ) -> Verdict:
     """Return what the branches from a checkpoint show, and whether they could have
     shown something else.
     """
     gain, gain_error = smoothed_difference([checkpoint], [curves[0][-1]])
     if not math.isfinite(gain):
-        results, critical = find_critical(window, curves, tolerance or 0.0)
+        results, critical = find_critical(window, curves, 0.0)
         return Verdict(
             branches=results,
             critical=critical,
-            tolerance=tolerance or 0.0,
+            tolerance=0.0,
             gain=None,
             decisive=False,
         )
-    # A gain that is not clear may be as large as its error.
-    likely = max(gain, gain_error)
     progress = _progress(window.num_evaluations)
-    if tolerance is None:
-        tolerance = TOLERANCE_SHARE * likely * progress
+    # A gain that is not clear may be as large as its error.
+    tolerance = TOLERANCE_SHARE * max(gain, gain_error) * progress
     results, critical = find_critical(window, curves, tolerance)
     # A batch that has clearly lost may be known less precisely.
     errors = [
@@ -282,8 +231,7 @@ def judge(
         critical=critical,
         tolerance=tolerance,
         gain=gain,
-        decisive=is_clear
-        and DECISIVE_ERRORS * max(errors) <= tolerance <= DECISIVE_SHARE * likely,
+        decisive=is_clear and DECISIVE_ERRORS * max(errors) <= tolerance,
     )
 
 

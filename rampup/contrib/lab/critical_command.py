@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rampup.cli.common import FAKE_DEVICES, Result, arg, use_fake_devices
-from rampup.plan.numbers import exact_fraction, parse_count
+from rampup.plan.numbers import parse_count
 from rampup.show.console import PLAIN, print_notes, print_table
 from rampup.show.format import format_value
 
@@ -26,37 +26,28 @@ CRITICAL = {
     "--step": arg(
         "N", "branch from the checkpoint of step N instead of the newest", type=int
     ),
-    "--multiples": arg(
-        "K,K,...",
-        "factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that"
-        " give no legal batch",
+    "--batches": arg(
+        "B,B,...",
+        "global batch sizes of the branches; by default 1/4, 1/2, 1, 2, 4 and 8 times"
+        " the run's, as far as these are legal",
     ),
     "--tokens": arg(
         "WINDOW",
         "tokens that each branch trains on; by default so many that the run's loss"
         " curve promises a gain of 0.02, and at least 20 steps of the largest batch",
     ),
-    "--tolerance": arg(
-        "NATS",
-        "loss by which a larger batch may be worse; by default a sixth of what the"
-        " window gains: a fifth more tokens",
-    ),
-    "--work": arg(
-        "DIR",
-        "folder in which complete branches are kept, RUN_DIR.critical by default",
-    ),
     **FAKE_DEVICES,
 }
 
 
 def critical(args: argparse.Namespace) -> Result:
-    """Train the branches, or what is missing of them."""
-    multiples = tolerance = tokens = None
-    if args.multiples is not None:
-        multiples = args.multiples.split(",")
-    if args.tolerance is not None:
-        text = exact_fraction(args.tolerance, what="tolerance", key="tolerance")
-        tolerance = float(text)
+    """Train the branches."""
+    batches = tokens = None
+    if args.batches is not None:
+        batches = [
+            parse_count(text, what="batches", key="batches")
+            for text in args.batches.split(",")
+        ]
     if args.tokens is not None:
         tokens = parse_count(args.tokens, what="tokens", key="tokens")
     use_fake_devices(args.fake_devices)
@@ -66,10 +57,8 @@ def critical(args: argparse.Namespace) -> Result:
     found = find_critical_batch_size(
         args.run,
         step=args.step,
-        multiples=multiples,
+        batches=batches,
         tokens=tokens,
-        tolerance=tolerance,
-        work_folder=args.work,
         report=lambda line: progress.print(line, style="dim", soft_wrap=True),
     )
     return Result(
@@ -83,7 +72,6 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
     branches = list(zip(found.branches, found.learning_rates, strict=True))
     rows = [
         (
-            f"{branch.multiple}x",
             f"{branch.global_batch_size:,}",
             format_value(rate),
             _number(branch.loss, ".4f"),
@@ -95,7 +83,6 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
         for branch, rate in branches
     ]
     titles = (
-        "branch",
         "batch",
         "learning\nrate",
         "smoothed\nloss",
@@ -138,7 +125,7 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             " decides them"
         )
     print_notes(notes, console)
-    console.print(f"kept in {found.folder}")
+    console.print(f"kept in {found.file}")
 
 
 def _print_decision(found: CriticalBatch, run: str, console: Console) -> None:
@@ -151,9 +138,9 @@ def _print_decision(found: CriticalBatch, run: str, console: Console) -> None:
         f" whose loss is within {found.tolerance:.4g} of every smaller one"
     )
     if found.bound == "at_least":
-        print_notes(["no larger batch was tried: give larger --multiples"], console)
+        print_notes(["no larger batch was tried: give larger --batches"], console)
     if found.bound == "at_most":
-        print_notes(["no smaller batch was tried: give smaller --multiples"], console)
+        print_notes(["no smaller batch was tried: give smaller --batches"], console)
     console.print(
         f"to go on with it: rampup train {run} on_plan_change=continue_by_samples"
         " enable_rampup_batch_size=false "

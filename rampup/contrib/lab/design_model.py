@@ -69,15 +69,15 @@ class NoisePoint(NamedTuple):
     samples: float  # that the run had consumed
     batch: float  # of the run there
     noise: float
-    low: float  # 0 if there is no such end
+    low: float
     high: float  # infinite if there is no such end
 
     @property
     def is_bound(self) -> bool:
         """Whether one end of the interval is all that is known: the noise scale is at
-        least `low`, or at most `noise`.
+        least `low`.
         """
-        return self.low == 0 or (self.high == math.inf and self.noise == self.low)
+        return self.high == math.inf and self.noise == self.low
 
     def scaled(self, factor: float) -> Self:
         """Return the measurement with its noise scale and both ends times a factor."""
@@ -99,16 +99,15 @@ def noise_curves(
     known = NoiseCurve(
         knots=tuple((point.samples, point.noise) for point in exact), growth=0.0
     )
-    values = []
-    for point in points:
-        hold = max if point.high == math.inf else min
-        held = point.is_bound and exact
-        values.append(
-            hold(point.noise, known.at(point.samples)) if held else point.noise
-        )
+    values = [
+        max(point.noise, known.at(point.samples))
+        if point.is_bound and exact
+        else point.noise
+        for point in points
+    ]
     ends = (
         values,
-        [point.low or min(point.noise, 1.0) for point in points],
+        [point.low for point in points],
         [point.high for point in points],
     )
     knots = [_knots(points, noises) for noises in ends]

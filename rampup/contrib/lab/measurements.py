@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import reprlib
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from rampup.config.load import load_config
 from rampup.config.schema import IDENTITY_KEYS, Config
-from rampup.contrib.lab.critical import critical_bound, implied_noise_scale
+from rampup.contrib.lab.critical import implied_noise_scale
 from rampup.contrib.lab.design_model import NoiseCurve, NoisePoint
 from rampup.errors import ConfigError, DataError
 from rampup.loop.run_folder import (
@@ -38,9 +38,6 @@ SAMPLES, TOKENS = (
     for unit in ("samples", "tokens")
 )
 COUNTS = ("consumed_samples", "global_batch_size")
-# larger than any number of a step, and small enough that squares of squares are finite
-LARGEST = 1e50
-SIGNED = ("loss", TRACE, SQUARED_NORM)  # may be negative
 LEAST_BIN = 16  # steps that S and G2 are averaged over at least
 # S over the standard error of G2, by the lower end of the 90% interval of a G2 that is
 # as large as that error.
@@ -62,12 +59,11 @@ class Measurements(NamedTuple):
     """Everything that was measured."""
 
     seconds: Mapping[int, float]  # seconds of a step by global batch size
-    # the kind of measurement that `noise` is: `critical` or `noise_scale`
+    # `noise_scale`, or `critical` if that of `rampup critical` is the smaller one
     source: str
-    # the noise scale along the run, in order; the smaller one, if there are two
+    # the noise scale along the run, in order
     noise: Sequence[NoisePoint]
-    # that of the second half of the samples; None if only critical batches are known
-    last_octave: NoiseEstimate | None
+    last_octave: NoiseEstimate | None  # that of the second half of the samples
     # (samples consumed, loss) of the run whose noise it is
     losses: Sequence[tuple[int, float]]
     notes: Sequence[str]
@@ -83,34 +79,23 @@ class Measurements(NamedTuple):
                 seconds |= _tuned_seconds(path)
                 continue
             if not (path / METRICS_FILE).is_file():
-                problem = (
+                raise ConfigError(
                     f"{path} has no {METRICS_FILE}, and is no file with the output of"
-                    " `rampup tune --json`"
+                    " `rampup tune --json`",
+                    key="measured",
                 )
-                raise ConfigError(problem, key="measured")
             lines = _checked_lines(path)
             # What was measured first counts.
             seconds |= _run_seconds(path, config, lines, notes) | seconds
             if not found.noise:
-                found = found._replace(
-                    losses=[
-                        (line["consumed_samples"], line["loss"])
-                        for line in lines
-                        if line.get("loss") is not None
-                    ],
-                    **_noise_of(path, lines, notes),
-                )
+                found = found._replace(**_noise_of(path, lines, notes))
         if not found.noise:
             names = ", ".join(map(str, paths))
-            fix = (
-                "train with measure_gradient_noise=true, or run `rampup critical"
-                " RUN_DIR` at one or more checkpoints"
-            )
             raise DataError(
-                f"no noise scale and no critical batch was measured in {names}: {fix}",
+                f"no noise scale was measured in {names}",
+                fix="train with measure_gradient_noise=true",
                 key="measured",
             )
-        notes += _bound_notes(found)
         return found
 
     def refuse_vague_end(self) -> None:
@@ -147,205 +132,111 @@ def _tuned_seconds(path: Path) -> dict[int, float]:
     return timed
 
 
-def _noise_of(
-    folder: Path, lines: Sequence[Mapping[str, Any]], notes: list[str]
-) -> dict[str, Any]:
-    """Return the noise of a run, as fields of `Measurements`.
-
-    A run may have two sources of it, its noise scale at all places and the critical
-    batch at a few. Nobody knows which is right for a large model, so the smaller one
-    counts, which wastes fewer tokens: the measured noise scale, times the ratio of the
-    critical batch to it at the nearest checkpoint where that is below 1.
-    """
-    octaves = _octaves(lines)
-    points, critical = _noise_points(octaves), _critical_points(folder)
-    last_octave = _average(octaves[-1]).tokens if points else None
-    curve = NoiseCurve(
-        knots=tuple((each.samples, each.noise) for each in points if not each.is_bound),
-        growth=0.0,
-    )
-    if not curve.knots:
-        source = "critical" if critical else "noise_scale"
-        return {
-            "source": source,
-            "noise": critical or points,
-            "last_octave": None if critical else last_octave,
-        }
-    # A lower bound does not say that the critical batch is the smaller one.
-    ratios = {
-        each.samples: min(each.noise / curve.at(each.samples), 1.0)
-        for each in critical
-        if each.high < math.inf
-    }
-    smallest = min(ratios.values(), default=1.0)
-    if smallest == 1:
-        if critical:
-            notes.append(
-                "the critical batches of `rampup critical` are above the noise scale,"
-                " which is the smaller one and counts"
-            )
-        return {"source": "noise_scale", "noise": points, "last_octave": last_octave}
-    notes.append(
-        "the critical batches of `rampup critical` are as low as"
-        f" {smallest:.2g} of the measured noise scale: the smaller one counts, between"
-        " the checkpoints the noise scale in proportion"
-    )
-    scaled = [
-        each.scaled(ratios[min(ratios, key=lambda place: abs(place - each.samples))])
-        for each in points
-    ]
-    return {"source": "critical", "noise": scaled, "last_octave": last_octave}
-
-
-def _bound_notes(found: Measurements) -> list[str]:
-    """Return in sentences where the noise scale is only known to be at least or at most
-    a number.
-    """
-    what = "critical batch" if found.source == "critical" else "noise scale"
-    kinds = {
-        "at least": [point for point in found.noise if point.high == math.inf],
-        "at most": [point for point in found.noise if point.low == 0],
-    }
-    return [
-        f"at {len(bounds)} of {len(found.noise)} places the {what} is only known to be"
-        f" {relation} a number, {bounds[-1].noise:,.0f} the last time, after"
-        f" {bounds[-1].samples:,.0f} samples: the design follows other estimates, held"
-        " to these bounds; measure over more samples, or other batches"
-        for relation, bounds in kinds.items()
-        if bounds
-    ]
-
-
 def _checked_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, or refuse it if a number that a design needs
-    is damaged.
-    """
-    lines, before = list(read_lines(folder / METRICS_FILE)), 0
+    """Return the lines of a metrics.jsonl, which all have their samples and batch."""
+    lines = list(read_lines(folder / METRICS_FILE))
     for line in lines:
         for key in COUNTS:
             require_count(line, key, str(folder))
-        where = f"{folder}, step {line['step']} of its {METRICS_FILE}"
-        for key in ("loss", TRACE, SQUARED_NORM, *SAMPLES, *TOKENS):
-            if not _is_number(line.get(key), signed=key in SIGNED):
-                raise DataError(
-                    f"{where}: {key}={reprlib.repr(line[key])} is damaged; it must be"
-                    " a number or null",
-                    key="measured",
-                )
-        samples, size = (line[key] for key in COUNTS)
-        if size < 1 or samples <= before:
-            rule = (
-                f"global_batch_size={size} must be at least 1, and"
-                f" consumed_samples={samples} more than {before}"
-            )
-            raise DataError(f"{where}: {rule}, that of the line before", key="measured")
-        before = samples
     return lines
 
 
-def _is_number(value: Any, *, signed: bool) -> bool:
-    """Return whether a value is a number that squares of squares are finite of, or
-    null.
+def _noise_of(
+    folder: Path, lines: Sequence[Mapping[str, Any]], notes: list[str]
+) -> dict[str, Any]:
+    """Return the noise of a run and its losses, as fields of `Measurements`.
+
+    A run may have two sources of it, its noise scale at all places and the critical
+    batch at a few. Nobody knows which is right for a large model, so the smaller one
+    counts, which wastes fewer tokens: the measured noise scale, times the smallest ratio
+    of a critical batch to it where that is below 1.
     """
-    if value is None:
-        return True
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < LARGEST and (signed or value >= 0)
+    octaves = _octaves(lines)
+    points, source = _noise_points(octaves), "noise_scale"
+    if bounds := [point for point in points if point.is_bound]:
+        notes.append(
+            f"at {len(bounds)} of {len(points)} places the noise scale is only known to"
+            f" be at least a number, {bounds[-1].noise:,.0f} the last time, after"
+            f" {bounds[-1].samples:,.0f} samples: the design follows other estimates,"
+            " held to these bounds; measure over more samples, or other batches"
+        )
+    ratio = min(_critical_ratios(folder, points), default=1.0)
+    if ratio < 1:
+        source, points = "critical", [point.scaled(ratio) for point in points]
+        notes.append(
+            "the critical batches of `rampup critical` are as low as"
+            f" {ratio:.2g} of the measured noise scale: the smaller one counts, all"
+            " along the run"
+        )
+    return {
+        "source": source,
+        "noise": points,
+        "last_octave": _average(octaves[-1]).tokens if points else None,
+        "losses": [
+            (line["consumed_samples"], line["loss"])
+            for line in lines
+            if line.get("loss") is not None
+        ],
+    }
+
+
+def _critical_ratios(folder: Path, points: Sequence[NoisePoint]) -> list[float]:
+    """Return the noise scales that follow from what `rampup critical` has decided at a
+    run's checkpoints, over the measured ones there.
+    """
+    exact = tuple((each.samples, each.noise) for each in points if not each.is_bound)
+    if not exact:
+        return []
+    measured, ratios = NoiseCurve(knots=exact, growth=0.0), []
+    parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
+    for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        # A lower bound does not say that the critical batch is the smaller one.
+        if found["bound"] in ("exact", "at_most"):
+            noise = implied_noise_scale(
+                found["critical_batch_size"],
+                tolerance=found["tolerance"],
+                gain=found["gain"],
+            )
+            ratios.append(noise / measured.at(found["consumed_samples"]))
+    return ratios
 
 
 def _run_seconds(
     folder: Path, config: Config, lines: Sequence[Mapping[str, Any]], notes: list[str]
 ) -> dict[int, float]:
     """Return the median step times of a run, and note how its model differs."""
-    throughput = measured_throughput(folder, lines)
     length = config.max_target_length
     if (folder / CONFIG_FILE).is_file():
         own = load_config(folder / CONFIG_FILE)
         if own.max_target_length != length:
-            rule = (
-                f"{folder} was measured with max_target_length={own.max_target_length},"
-                f" but the design has {length}"
-            )
-            nearest = (own.max_target_length,)
             raise ConfigError(
-                f"{rule}: a batch in samples does not mean the same",
+                f"{folder} was measured with max_target_length={own.max_target_length},"
+                f" but the design has {length}: a batch in samples does not mean the"
+                " same",
                 key="max_target_length",
-                nearest=nearest,
+                nearest=(own.max_target_length,),
             )
         if different := [
             name
             for name in IDENTITY_KEYS
             if getattr(own, name) != getattr(config, name)
         ]:
-            changes = ", ".join(
-                f"{name}={getattr(own, name)}" for name in different[:6]
-            )
             notes.append(
-                f"{folder} was measured with other keys ({changes}); its times and its"
-                " noise are those of another run"
+                f"{folder} was measured with other keys ({', '.join(different)}); its"
+                " times and its noise are those of another run"
             )
     else:
         # A run of another loop, which may count something else than this model's
         # tokens, or samples.
-        rows = (
-            (
-                line["global_batch_size"],
-                line.get("tokens_per_second"),
-                line.get("step_seconds"),
-            )
+        lengths = [
+            line["tokens_per_second"] * line["step_seconds"] / line["global_batch_size"]
             for line in lines
-        )
-        lengths = sorted(
-            rate * time / size
-            for size, rate, time in rows
-            if isinstance(rate, float) and isinstance(time, float)
-        )
-        length = round(lengths[len(lengths) // 2]) if lengths else length
+            if line.get("tokens_per_second") and line.get("step_seconds")
+        ]
+        length = round(statistics.median_high(lengths or [length]))
+    throughput = measured_throughput(folder, lines)
     return {size: float(size * length / rate) for size, rate in throughput.items()}
-
-
-def _critical_points(folder: Path) -> list[NoisePoint]:
-    """Return the noise scales that `rampup critical` has found at a run's checkpoints;
-    the largest window of each counts.
-    """
-    parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
-    by_step = dict[int, tuple[int, NoisePoint]]()
-    for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            step, tokens = found["step"], found["tokens"]
-            point = _critical_point(found) if found["decisive"] else None
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ConfigError(
-                f"{file} is not a result of `rampup critical`: {error!r}; delete its"
-                " folder, and measure again",
-                key="measured",
-            ) from error
-        if point is None:
-            continue
-        if step not in by_step or tokens > by_step[step][0]:
-            by_step[step] = tokens, point
-    return [point for _, (_, point) in sorted(by_step.items())]
-
-
-def _critical_point(found: Mapping[str, Any]) -> NoisePoint:
-    """Return the noise scale that follows from a result of `rampup critical`."""
-    size = found["critical_batch_size"]
-    sizes = [branch["global_batch_size"] for branch in found["branches"]]
-    bound = critical_bound(sizes, size)
-    # The critical batch is between the largest that is good enough and the next one
-    # that was tried.
-    low, high = float(size), math.inf
-    if bound == "at_most":
-        low = 0.0
-    if bound != "at_least":
-        high = float(min(other for other in sizes if other > size))
-    noise = [
-        implied_noise_scale(each, tolerance=found["tolerance"], gain=found["gain"])
-        for each in (size, low, high)
-    ]
-    return NoisePoint(found["consumed_samples"], found["global_batch_size"], *noise)
 
 
 def _average(steps: Steps) -> NoiseScale:

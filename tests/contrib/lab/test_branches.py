@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
-from fractions import Fraction
 
 import jax
 import numpy as np
@@ -17,7 +15,7 @@ from rampup.contrib.lab.branches import (
     CriticalBatch,
     _Branches,
     _find_run,
-    _legal_multiples,
+    _train_branches,
     find_critical_batch_size,
 )
 from rampup.contrib.lab.critical import BranchResult
@@ -55,14 +53,6 @@ def run(tmp_path_factory):
     return train(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """The folder of a measurement that two tests use: whichever is first trains its
-    branches.
-    """
-    return tmp_path_factory.mktemp("work")
-
-
 def digest(folder):
     """Return the names and the contents of all files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -73,7 +63,7 @@ def digest(folder):
 
 
 @pytest.mark.slow
-def test_critical_json(run, work, capsys):
+def test_critical_json(run, capsys):
     """The command prints the documented keys, changes nothing in the run's folder, and
     its schedule can be planned.
     """
@@ -81,12 +71,10 @@ def test_critical_json(run, work, capsys):
     arguments = [
         "critical",
         str(run),
-        "--multiples",
-        "1,2,4",
+        "--batches",
+        "16,32,64",
         "--tokens",
         "4096",
-        "--work",
-        str(work),
         "--json",
     ]
     assert main(arguments) == 0
@@ -103,7 +91,6 @@ def test_critical_json(run, work, capsys):
     ]
     assert list(found) == [*names, "tolerance", "gain", "tokens"]
     keys = [
-        "multiple",
         "global_batch_size",
         "loss",
         "standard_error",
@@ -115,7 +102,6 @@ def test_critical_json(run, work, capsys):
         found["step"],
         [branch["global_batch_size"] for branch in found["branches"]],
     ) == (12, [16, 32, 64])
-    assert [branch["multiple"] for branch in found["branches"]] == [1, 2, 4]
     assert found["branches"][0]["standard_error"] == 0
     rates = [branch["learning_rate"] for branch in found["branches"]]
     assert [rate / rates[0] for rate in rates] == pytest.approx([1, 2**0.5, 2])
@@ -126,7 +112,10 @@ def test_critical_json(run, work, capsys):
         found["bound"]
         == {16: "at_most", 32: "exact", 64: "at_least"}[found["critical_batch_size"]]
     )
-    assert str(work) in output.err
+    kept = json.loads(
+        (run.with_name("demo.critical") / "step-12/result.json").read_text()
+    )
+    assert kept == found | {"consumed_samples": 16 + 10 * 16}
     # The run's own batches until the checkpoint, and the critical batch after it.
     settings = [
         f"batch_size_schedule={found['batch_size_schedule']}",
@@ -139,15 +128,12 @@ def test_critical_json(run, work, capsys):
     phases = json.loads(capsys.readouterr().out)["phases"]
     assert [phase["global_batch_size"] for phase in phases][:2] == [8, 16]
     assert phases[-1]["global_batch_size"] == found["critical_batch_size"]
-    # A second call has nothing left to train, and prints the same.
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out) == found
 
 
 def test_all_branches_read_the_same_samples(run):
     """They are those that follow the checkpoint."""
     config, record = _find_run(run, 8)
-    branches = _Branches(config, record, ("1/2", 1, 3), 4000)
+    branches = _Branches(config, record, (8, 16, 48), 4000)
     assert branches.window.sizes == (8, 16, 48)
     samples = branches.window.samples
     rows, _ = open_sources(config)
@@ -174,28 +160,21 @@ def test_all_branches_read_the_same_samples(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
-    """A branch of multiple 1 has the losses of the run that continues, evaluated on the
+    """A branch with the batch of the run has the losses of the run that continues, evaluated on the
     same rows.
     """
     folder = run if engine == "fused" else train(tmp_path, gradient_accumulation=engine)
     config, record = _find_run(folder, 4)
     # 8 more steps of the run, in 4 intervals of 2.
-    found = find_critical_batch_size(
-        folder,
-        step=4,
-        multiples=(1, 2),
-        tokens=8 * 16 * 16,
-        work_folder=tmp_path / "work",
-    )
-    assert found.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
-    line = json.loads((found.folder / "branch-16.json").read_text())[-1]
-    branches = _Branches(config, record, (1, 2), 8 * 16 * 16)
+    branches = _Branches(config, record, (16, 32), 8 * 16 * 16)
+    assert branches.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
     assert branches.window.num_evaluations == 4
+    (curve, _), _ = _train_branches(branches, folder, print)
     params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
     rows, _ = open_sources(config)
     first = branches.run_plan.ramp.samples_before(12)
     order = sample_order(config, len(rows), first + 64)
-    for place, loss in enumerate(line["losses"]):
+    for place, loss in enumerate(curve[-1].losses):
         batch = rows.read(
             order.rows(range(first + 16 * place, first + 16 * (place + 1)))
         )
@@ -203,67 +182,35 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
             params, jax.tree.map(np.asarray, batch), None
         )
         assert loss == pytest.approx(float(total) / float(weight), rel=1e-5)
-        assert line["weights"][place] == float(weight)
+        assert curve[-1].weights[place] == float(weight)
 
 
-@pytest.mark.slow
-def test_interrupted_measurement_resumes(run, work, tmp_path):
-    """After Ctrl-C in the middle of a branch, the same call goes on with that branch,
-    and gives the same numbers as without it.
-    """
-    options = {"multiples": (1, 2, 4), "tokens": 4096}
-    whole = find_critical_batch_size(run, work_folder=work, **options)
-    more = []
-
-    def interrupt(line):
-        if line.startswith("batch 32: 2/"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        find_critical_batch_size(
-            run, work_folder=tmp_path / "again", report=interrupt, **options
-        )
-    with own_run(run):  # a run that is training can be branched
-        again = find_critical_batch_size(
-            run, work_folder=tmp_path / "again", report=more.append, **options
-        )
-    assert again.num_compilations == 1
-    assert not any(line.startswith("batch 16:") for line in more)
-    assert any(line.startswith("batch 32: 2/") for line in more)
-    assert again.to_dict() == whole.to_dict()
-    assert [replace(branch, multiple=0) for branch in again.branches] == [
-        replace(b, multiple=0) for b in whole.branches
-    ]
-
-
-def test_bad_requests_are_refused_before_any_work(run, tmp_path):
-    """Each error names the rule and the remedy, and nothing is written."""
+def test_bad_requests_are_refused_before_any_work(run, tmp_path, capsys):
+    """Each error names the rule and the remedy."""
     cases = [
         ({"step": 5}, ConfigError, "checkpoints of the steps 4, 8, 12"),
         ({"tokens": 100}, ConfigError, "at least 4"),
         ({"tokens": 0}, ConfigError, "at least 1"),
-        ({"multiples": (1, "1/3")}, RampupError, "not a whole batch"),
-        ({"multiples": ("1/4", 1)}, RampupError, "data_parallel_size"),
-        ({"tolerance": 0.0}, ConfigError, "above 0"),
-        ({"work_folder": run / "work"}, ConfigError, "inside the run's folder"),
+        ({"batches": (16,)}, RampupError, "2 to 32 different batches"),
+        ({"batches": (4, 16)}, RampupError, "data_parallel_size"),
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):
-            find_critical_batch_size(
-                run, **({"work_folder": tmp_path / "work"} | options)
-            )
+            find_critical_batch_size(run, **options)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no checkpoint to branch from"):
         find_critical_batch_size(tmp_path / "empty")
-    assert not (tmp_path / "work").exists()
-    for wrong in (
-        "--multiples=1,x",
-        "--tokens=1.5",
-        "--step=0",
-        "--tolerance=nan",
-        "--multiples=",
-    ):
+    for wrong, said in {
+        "--batches=16,x": "batches",
+        "--tokens=1.5": "whole number",
+        "--step=0": "checkpoints of the steps",
+        "--batches=": "batches",
+        "--multiples=1,2": "--batches",
+        "--tolerance=0.01": "20% more tokens",
+        "--work=x": "next to the run",
+    }.items():
         assert main(["critical", str(run), wrong]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_smaller_batches_are_tried_if_they_are_legal(run):
@@ -272,24 +219,15 @@ def test_smaller_batches_are_tried_if_they_are_legal(run):
     """
     branches = _Branches(*_find_run(run, 12), None, 65_536)
     assert branches.window.sizes == (8, 16, 32, 64, 128)
-    assert _legal_multiples(
-        branches.run_plan, 12, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 3)]
-    ) == (Fraction(1, 2),)
-    assert (
-        _legal_multiples(branches.run_plan, 12, [Fraction(1, 8), Fraction(1, 4)]) == ()
-    )
 
 
 def result(folder, **changes):
     """Return a measurement of two branches of 8 and 16 samples."""
-    multiples = {Fraction(n): 8 * n for n in (1, 2)}
     own = {"loss": 1.0, "standard_error": 0.0, "difference": None}
     costs = {8: None, 16: (0.2, 0.1, 0.3)}
     branches = tuple(
-        BranchResult(
-            multiple=n, global_batch_size=size, token_overhead=costs[size], **own
-        )
-        for n, size in multiples.items()
+        BranchResult(global_batch_size=size, token_overhead=cost, **own)
+        for size, cost in costs.items()
     )
     some = {
         "step": 9,
@@ -308,7 +246,7 @@ def result(folder, **changes):
         "tokens": 1000,
         "noise_scale_samples": None,
         "num_compilations": 1,
-        "folder": folder,
+        "file": folder / "result.json",
     }
     return CriticalBatch(**some | changes)
 
@@ -323,7 +261,7 @@ def result(folder, **changes):
             [
                 "step 9: at least 16 samples",
                 "20% (10% to 30%)",
-                "no larger batch was tried: give larger --multiples",
+                "no larger batch was tried: give larger --batches",
             ],
         ),
         (
@@ -331,7 +269,7 @@ def result(folder, **changes):
             8,
             [
                 "step 9: at most 8 samples",
-                "no smaller batch was tried: give smaller --multiples",
+                "no smaller batch was tried: give smaller --batches",
             ],
         ),
     ],
@@ -390,9 +328,8 @@ def test_branches_read_their_run_only(run, tmp_path, kind):
         found = find_critical_batch_size(
             folder,
             step=8,
-            multiples=("1/2", 1, 3),
+            batches=(8, 16, 48),
             tokens=4000,
-            work_folder=tmp_path / "work",
         )
     assert digest(folder) == before
     assert found.num_compilations == 1
@@ -421,7 +358,7 @@ def test_sgd_scales_the_learning_rate_linearly(tmp_path):
         tmp_path, opt_type="sgd", lr_schedule_type="cosine", batch_size_schedule="0:8"
     )
     config, record = _find_run(folder, 12)
-    rates = _Branches(config, record, (1, 2, 4), None).learning_rates
+    rates = _Branches(config, record, (8, 16, 32), None).learning_rates
     assert rates == pytest.approx([rates[0], 2 * rates[0], 4 * rates[0]])
     assert rates[0] == pytest.approx(
         list(read_lines(folder / "metrics.jsonl"))[-1]["learning_rate"]

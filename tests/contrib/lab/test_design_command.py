@@ -295,13 +295,10 @@ def write_critical(run, *results):
     for step, samples, batch, size in results:
         folder = run.with_name("demo.critical") / f"step-{step}-abc"
         folder.mkdir(parents=True)
-        branches = [
-            {"global_batch_size": batch * multiple} for multiple in (1, 2, 4, 8)
-        ]
         result = {
             "step": step,
-            "branches": branches,
             "critical_batch_size": size,
+            "bound": "at_least" if size == 8 * batch else "exact",
             "tokens": 1000,
             "decisive": True,
             "tolerance": 0.05,
