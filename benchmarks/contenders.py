@@ -21,9 +21,9 @@ import optax
 from jax.sharding import Mesh
 from optax import microbatching
 
-from rampup.engine.accumulate import multi_steps
 from rampup.engine.batch import Batch
 from rampup.engine.mesh import batch_sharding, replicated
+from rampup.engine.multi_steps import multi_steps
 from rampup.engine.state import TrainState, prepare_state
 from rampup.engine.step import train_step
 from rampup.lm.transformer import LanguageModel

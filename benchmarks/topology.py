@@ -48,9 +48,9 @@ from rampup.contrib.lab.topology import (
     topology_devices,
     use_cpu_as_host,
 )
-from rampup.engine.accumulate import multi_steps
 from rampup.engine.memory import program_memory
 from rampup.engine.mesh import batch_sharding, make_mesh, replicated
+from rampup.engine.multi_steps import multi_steps
 from rampup.engine.state import TrainState
 from rampup.engine.step import train_step
 from rampup.lm.transformer import LanguageModel

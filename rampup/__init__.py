@@ -32,11 +32,11 @@ if TYPE_CHECKING:  # for editors and type checkers
     from rampup.data.batches import stream_batches as stream_batches
     from rampup.engine.accumulate import AccumulatedLoss as AccumulatedLoss
     from rampup.engine.accumulate import accumulate as accumulate
-    from rampup.engine.accumulate import multi_steps as multi_steps
     from rampup.engine.batch import Batch as Batch
     from rampup.engine.evaluation import EvalStep as EvalStep
     from rampup.engine.mesh import BatchAxes as BatchAxes
     from rampup.engine.mesh import make_mesh as make_mesh
+    from rampup.engine.multi_steps import multi_steps as multi_steps
     from rampup.engine.nnx import merge_model as merge_model
     from rampup.engine.nnx import split_model as split_model
     from rampup.engine.optimizer import make_optimizer as make_optimizer
@@ -98,7 +98,7 @@ _HOME = {
     "EvalStep": "rampup.engine.evaluation",
     "AccumulatedLoss": "rampup.engine.accumulate",
     "accumulate": "rampup.engine.accumulate",
-    "multi_steps": "rampup.engine.accumulate",
+    "multi_steps": "rampup.engine.multi_steps",
     "PipelinedLoss": "rampup.engine.pipeline",
     "check_loss": "rampup.checks.loss",
     "check_step": "rampup.checks.step",

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rampup.checks.trials import OneDevice, is_real, loss_function, norm, signs
-from rampup.engine.accumulate import per_row_keys
 from rampup.engine.batch import Batch
+from rampup.engine.keys import per_row_keys
 from rampup.engine.state import carried, replace_fields
 from rampup.engine.step import TrainStep
 from rampup.engine.sums import as_summed, sum_of_means

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.accumulate import AccumulatedLoss, random_key
+from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
 from rampup.engine.contract import (
     SummableLoss,
@@ -19,10 +19,11 @@ from rampup.engine.contract import (
     check_signature,
     explained,
 )
+from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
-from rampup.engine.sums import as_summed
+from rampup.engine.sums import as_summed, check_trained
 from rampup.engine.whole import operations
 from rampup.errors import ConfigError, a_type
 
@@ -144,6 +145,7 @@ class Trials:
                 " donate=False",
                 key="state",
             )
+        check_trained(read[0])
         self._loss_fn = loss_function(loss, "check_loss")
         if getattr(self._loss_fn, "has_streams", False):
             self._loss_fn = functools.partial(self._loss_fn, deterministic=True)

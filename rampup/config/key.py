@@ -16,7 +16,13 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from rampup.errors import ConfigError, RampDefinitionError, RampupError, raise_together
+from rampup.errors import (
+    ConfigError,
+    RampDefinitionError,
+    RampupError,
+    a_type,
+    raise_together,
+)
 from rampup.plan.numbers import MAX_COUNT, exact_fraction, parse_count, to_yaml_number
 
 Kind = Literal["bool", "int", "float", "size", "text", "name"]
@@ -253,8 +259,13 @@ class Settings:
     # so on top of it all are given.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
-    def __new__(cls, **values: Any) -> Self:
+    def __new__(cls, *given: Any, **values: Any) -> Self:
         """Remember which attributes are set, and refuse an unknown name."""
+        if given:
+            raise TypeError(
+                f"{cls.__name__}() takes keys by name, and not {a_type(given[0])}:"
+                f" write {cls.__name__}(**keys)"
+            )
         if unknown := [
             name for name in values if name not in {f.name for f in fields(cls)}
         ]:

@@ -1,5 +1,4 @@
-"""Gradient accumulation: the sum over the microbatches of a step, and
-`optax.MultiSteps` with a k that follows the ramp.
+"""Gradient accumulation: the sum over the microbatches of a step.
 
 Each replica adds up the gradients of its rows in a loop whose bound is an argument, so
 one executable serves every number, and the replicas exchange the sums once, after it
@@ -19,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.contract import (
@@ -44,15 +42,13 @@ from rampup.engine.mesh import (
     replicated,
 )
 from rampup.engine.replicas import Replicas
-from rampup.engine.state import check_step_number, gone
+from rampup.engine.state import gone
 from rampup.engine.sums import (
     Recipe,
     Sums,
     as_summed,
-    fill,
-    floating,
+    check_trained,
     largest,
-    split_trained,
     sum_of_means,
 )
 from rampup.engine.zero import is_scattered
@@ -61,7 +57,6 @@ from rampup.errors import (
     PipelineShapeError,
     a_type,
 )
-from rampup.plan.plan import RampPlan
 
 _GONE = {
     "batch_axes": "give rampup.AccumulatedLoss(loss_fn, batch_axes=...) as the loss",
@@ -163,7 +158,6 @@ class AccumulatedLoss(SumsOfMicrobatches):
                 nearest=(False,),
             )
         run = self.summation(
-            params,
             mesh,
             param_shardings,
             # A plan whose buffer has room for one microbatch runs one in every step.
@@ -174,7 +168,6 @@ class AccumulatedLoss(SumsOfMicrobatches):
 
     def summation(
         self,
-        params: Any,
         mesh: Mesh,
         param_shardings: Any = None,
         *,
@@ -185,7 +178,6 @@ class AccumulatedLoss(SumsOfMicrobatches):
         over the first `number` microbatches.
 
         Args:
-            params: the parameters, for their types.
             mesh: the devices.
             param_shardings: the shardings of the gradients; None leaves them to the
                 compiler.
@@ -211,11 +203,8 @@ class AccumulatedLoss(SumsOfMicrobatches):
             )
         # A loss function that takes shards was written for the shardings
         # `self.param_shardings`, and its gradients have those.
-        shardings = (
-            floating(param_shardings if takes_whole else self.param_shardings, params)
-            if has_grads
-            else None
-        )
+        wanted = param_shardings if takes_whole else self.param_shardings
+        shardings = wanted if has_grads else None
         replicas = Replicas(
             mesh=mesh,
             axes=axes,
@@ -242,7 +231,6 @@ class AccumulatedLoss(SumsOfMicrobatches):
             recipe: Recipe,
         ) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
-            trained, others = split_trained(params) if has_grads else (params, None)
 
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
@@ -271,8 +259,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
                 with jax.named_scope("microbatch"):
                     new = sums_of(
                         run(
-                            trained,
-                            others,
+                            params,
                             *take((batch_KR, keys_KR), i),
                             mutable,
                             recipe.scale,
@@ -287,8 +274,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
                 )
 
             first = (
-                trained,
-                others,
+                params,
                 *take((batch_KR, keys_KR), 0),
                 recipe.mutable,
                 recipe.scale,
@@ -343,9 +329,9 @@ def summable(
     """Return a loss as a `SummableLoss` with these batch axes and `reduce_once`, if
     they are given; with `whole_batch`, with no replicas.
     """
-    whole_batch |= getattr(loss, "whole_batch", False)
-    is_function = not isinstance(loss, SummableLoss)
-    takes_whole = is_function or getattr(loss, "param_shardings", loss) is None
+    own: Any = loss if isinstance(loss, SummableLoss) else AccumulatedLoss(loss)
+    whole_batch |= getattr(own, "whole_batch", False)
+    takes_whole = getattr(own, "param_shardings", own) is None
     if not takes_whole and (whole_batch or reduce_once is not None):
         key = "whole_batch" if whole_batch else "reduce_once"
         raise ConfigError(
@@ -357,34 +343,14 @@ def summable(
             nearest=(None,),
         )
     if whole_batch:
-        batch_axes = BatchAxes.whole(
-            mesh, batch_axes or getattr(loss, "batch_axes", None)
-        )
+        batch_axes = BatchAxes.whole(mesh, batch_axes or own.batch_axes)
     given = {
         "batch_axes": batch_axes,
         "reduce_once": reduce_once,
         "whole_batch": whole_batch or None,
     }
     changes: dict[str, Any] = {k: x for k, x in given.items() if x is not None}
-    own: Any = loss
-    if is_function:
-        own = AccumulatedLoss(own)
     return replace(own, **changes) if changes else own
-
-
-def random_key(seed: int) -> jax.Array:
-    """Return a threefry key: with `rbg`, a row's random numbers depend on the rows that
-    are drawn together with it.
-    """
-    return jax.random.key(seed, impl="threefry2x32")
-
-
-def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
-    """Return one random key per row, from a key `seed`, the optimizer step and the
-    rows' indices (K, R) in the global batch.
-    """
-    base = jax.random.fold_in(seed, step)
-    return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(base, row)))(rows_KR)
 
 
 @gone(**_GONE)
@@ -415,7 +381,7 @@ def accumulate(
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: how many of the K to use. If a traced number is not from 0 to
             K, loss, weight and mean are NaN.
-        keys_KR: a random key per row, as `rampup.engine.accumulate.per_row_keys` makes
+        keys_KR: a random key per row, as `rampup.engine.keys.per_row_keys` makes
             them. None: the loss gets None.
         param_shardings: shardings of `params`, which the accumulators take; None leaves
             them to the compiler. If they name the axes of the replicas, each replica
@@ -443,6 +409,7 @@ def accumulate(
     loss: Any = summable(loss_fn, mesh)
     # Python's numbers too are parameters, as they are for `jax.grad`.
     params, mutable = jax.tree.map(jnp.asarray, (params, mutable))
+    check_trained(params)
     number = num_microbatches
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     if loss.whole_batch and K != 1:
@@ -472,14 +439,12 @@ def accumulate(
     def call(
         params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any
     ) -> Sums:
-        run = loss.summation(params, mesh, param_shardings, has_one=has_one)
+        run = loss.summation(mesh, param_shardings, has_one=has_one)
         return run(params, batch_KR, keys_KR, number, Recipe(mutable=mutable))
 
     args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
     whole = replicated(mesh)
-    results = Sums(
-        floating(shardings[0], params), whole, whole, whole, shardings[1], whole
-    )
+    results = Sums(shardings[0], whole, whole, whole, shardings[1], whole)
     sums: Sums = call_with_auto_axes(call, mesh, args, results)
     if not is_traced:
         return sums
@@ -490,107 +455,6 @@ def accumulate(
         lambda x: jnp.where(is_valid, x, jnp.nan), (sums.loss, sums.weight)
     )
     return sums._replace(loss=loss, weight=weight)
-
-
-def multi_steps(
-    tx: optax.GradientTransformation,
-    plan: RampPlan,
-    *,
-    use_grad_mean: bool = True,
-    accumulator_dtype: Any = None,
-    should_skip_update_fn: None = None,
-) -> optax.MultiSteps:
-    """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at
-    every optimizer step.
-
-    For a training step of your own that calls the optimizer once per microbatch. Unlike
-    with the engine `fused`, every microbatch reduces its gradients over the data axis,
-    runs the optimizer's arithmetic, and counts equally, however many tokens it has.
-    Write checkpoints between optimizer steps: one within an accumulation cannot be
-    resumed with another k. Their number is `opt_state.gradient_step`; the `step` of a
-    linen `TrainState` counts microbatches. A microbatch that is not finite spoils its own step only,
-    if the optimizer zeroes NaN (`optax.zero_nans`) or skips (`optax.apply_if_finite`).
-
-    Args:
-        tx: the optimizer of a whole step.
-        plan: says how many microbatches every optimizer step has.
-        use_grad_mean: average the microbatches' gradients, or with False add them up.
-        accumulator_dtype: type of the accumulated gradients; None = that of Optax,
-            float32 in newer versions.
-        should_skip_update_fn: of `optax.MultiSteps`; must be None.
-
-    Returns:
-        The `optax.MultiSteps`; its `init` and `update` are called once per microbatch.
-
-    Raises:
-        RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which
-            MultiSteps cannot count.
-        ConfigError: `should_skip_update_fn` is given, which would not count the
-            microbatches that it skips.
-        TypeError: this Optax has no `accumulator_dtype`.
-
-    Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> plan = RampPlan(
-        ...     ramp=BatchRamp.from_schedule("0:4 8:8"),
-        ...     splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1,
-        ...     total_steps=10,
-        ... )
-        >>> tx = multi_steps(optax.sgd(0.1), plan)
-        >>> [int(tx._every_k_schedule(jnp.int32(step))) for step in range(4)]
-        [1, 1, 2, 2]
-    """
-    if should_skip_update_fn is not None:
-        raise ConfigError(
-            "should_skip_update_fn makes optax.MultiSteps skip a microbatch without"
-            " counting it, so all later optimizer steps would straddle two batches of"
-            " the plan; use train_step(..., skip_nonfinite=True), or zero the gradient"
-            " yourself",
-            key="should_skip_update_fn",
-        )
-    check_step_number(plan.ramp.ramp_steps)
-    start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
-    num_microbatches = np.array(
-        [split.num_microbatches for split in plan.splits], np.int32
-    )
-
-    def every_k(gradient_step: jax.Array) -> jax.Array:
-        phase = (
-            jnp.searchsorted(jnp.asarray(start_steps), gradient_step, side="right") - 1
-        )
-        return jnp.asarray(num_microbatches)[phase]
-
-    options = {"use_grad_mean": use_grad_mean}
-    if accumulator_dtype is not None:
-        options["accumulator_dtype"] = accumulator_dtype
-    found = _MultiSteps(tx, every_k, **options)
-    found.plan = plan
-    return found
-
-
-class _MultiSteps(optax.MultiSteps):
-    """`optax.MultiSteps` that forgets a microbatch that is not finite with its step.
-
-    Optax multiplies by 0 what it does not emit, and what it has emitted. 0 * NaN is
-    NaN: an optimizer that zeroes NaN, or skips them, would never move again.
-    """
-
-    plan: RampPlan
-
-    def update(
-        self, updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        updates, state = super().update(updates, state, params, **extra_args)
-        is_whole = state.mini_step == 0
-
-        def zero_if(condition: Any, tree: Any) -> Any:
-            return jax.tree.map(
-                lambda x: jnp.where(condition, jnp.zeros_like(x), x), tree
-            )
-
-        sums = zero_if(is_whole, state.acc_grads)
-        return zero_if(~is_whole, updates), state._replace(acc_grads=sums)
 
 
 def _loss_of(
@@ -604,15 +468,13 @@ def _loss_of(
     """
 
     def loss_of(
-        trained: Any,
-        others: Any,
+        params: Any,
         batch_R: Any,
         keys_R: Any,
         mutable: Any,
         scale: Any,
         weights: Any = None,
     ) -> tuple[Any, Sums]:
-        params = trained if others is None else fill(trained, others)
         args = (
             (params, batch_R, keys_R)
             if mutable is None
@@ -658,12 +520,12 @@ def _weights(
 
     def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
         weights, mutable = so_far
-        _, sums = loss_of(*first[:2], *take(rows, i), mutable, None)
+        _, sums = loss_of(first[0], *take(rows, i), mutable, None)
         return jax.tree.map(jnp.add, weights, sums.weight), sums.mutable
 
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     with jax.named_scope("weights"):
-        return jax.lax.fori_loop(0, number, add, (zeros, first[4]))[0]
+        return jax.lax.fori_loop(0, number, add, (zeros, first[3]))[0]
 
 
 def take(tree: Any, i: Any) -> Any:

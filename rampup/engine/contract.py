@@ -55,9 +55,8 @@ class SummableLoss(Protocol):
         """Return the sums over the microbatches, with None as `grads`, and the gradient
         of the mean loss at least in float32.
 
-        Integers among the parameters have None for a gradient, and the others have
-        `param_shardings`: those of the parameters, or with ZeRO-1 of each replica's own
-        part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
+        Gradients have `param_shardings`: those of the parameters, or with ZeRO-1 of
+        each replica's own part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
         multiplies what it differentiates by `recipe.scale` undoes that in
         `recipe.finalize`; one that does neither is right too.
         """

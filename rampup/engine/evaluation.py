@@ -15,11 +15,11 @@ from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, on_mesh, sees_explicit
-from rampup.engine.mesh import BatchAxes, auto_context, auto_view, replicated
+from rampup.engine.mesh import STAGE, BatchAxes, auto_context, auto_view, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import check_placed, shardings_of
 from rampup.engine.update import eval_sums, explicit_loss
-from rampup.errors import DataError, a_type
+from rampup.errors import ConfigError, DataError, a_type
 
 
 class EvalStep:
@@ -145,12 +145,25 @@ class EvalStep:
             batch_size: rows of a batch.
             batched: whether an element of the source has several rows; see
                 `step_batches`.
+
+        Raises:
+            ConfigError: the mesh has pipeline stages.
         """
+        if self._mesh.shape.get(STAGE, 1) > 1:
+            raise ConfigError(
+                "EvalStep.batches cuts rows for a mesh without pipeline stages",
+                fix="take step_batches(source, plan, mesh) of a plan with a constant"
+                " batch and the stages",
+                key="ici_pipeline_parallelism",
+                nearest=(1,),
+            )
         from rampup.data.batches import eval_batches
 
-        options: dict[str, Any] = {
-            "batch_axes": self._batch_axes,
-            "whole_batch": self._whole_batch,
-            "batched": batched,
-        }
-        return eval_batches(source, batch_size, self._mesh, **options)
+        return eval_batches(
+            source,
+            batch_size,
+            self._mesh,
+            batch_axes=self._batch_axes,
+            whole_batch=self._whole_batch,
+            batched=batched,
+        )

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, a_type
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.plan import RampPlan
 
@@ -163,6 +163,12 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else devices
     axes = MeshAxes(data=len(devices)) if axes is None else axes
+    if not isinstance(axes, MeshAxes):
+        raise ConfigError(
+            f"make_mesh takes MeshAxes, and not {a_type(axes)}",
+            fix="give make_mesh(MeshAxes(data=...), devices=[...]), from rampup.plan",
+            key="axes",
+        )
     for name, size in (("context", axes.context), ("expert", axes.expert)):
         if size > 1:
             raise ConfigError(

@@ -22,7 +22,7 @@ from rampup.engine.contract import SummableLoss
 from rampup.engine.explicit import as_auto, on_mesh
 from rampup.engine.mesh import BatchAxes, auto_context, is_explicit, shardings_like
 from rampup.engine.processes import wait_for_all
-from rampup.engine.sums import differing_leaves
+from rampup.engine.sums import check_trained, differing_leaves
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
@@ -46,8 +46,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
         step: optimizer steps done, int32.
-        params, opt_state: the parameters, of which integer arrays are not trained, and
-            the optimizer's state.
+        params, opt_state: the parameters, real or complex, and the optimizer's state.
         mutable: what the loss function carries from microbatch to microbatch, such as
             batch statistics, or None.
         frozen: arrays that the loss function reads as its keyword argument `frozen`,
@@ -130,7 +129,7 @@ def create_state(
         The state, whose `step` is 0.
 
     Raises:
-        ConfigError: leaves that are no arrays, parameters that are all integers,
+        ConfigError: leaves that are no arrays, parameters that are integers,
             arguments of the wrong type, or an optimizer that a step cannot run.
 
     Example:
@@ -143,13 +142,7 @@ def create_state(
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     for name, tree in {"params": params, "mutable": mutable, "frozen": frozen}.items():
         _check_arrays(name, tree)
-    types = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params)}
-    if types and not any(jnp.issubdtype(each, jnp.inexact) for each in types):
-        raise ConfigError(
-            f"no leaf of params is trained: all are {' or '.join(map(str, types))}",
-            fix="make those that the optimizer shall change floating-point arrays",
-            key="params",
-        )
+    check_trained(params)
     wait_for_all(mesh)
     given = params, mutable, frozen
     params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)

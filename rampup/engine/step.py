@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import random_key, summable
+from rampup.engine.accumulate import summable
 from rampup.engine.batch import (
     Batch,
     BufferLayout,
@@ -33,6 +33,7 @@ from rampup.engine.batch import (
 )
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import sees_explicit
+from rampup.engine.keys import random_key
 from rampup.engine.mesh import (
     BatchAxes,
     auto_context,

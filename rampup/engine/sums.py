@@ -203,59 +203,32 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Return whether JAX can differentiate with respect to an array, real or complex.
-    Integers are not trained.
+    """Return whether JAX can differentiate with respect to an array, real or
+    complex.
     """
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def has_integers(params: Any) -> bool:
-    """Return whether there are integers among the parameters."""
-    return not all(map(is_floating, jax.tree.leaves(params)))
-
-
-def floating(tree: Any, params: Any) -> Any:
-    """Return a tree like the parameters with None in the place of integers; None for
-    None.
-    """
-    return (
-        None
-        if tree is None
-        else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
-    )
-
-
-def split_trained(params: Any) -> tuple[Any, Any]:
-    """Return the parameters that are trained, with None in the place of integers, and
-    those integers, if there are any.
-    """
+def check_trained(params: Any) -> None:
+    """Refuse parameters that have no gradient, or not one to add up."""
     if isinstance(params, Mapping) and (key := "_overwrite_with_gradient") in params:
-        problem = (
-            f"params[{key!r}], of Flax's float8 layers, takes its gradients as new"
-            " values"
-        )
-        fix = (
-            "use rampup.microbatches and rampup.multi_steps with a step of your own, or"
-            " train in bfloat16"
-        )
         raise ConfigError(
-            f"{problem}, and a step sums them over microbatches; {fix}", key="params"
+            f"params[{key!r}], of Flax's float8 layers, takes its gradients as new"
+            " values, and a step sums them over microbatches",
+            fix="use rampup.microbatches and rampup.multi_steps with a step of your"
+            " own, or train in bfloat16",
+            key="params",
         )
-    if not has_integers(params):
-        return params, None
-    return floating(params, params), jax.tree.map(
-        lambda p: None if is_floating(p) else p, params
-    )
-
-
-def fill(tree: Any, values: Any) -> Any:
-    """Return a tree with the leaves of another one where it has None."""
-    return jax.tree.map(
-        lambda x, value: value if x is None else x,
-        tree,
-        values,
-        is_leaf=lambda x: x is None,
-    )
+    for path, leaf in jax.tree.leaves_with_path(params):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ConfigError(
+                f"params{jax.tree_util.keystr(path)} is {dtype.name}, and has no"
+                " gradient",
+                fix="make it floating-point, or give it as `frozen` of the state, which"
+                " the loss function reads as its keyword argument `frozen`",
+                key="params",
+            )
 
 
 def differing_leaves(

@@ -19,10 +19,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import per_row_keys, random_key
 from rampup.engine.contract import Counts, SummableLoss
 from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
+from rampup.engine.keys import per_row_keys, random_key
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
 from rampup.engine.state import (
@@ -37,10 +37,7 @@ from rampup.engine.sums import (
     Recipe,
     Sums,
     cast_like,
-    fill,
-    floating,
-    has_integers,
-    is_floating,
+    check_trained,
     safe_reciprocal,
     sum_of_means,
 )
@@ -123,7 +120,6 @@ class Update:
             else:
                 with jax.named_scope("gradient_noise"):
                     measured = recipe.noise.metrics(sums.noise, grads, sums.weight)
-            grads = _with_integers(grads, state.params)
         metrics = {
             "loss": sums.mean_loss,
             "weight": sums.weight,
@@ -202,7 +198,6 @@ class Update:
                     key="gradient_accumulation",
                     nearest=("fused",),
                 )
-            grads = _with_integers(grads, state.params)
         # The loss is the weighted mean over the microbatches so far. MultiSteps
         # averages the gradients with equal weights.
         weight = so_far["weight"] + sums.weight
@@ -277,8 +272,7 @@ class Update:
         loss does not support in the state.
         """
         scale, meter = getattr(state, "dynamic_scale", None), None
-        if has_integers(state.params):
-            _check_support(self.loss, "integer parameters")
+        check_trained(state.params)
         if scale is not None:
             _check_support(self.loss, "`dynamic_scale`")
         if self.measures_noise:
@@ -288,11 +282,7 @@ class Update:
             moments = None
             if self.scatter_axes(state_shardings) is None:
                 moments = second_moments(state.opt_state, state.params)
-            given = (
-                floating(grad_shardings, state.params),
-                floating(moments, state.params),
-            )
-            meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
+            meter = NoiseMeter.of(grad_shardings, self.mesh, self.batch_axes, moments)
         return Recipe(
             mutable=carried(state),
             noise=meter,
@@ -340,25 +330,13 @@ class Update:
         if not hasattr(state, "apply_gradients"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            new = replace_fields(
+            return replace_fields(
                 state, params=params, opt_state=opt_state, step=state.step + 1
             )
-        elif hasattr(state, "tx"):
-            new = replace_fields(
-                replace_fields(state, tx=tx).apply_gradients(grads=grads), tx=state.tx
-            )
-        else:
-            new = state.apply_gradients(grads=grads)
-        if not has_integers(state.params):
-            return new
-        # Decay and the like leave integers alone, and the state that an optimizer keeps
-        # for them keeps its type.
-        params = jax.tree.map(
-            lambda new, old: new if is_floating(old) else old, new.params, state.params
-        )
-        return replace_fields(
-            new, params=params, opt_state=cast_like(new.opt_state, state.opt_state)
-        )
+        if hasattr(state, "tx"):
+            own = replace_fields(state, tx=tx).apply_gradients(grads=grads)
+            return replace_fields(own, tx=state.tx)
+        return state.apply_gradients(grads=grads)
 
 
 def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLoss:
@@ -452,17 +430,6 @@ def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:
     return first_row + jnp.arange(K * R, dtype=jnp.int32).reshape(K, R)
 
 
-def _with_integers(grads: Any, params: Any) -> Any:
-    """Return the gradients with zeros for integer parameters, as an optimizer takes
-    them.
-    """
-    return (
-        fill(grads, jax.tree.map(jnp.zeros_like, params))
-        if has_integers(params)
-        else grads
-    )
-
-
 def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
     """Return the loss with the frozen arrays of a state, if it has any, as an
     argument.
@@ -482,7 +449,7 @@ def _check_support(loss: Any, feature: str) -> None:
         raise ConfigError(
             f"the state has {feature}, which {a_type(loss)} does not support",
             fix="train without pipeline stages and without a scale, and keep frozen"
-            " arrays in `params` as floating-point numbers that"
-            " optax.transforms.freeze excludes from the optimizer",
+            " arrays in `params`, where optax.transforms.freeze excludes them from the"
+            " optimizer",
             key="state",
         )

@@ -15,7 +15,7 @@ import numpy as np
 from rampup.config.key import Settings
 from rampup.config.load import load_config
 from rampup.config.resume import plan_to_resume
-from rampup.engine.accumulate import multi_steps
+from rampup.engine.multi_steps import multi_steps
 from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.train import learning_rate, optimizer, ramp_before

@@ -35,9 +35,11 @@ from rampup.config.stages import adam_base, adam_scaling, hyperparameters
 from rampup.data.batches import BatchLoader, BatchOptions, Loading, SampleOrder
 from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of
-from rampup.engine.accumulate import AccumulatedLoss, multi_steps, random_key
+from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.evaluation import EvalStep
+from rampup.engine.keys import random_key
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
+from rampup.engine.multi_steps import multi_steps
 from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.engine.pipeline import permute_layers
 from rampup.engine.processes import gather_from_all, is_primary, wait_for_all

@@ -11,14 +11,11 @@ from flax.core import FrozenDict
 from helpers import toy
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rampup.engine.accumulate import (
-    AccumulatedLoss,
-    accumulate,
-    multi_steps,
-    per_row_keys,
-)
+from rampup.engine.accumulate import AccumulatedLoss, accumulate
 from rampup.engine.contract import check_results
+from rampup.engine.keys import per_row_keys
 from rampup.engine.mesh import batch_sharding, make_mesh, shardings_like
+from rampup.engine.multi_steps import multi_steps
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 

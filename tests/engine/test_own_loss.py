@@ -14,8 +14,6 @@ from helpers.toy import (
     ScaledState,
     flax_state,
     loss_fn,
-    mesh_of,
-    new_params,
     rows,
     start,
     train,
@@ -80,7 +78,6 @@ def test_multi_steps_refuses_chunks_of_several_microbatches():
     [
         ("plain", "fused"),
         ("plain", "multi_steps"),
-        ("integers", "multi_steps"),
         ("scaled", "fused"),
     ],
 )
@@ -91,9 +88,6 @@ def test_loss_function_without_keys_is_refused(kind, engine):
     state = flax_state(
         ScaledState, dynamic_scale=DynamicScale() if kind == "scaled" else None
     )
-    params = new_params(mesh_of("one")) | (
-        {"n": jnp.int32(3)} if kind == "integers" else {}
-    )
     with pytest.raises(
         ConfigError,
         match=r"cannot be called with 3 arguments, .* It takes \(params, batch, keys\)",
@@ -102,7 +96,6 @@ def test_loss_function_without_keys_is_refused(kind, engine):
             lambda params, batch: (0.0, 1.0, {}),
             mesh_name="one",
             state=state,
-            params=params,
             engine=engine,
         )
 

@@ -16,6 +16,7 @@ from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
 from helpers.toy import (
+    WIDTH,
     loss_fn,
     make_step,
     mesh_of,
@@ -31,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import rampup
 from rampup.engine.mesh import make_mesh
+from rampup.errors import ConfigError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
 
@@ -165,17 +167,22 @@ def test_float64_parameters(engine):
         )
 
 
-def test_integer_leaves_in_the_parameters():
-    """Integer parameters, such as a quantized base model, are left as they are."""
-    state, _ = train(
-        *start(
-            "data",
-            params=new_params(mesh_of("data"))
-            | {"base": jnp.arange(4, dtype=jnp.int8)},
-        ),
-        steps=3,
-    )
-    assert state.params["base"].tolist() == [0, 1, 2, 3]
+def test_integers_are_frozen():
+    """Integers, such as a quantized base model, are no parameters: in `frozen`, a loss
+    reads them, and they are left as they are.
+    """
+    base = jnp.arange(WIDTH, dtype=jnp.int8)
+
+    def loss(params, batch, keys, frozen):
+        moved = batch["x"] + 0.01 * frozen["base"]
+        return loss_fn(params, batch | {"x": moved}, keys)
+
+    mesh = mesh_of("data")
+    step, _ = start("data", loss)
+    state = rampup.create_state(new_params(mesh), step.tx, mesh, frozen={"base": base})
+    state, metrics = train(step, state, steps=3)
+    assert state.frozen["base"].tolist() == base.tolist()
+    assert metrics["loss"] != train(*start("data"), steps=3)[1]["loss"]
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
@@ -255,7 +262,7 @@ def test_dynamic_scale_with_pipeline_stages_is_refused():
 
 
 @pytest.mark.slow
-def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
+def test_frozen_and_carried_values_with_pipeline_stages_are_refused():
     """The error comes before anything is computed, and names the field, the loss and
     what to do.
     """
@@ -266,13 +273,8 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
         run_pipeline(2, frozen={"base": jnp.zeros(2)})
     mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
     plan = plan_for(mesh, "0:8", steps=5, num_stages=2)
-    params = init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
     step = make_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
     data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
-    with pytest.raises(
-        rampup.errors.ConfigError, match="integer parameters, which a PipelinedLoss"
-    ):
-        step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
     carried = rampup.create_state(
         init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())}
     )
@@ -384,11 +386,12 @@ def test_what_is_no_tree_of_arrays_is_refused():
         ):
             rampup.create_state(params, tx, mesh)
     state = rampup.create_state(
-        {"w": 1.0, "key": jax.random.key(0), "half": jnp.bfloat16(1)},
+        {"w": 1.0, "half": jnp.bfloat16(1)},
         optax.identity(),
         mesh,
+        frozen={"key": jax.random.key(0)},
     )
-    assert len(jax.tree.leaves(state.params)) == 3
+    assert len(jax.tree.leaves((state.params, state.frozen))) == 3
 
 
 def test_a_donated_array_that_is_in_the_state_twice_is_named():
@@ -433,13 +436,25 @@ def test_parameters_sharded_over_data_train_with_the_line_that_the_error_offers(
         np.testing.assert_allclose(state.params[name], x, rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_of_integers_alone_are_refused():
-    """Nothing would be trained; integers beside floats stay as they are."""
-    mesh = make_mesh()
-    with pytest.raises(
-        rampup.RampupError, match=r"no leaf of params is trained.*int32"
-    ):
-        rampup.create_state({"w": jnp.zeros(2, int)}, optax.sgd(0.1), mesh)
-    mixed = {"w": jnp.zeros(2), "n": jnp.zeros(2, int)}
-    assert int(rampup.create_state(mixed, optax.identity(), mesh).step) == 0
+@pytest.mark.parametrize("params", [{}, {"w": jnp.zeros(2)}])
+def test_integer_parameters_are_refused(params):
+    """They have no gradient, and the error says where they belong, for a new state and
+    for one of one's own.
+    """
+    mesh, wrong = mesh_of("one"), {**params, "n": jnp.zeros(2, int)}
+    refused = pytest.raises(
+        ConfigError, match=r"params\['n'\] is int32, and has no gradient; .* `frozen`"
+    )
+    with refused:
+        rampup.create_state(wrong, optax.sgd(0.1), mesh)
+    step, state = start("one")
+    with refused:
+        own = state.replace(params=state.params | wrong)
+        step(
+            own.replace(opt_state=step.tx.init(own.params)), next(step.batches(rows()))
+        )
+    with refused:
+        rampup.accumulate(loss_fn, wrong, {"x": jnp.ones((1, 2, 3))}, 1, mesh=mesh)
+    with refused:
+        rampup.check_loss(loss_fn, wrong, rows())
     assert int(rampup.create_state({}, optax.identity(), mesh).step) == 0

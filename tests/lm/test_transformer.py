@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rampup.engine.accumulate import per_row_keys
+from rampup.engine.keys import per_row_keys
 from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError
 from rampup.lm.transformer import (

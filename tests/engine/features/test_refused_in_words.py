@@ -9,6 +9,7 @@ from helpers.toy import loss_fn, make_step, mesh_of, plan_for, rows, start
 
 import rampup
 from rampup.errors import ConfigError
+from rampup.plan import MeshAxes
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
@@ -54,7 +55,7 @@ def test_parts_of_a_loss_as_a_dict_are_refused(mesh_name, which):
         step(state, next(step.batches(rows())))
 
 
-@pytest.mark.parametrize("number", [2.0, 2])
+@pytest.mark.parametrize("number", [2.0, np.float32(2)])
 def test_python_numbers_among_parameters_are_arrays(number):
     """`accumulate` sums as with an array in their place, and gives a float its
     gradient.
@@ -91,3 +92,29 @@ def test_the_engine_multi_steps_survives_a_row_of_nan():
         seen.append(np.asarray(state.params["in"]))
     assert np.isfinite(seen[-1]).all()
     assert np.abs(seen[3] - seen[2]).max() > 0
+
+
+def test_arguments_of_another_kind_are_named():
+    """A number of devices is no mesh, and a dict of keys no keys."""
+    with pytest.raises(ConfigError, match=r"takes MeshAxes, and not an int; give make"):
+        rampup.make_mesh(4)
+    with pytest.raises(TypeError, match=r"by name, and not a dict: write Config\(\*\*"):
+        rampup.Config({"steps": 3})
+
+
+def test_evaluation_of_a_pipeline_names_the_batches_that_it_takes():
+    """Rows are not cut for stages; the batches of a plan are evaluated."""
+    mesh = rampup.make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
+    loss = rampup.PipelinedLoss(
+        first=lambda params, batch, keys: batch["x"],
+        stage=lambda layers, x, batch, keys, first: x * layers[0],
+        last=lambda params, x, batch, keys: (x.sum(), len(x), {}),
+    )
+    evaluate, plan = rampup.EvalStep(loss, mesh), plan_for(mesh, "0:8", num_stages=2)
+    params = {"layers": np.full(2, 3, np.float32)}
+    state = rampup.create_state(params, optax.sgd(0.1), mesh)
+    with pytest.raises(ConfigError, match=r"pipeline stages; take step_batches\("):
+        evaluate.batches(rows(), 8)
+    batch = next(rampup.step_batches(rows(), plan, mesh))
+    total = 9 * np.sum([row["x"] for row in rows(8)])
+    np.testing.assert_allclose(evaluate(state, batch)[0], total, rtol=1e-5)

@@ -99,7 +99,7 @@ def test_an_actor_that_is_updated_in_every_second_step(num_devices):
     def keys_of(number, size):
         rows = jnp.arange(size)[None]
         key = jax.random.key(0, impl="threefry2x32")
-        return rampup.engine.accumulate.per_row_keys(key, jnp.int32(number), rows)[0]
+        return rampup.engine.keys.per_row_keys(key, jnp.int32(number), rows)[0]
 
     first_actor, first_critic = networks()
     critic_step = rampup.train_step(critic_loss, tx, plan, mesh)
