@@ -390,6 +390,33 @@ def load(gates, hard):
     return (gates.mean(0) * hard.mean(0)).sum()
 
 
+def token_load(p, b, of=jnp.sum):
+    """Return the auxiliary loss of a mixture of experts over the tokens that count."""
+    gates, mask = jax.nn.softmax(p["e"][b["t"]] @ p["k"]), (b["t"] > 0)[..., None]
+    share = (jax.nn.one_hot(gates.argmax(-1), 3) * mask).sum((0, 1)) / mask.sum()
+    return of(3 * share * (gates * mask).sum((0, 1)) / mask.sum())
+
+
+def usage(p, b):
+    """Return the entropy of the mean use of three codes, over the tokens that count."""
+    gates, mask = jax.nn.softmax(p["e"][b["t"]] @ p["k"]), (b["t"] > 0)[..., None]
+    mean = (gates * mask).sum((0, 1)) / mask.sum()
+    return -(mean * jnp.log(mean)).sum()
+
+
+def halved(function):
+    """Return a function that computes in bfloat16, and gives float32."""
+    return lambda *trees: jax.tree.map(
+        lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x,
+        function(
+            *jax.tree.map(
+                lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x,
+                trees,
+            )
+        ),
+    )
+
+
 def normal_by_row(keys):
     """Draw numbers with the key of each row."""
     return jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
@@ -489,6 +516,40 @@ WRONG = {
             lambda p, b: jax.nn.logsumexp(
                 b["x"] @ p["a"] @ jax.lax.all_gather(b["z"] @ p["a"], "data")[-1, 0]
             ).sum()
+        ),
+        "load of experts over tokens": whole(
+            lambda p, b: (
+                (lambda x, m: (x * m).sum())(*tokens(p, b))
+                + 0.1 * token_load(p, b) * num_tokens(b)
+            ),
+            num_tokens,
+        ),
+        "use of codes over tokens": whole(
+            lambda p, b: (
+                (lambda x, m: (x * m).sum())(*tokens(p, b))
+                - 0.3 * usage(p, b) * num_tokens(b)
+            ),
+            num_tokens,
+        ),
+        "load of experts as a part": lambda p, b, k: (
+            (ratio(p, b) * num_tokens(b), 0.1 * token_load(p, b) * len(k)),
+            (num_tokens(b), len(k)),
+            {},
+        ),
+        "load of experts in bfloat16": lambda p, b, k: (
+            halved(errors)(p, b).sum()
+            + 0.3 * halved(lambda *x: load(*routed(*x)))(p, b) * len(k),
+            len(k),
+            {},
+        ),
+        "centering in bfloat16": lambda p, b, k: (
+            halved(lambda p, b: (b["x"] - b["x"].mean(0)) @ p["w"] - b["y"])(p, b)
+            @ b["y"],
+            len(k),
+            {},
+        ),
+        "sum over replicas": whole(
+            lambda p, b: (errors(p, b) / (1 + jax.lax.psum(errors(p, b), "data"))).sum()
         ),
         "rows in pairs": whole(
             lambda p, b: ((b["x"] @ p["w"]).reshape(-1, 2) ** 2).prod(-1).sum()

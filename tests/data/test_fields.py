@@ -252,6 +252,35 @@ def test_a_stream_that_ends_before_its_plan_is_an_error(number):
     )
 
 
+def in_batches(rows, size):
+    """Return the batches of a loader, of which the last may be smaller."""
+    return [
+        jax.tree.map(lambda *x: np.stack(x), *rows[at : at + size])
+        for at in range(0, len(rows), size)
+    ]
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+@pytest.mark.parametrize("batched", [None, 5, 8, 39])
+def test_the_remainder_of_a_ramp_is_left_out_by_one_argument(mesh_name, batched):
+    """Whatever the batches of the loader: steps of 8, 8 and 16 of 39 rows, of which all
+    but the last 7 are used once, in their order; without it, the error names it.
+    """
+    step, _ = start(mesh_name, schedule="0:8 16:16", steps=9)
+    rows = [{"x": np.float32(n)} for n in range(39)]
+    given = rows if batched is None else in_batches(rows, batched)
+    options = {"batched": batched is not None}
+    found = list(step.stream(iter(given), drop_remainder=True, **options))
+    sizes = [batch.position.split.global_batch_size for batch in found]
+    assert sizes == [8, 8, 16]
+    used = np.concatenate([arrays(batch)["x"] for batch in found])
+    assert sorted(used) == list(range(32))
+    with pytest.raises(
+        DataEndedError, match=r"39 in all; the plan has 9 steps.*drop_remainder=True"
+    ):
+        list(step.stream(iter(given), **options))
+
+
 def test_rows_that_are_left_over_are_trained_on_in_a_last_phase():
     """A plan that ends with a phase of their number has a step of them alone."""
     step, state = start(schedule="0:8 16:2", steps=3)

@@ -17,6 +17,15 @@ MAXTEXT = {"per_device_batch_size": 4, "num_devices": 8, "steps": 100}
 RAMP = {"micro_batch_size": 1, "global_batch_size": 16, "world_size": 2} | {
     "rampup_batch_size": [2, 2, 1000]
 }
+STEPS = {"step_batch_size_schedule": "0:8 1000:16 2500:32"} | {
+    "micro_batch_size": 1,
+    "data_parallel_size": 8,
+}
+ROUNDED = {"rampup_batch_size": [8, 8, 10_000], "global_batch_size": 64} | {
+    "micro_batch_size": 1,
+    "data_parallel_size": 3,
+    "decrease_batch_size_if_needed": True,
+}
 MAXTEXT_RAMP = MAXTEXT | {
     "enable_rampup_batch_size": True,
     "per_device_batch_size_start": 1,
@@ -42,6 +51,10 @@ NOTES = [
     ("megatron", RAMP | {"train_samples": 100}, "ends in step 50, before the ramp does in step 186: its last batch is 2 samples, and 16 are never"),
     ("megatron", {"trainer": {"devices": 8, "num_nodes": 1, "max_steps": 50}, "model": {"micro_batch_size": 1, "global_batch_size": 64, "rampup_batch_size": [8, 8, 100000]}}, "ends in step 50, before the ramp"),
     ("maxtext", MAXTEXT_RAMP | {"steps": 10}, "ends in step 10, before the ramp does"),
+    ("megatron", STEPS | {"train_samples": 800}, "ends in step 100, before the ramp does in step 219: its last batch is 8 samples, and 32 are never"),
+    ("megatron", STEPS | {"train_iters": 150}, "ends in step 150, before the ramp does in step 219: its last batch is 16 samples, and 32 are never"),
+    ("megatron", ROUNDED | {"train_samples": 500}, "ends in step 83, before the ramp does in step 535: its last batch is 6 samples, and 63 are never"),
+    ("megatron", RAMP | {"train_samples": 999}, "ends in step 185, before the ramp does in step 186: its last batch is 14 samples, and 16 are never"),
     ("megatron", MEGATRON, "32 passes of 1 sample: micro_batch_size=8 makes 4 of 8"),
     ("maxtext", MAXTEXT | {"per_device_batch_size": 1, "gradient_accumulation_steps": 64}, "64 passes of 1 sample: per_device_batch_size=8 makes 8 of 8"),
 ]  # fmt: skip
@@ -57,6 +70,7 @@ def test_what_is_not_wasteful_is_not_said():
     """A ramp that fits, passes of several samples, and passes that fill a pipeline."""
     for system, config in (
         ("megatron", RAMP | {"train_samples": 100_000}),
+        ("megatron", STEPS | {"train_iters": 220}),
         ("megatron", MEGATRON | {"micro_batch_size": 2}),
         ("megatron", MEGATRON | {"pipeline_model_parallel_size": 4}),
         ("maxtext", MAXTEXT_RAMP | {"steps": 1000}),

@@ -290,6 +290,43 @@ def test_read_rejects_ambiguous_yaml():
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "micro_batch_size: 1\nglobal_batch_size: 64\nfoo_bar: 3\n",
+            "foo_bar (line 3)",
+        ),
+        (
+            "micro-batch-size: 1\nlr-decay-itres: 9\nglobal-batch-size: 64\n",
+            "lr_decay_itres (line 2)",
+        ),
+        (
+            "MODEL_ARGS:\n  --micro-batch-size: 1\n  --global-batch-size: 64\n"
+            "  --global-batch-sise: 128\n",
+            "global_batch_sise (line 1)",
+        ),
+        (
+            "model: {hidden_sise: 8}\nsizes: {micro_batch_size: 1,"
+            " global_batch_size: 64}\n",
+            "hidden_sise (line 1)",
+        ),
+    ],
+)
+def test_keys_of_yaml_that_megatron_does_not_have_are_named(text, name):
+    """In every form of YAML, also a misspelled size beside the right one; as a setting
+    of the command line each is refused.
+    """
+    expect(
+        verdict("megatron", text, "world_size=8"),
+        ok=True,
+        num_microbatches=[8],
+        note=["stops at options that it does not have, such as", name],
+    )
+    with pytest.raises(ConfigError, match="unknown key"):
+        found(CONSTANT, 8, f"{name.partition(' ')[0]}=3")
+
+
 def test_pipeline_of_few_microbatches_runs():
     """Megatron runs fewer microbatches than stages: the phases have the bubble, and a
     note reports it.

@@ -175,6 +175,8 @@ COMMANDS = [
     # keys are named.
     ("skyrl", SKYRL, [], {"ok": True}),
     ("skyrl", f"{SKYRL} trainer.no_such_thing=1", [], REFUSED),
+    ("skyrl", f"{SKYRL} trainer.policy.optimizer_config.lrr=1", [], REFUSED),
+    ("skyrl", f"{SKYRL} generator.sampling_params.max_generate_lenght=1", [], REFUSED),
     ("skyrl", f"{SKYRL} trainer.policy.fsdp_config.context_parallel_size=2", [], r"unknown, a fork: trainer\.policy\.fsdp_config\.context_parallel_size=2"),
     ("skyrl", f"{SKYRL} trainer.strategy=deepspeed", [], {"rules": ["strategy"], "samples_per_step": 128, "message": "only SkyRL before January 2026 has it"}),
     ("skyrl", OWN_KEYS, ["trainer.no_such_thing=1"], {"ok": True}),

@@ -704,20 +704,23 @@ def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("version", "key"),
     [
-        f"{A}fsdp_config.grad_offload=True",
-        f"{R}val_kwargs.max_reward=3.0",
-        f"{A}optim.nonsense=1",
-        f"{R}engine_kwargs.vllm.swap_space=1",
+        ("0.9", f"{A}fsdp_config.grad_offload=True"),
+        ("0.9", f"{R}val_kwargs.max_reward=3.0"),
+        ("0.9", f"{A}optim.nonsense=1"),
+        ("0.9", f"{R}engine_kwargs.vllm.swap_space=1"),
+        ("0.9", "data.custom_cls.nonsense=x"),
+        ("0.4", "critic.optim.lr_warmup=3"),
+        ("0.4", "algorithm.kl_ctrl.taget_kl=0.1"),
     ],
 )
-def test_keys_of_sections_are_looked_up_as_hydra_does(key):
+def test_keys_of_sections_are_looked_up_as_hydra_does(version, key):
     """Below the third level too, a key that the version does not have is refused, and
     accepted with `+`.
     """
     command = f"{PPO} {NEW}".split()
-    stated = ["verl_version=0.9"]
+    stated = [f"verl_version={version}"]
     found = check_command([*command, key], "verl", stated)
     expect(found, rules=["known_keys"], message=f"{key.partition('=')[0]} must be")
     assert check_command([*command, f"+{key}"], "verl", stated).ok

@@ -45,6 +45,38 @@ FORMS = {
         (jax.nn.relu(y).reshape(len(y), -1)[:, -64:] @ p["f"]) ** 2
     ).sum(),
 }
+
+
+def constrained(b, x, *names):
+    """Return an array with a sharding constraint on the mesh of a batch."""
+    spec = PartitionSpec(("data", "fsdp"), *names)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(b["mesh"], spec))
+
+
+def called_back(x):
+    """Return an array of which a callback sees the sum."""
+    jax.debug.callback(lambda total: None, x.sum())
+    return x
+
+
+def beside(p, hidden, y):
+    """Return the loss of a network whose output is added to the features."""
+    return ((hidden @ p["v"] + y.reshape(len(y), -1)[:, :8]) ** 2).sum()
+
+
+# Beside a sharding constraint or a callback.
+CONSTRAINED = {
+    "rows": lambda p, b, y: beside(
+        p, jnp.tanh(constrained(b, b["x"], None) @ p["w"]), y
+    ),
+    "hidden layer": lambda p, b, y: beside(
+        p, constrained(b, jnp.tanh(b["x"] @ p["w"]), "tensor"), y
+    ),
+    "features": lambda p, b, y: (
+        constrained(b, y.reshape(len(y), -1), "tensor") ** 2
+    ).sum(),
+    "callback": lambda p, b, y: beside(p, called_back(jnp.tanh(b["x"] @ p["w"])), y),
+}
 MESHES = {
     "data_fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
     "fsdp_tensor": {"fsdp": 2, "tensor": 2},
@@ -94,7 +126,8 @@ def change_of(kind, form, sizes, options, kernel_spec):
 
     def loss_fn(params, batch, keys):
         y = operation(batch["image"], params["k"])
-        return FORMS[form](params, batch, y), len(y), {}
+        loss = (FORMS | CONSTRAINED)[form](params, batch | {"mesh": mesh}, y)
+        return loss, len(y), {}
 
     placed = {
         k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params.items()
@@ -132,10 +165,17 @@ def assert_right(kind, form, mesh, way, kernel_spec):
             (None, None, None, "tensor"),
         ),
         ("grouped", "alone", "fsdp_tensor", "whole", ()),
+        ("ordinary", "hidden layer", "data_fsdp_tensor", "compiled", ()),
+        ("transposed", "rows", "data_tensor", "default", ()),
+        ("dilated", "features", "fsdp_tensor", "default", ()),
+        ("grouped", "callback", "data_fsdp_tensor", "compiled", ()),
+        ("depthwise", "hidden layer", "data_fsdp_tensor", "default", ()),
     ],
 )
 def test_a_convolution_is_right_or_refused(kind, form, mesh, way, kernel_spec):
-    """The gradients of kernel and network are those of one device."""
+    """The gradients of kernel and network are those of one device, also beside a
+    sharding constraint and a callback.
+    """
     assert_right(kind, form, mesh, way, PartitionSpec(*kernel_spec))
 
 
@@ -155,3 +195,19 @@ def test_every_convolution_on_every_mesh(kind, form, mesh, way):
     rows = "fsdp" if kind not in ("grouped", "depthwise") else None
     for spec in (PartitionSpec(), PartitionSpec(None, None, rows, "tensor")):
         assert_right(kind, form, mesh, way, spec)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("kind", "form", "mesh", "way"),
+    [
+        (kind, form, mesh, way)
+        for kind in KINDS
+        for form in CONSTRAINED
+        for mesh in ("data_fsdp_tensor", "fsdp_tensor", "data_tensor")
+        for way in WAYS
+    ],
+)
+def test_every_convolution_beside_a_constraint(kind, form, mesh, way):
+    """Where a compiler decides about two automatic axes, and where about one."""
+    assert_right(kind, form, mesh, way, PartitionSpec())

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import ScaledState
+from helpers.toy import ScaledState, history
 
 import rampup
 
@@ -97,3 +97,119 @@ def test_no_more_steps_are_skipped_than_by_hand(devices, size, parts):
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, expected, rtol=2e-3)
     assert float(own.dynamic_scale.scale) == float(state.dynamic_scale.scale)
+
+
+class Images(nn.Module):
+    """A convolution and a layer in float16, which gives a number per row."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Return numbers."""
+        x = nn.Conv(8, (3, 3), dtype=jnp.float16)(x.reshape(-1, 8, 8, 1))
+        x = nn.relu(x).reshape(len(x), -1)
+        return nn.Dense(1, dtype=jnp.float16)(x).astype(jnp.float32)[:, 0]
+
+
+class Features(nn.Module):
+    """Two layers in float16, with a norm between them."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Return numbers."""
+        x = nn.LayerNorm(dtype=jnp.float16)(nn.Dense(32, dtype=jnp.float16)(x))
+        return nn.Dense(1, dtype=jnp.float16)(jnp.tanh(x)).astype(jnp.float32)[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("net", "tx", "axes", "size", "together"),
+    [
+        (Images(), optax.sgd(1e-3, momentum=0.9), {"data": 4}, 4, 4),
+        (Features(), optax.adamw(1e-2), {"fsdp": 8}, 2, 16),
+        (
+            Features(),
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)),
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            2,
+            8,
+        ),
+    ],
+)
+def test_weighted_rows_of_other_models_are_scaled_as_by_hand(
+    net, tx, axes, size, together
+):
+    """Rows with weights of hundreds: the steps that are skipped, the losses and the
+    scale are those of a loop by hand over the rows whose mean is scaled together, those
+    of a replica or, with `reduce_once=False`, of all replicas.
+    """
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "x": rng.normal(size=LENGTH).astype(np.float32),
+            "y": np.float32(rng.normal()),
+            "weight": np.float32(rng.integers(1, 900)),
+        }
+        for _ in range(STEPS * BATCH)
+    ]
+
+    def loss_fn(params, batch, keys):
+        errors = (net.apply({"params": params}, batch["x"]) - batch["y"]) ** 2
+        return (errors * batch["weight"]).sum(), batch["weight"].sum(), {}
+
+    sizes = rampup.MeshAxes(**axes)
+    mesh = rampup.make_mesh(sizes, jax.devices()[: sizes.num_devices])
+    replicas = sizes.data * sizes.fsdp
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.constant(BATCH),
+        splitter=rampup.BatchSplitter(
+            data_parallel_size=replicas, microbatch_size=size
+        ),
+        num_devices=mesh.size,
+        total_steps=STEPS,
+    )
+    params = net.init(jax.random.key(0), jnp.zeros((1, LENGTH)))["params"]
+
+    @jax.jit
+    def by_hand(params, opt_state, scale, batch):
+        parts = jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), batch)
+
+        def add(sums, part):
+            def scaled(params):
+                total, weight, _ = loss_fn(params, part, None)
+                return scale * total / weight, (total, weight)
+
+            grads, (total, weight) = jax.grad(scaled, has_aux=True)(params)
+            grads = jax.tree.map(lambda g: g / scale * weight, grads)
+            return jax.tree.map(jnp.add, sums, (grads, total, weight)), None
+
+        zeros = (jax.tree.map(jnp.zeros_like, params), 0.0, 0.0)
+        (grads, total, weight), _ = jax.lax.scan(add, zeros, parts)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        is_finite = jnp.isfinite(optax.tree.norm(grads))
+        updates, new = tx.update(grads, opt_state, params)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old),
+            (optax.apply_updates(params, updates), new),
+            (params, opt_state),
+        )
+        scale = jnp.where(is_finite, scale, scale / 2)
+        return params, opt_state, scale, (~is_finite, total / weight)
+
+    scaled, expected = (params, tx.init(params), DynamicScale().scale), []
+    for k in range(STEPS):
+        part = rows[k * BATCH : (k + 1) * BATCH]
+        *scaled, found = by_hand(*scaled, jax.tree.map(lambda *x: np.stack(x), *part))
+        expected.append(found)
+    step = rampup.train_step(
+        loss_fn, tx, plan, mesh, reduce_once=False if "tensor" in axes else None
+    )
+    state = ScaledState.create(
+        apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale()
+    )
+    state, metrics = history(
+        step, rampup.prepare_state(state, mesh), step.batches(rows)
+    )
+    assert [m["skipped"] for m in metrics] == [skipped for skipped, _ in expected]
+    np.testing.assert_allclose(
+        [m["loss"] for m in metrics], [loss for _, loss in expected], rtol=2e-3
+    )
+    assert float(state.dynamic_scale.scale) == float(scaled[2])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import toy
 
 import rampup
 
@@ -99,3 +100,38 @@ def test_accumulator_dtype_is_that_of_optax(dtype):
     assert tx.init(params).acc_grads["w"].dtype == dtype
     _, state = tx.update(params, tx.init(params), params)
     assert state.acc_grads["w"].dtype == dtype
+
+
+@pytest.mark.skipif(
+    "accumulator_dtype" not in inspect.signature(optax.MultiSteps).parameters,
+    reason="this Optax sums in the types of the parameters",
+)
+@pytest.mark.parametrize("own", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_accumulator_dtype_reaches_the_sums_of_a_training_step(own, mesh_name):
+    """Sums in float32 keep what those in bfloat16 round away."""
+    mesh = toy.mesh_of(mesh_name)
+    plan = toy.plan_for(mesh, "0:64", steps=1, microbatch_size=64 // mesh.size // 8)
+
+    def loss_fn(params, batch, keys):
+        return (params["w"] * batch["x"]).sum(), batch["x"].size, {}
+
+    # Of eight microbatches the first has a gradient of 1, and the others one of 1/512.
+    rows = [{"x": np.float32(1 if n < 8 else 1 / 512)} for n in range(64)]
+    moments = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        tx = rampup.multi_steps(own, plan, accumulator_dtype=dtype)
+        step = rampup.train_step(loss_fn, tx, plan, mesh)
+        state = rampup.create_state({"w": jnp.float32(1)}, tx, mesh)
+        assert state.opt_state.acc_grads["w"].dtype == dtype
+        state, _ = step(state, next(step.batches(rows)))
+        assert state.opt_state.acc_grads["w"].dtype == dtype
+        found = state.opt_state.inner_opt_state
+        moments.append(
+            abs(
+                float(
+                    optax.tree.get(found, "mu" if "mu" in str(found) else "trace")["w"]
+                )
+            )
+        )
+    assert moments[0] > moments[1]

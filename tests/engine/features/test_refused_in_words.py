@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers.toy import loss_fn, make_step, mesh_of, plan_for, rows, start
 
 import rampup
+from rampup.engine.mesh import batch_sharding
 from rampup.errors import ConfigError
 from rampup.plan import MeshAxes
 
@@ -55,6 +57,70 @@ def test_parts_of_a_loss_as_a_dict_are_refused(mesh_name, which):
         step(state, next(step.batches(rows())))
 
 
+def as_dicts(params, batch, keys):
+    """Return sums and weights as dicts, as some write them."""
+    total, weight, aux = loss_fn(params, batch, keys)
+    return {"errors": total, "z": total}, {"errors": weight, "z": 1}, aux
+
+
+class Scale(nnx.Module):
+    """A model of one number."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32(1))
+
+
+def check(mesh):
+    """Ask whether it is a sum over rows."""
+    rampup.check_loss(as_dicts, start()[1].params, rows(16))
+
+
+def evaluate(mesh):
+    """Evaluate it."""
+    evaluate = rampup.EvalStep(as_dicts, mesh)
+    evaluate(start()[1], next(evaluate.batches(rows(16), 16)))
+
+
+def accumulate(mesh):
+    """Accumulate it in a step of one's own."""
+    batch = jax.tree.map(lambda *x: np.stack(x)[None], *rows(4))
+    rampup.accumulate(
+        as_dicts,
+        start()[1].params,
+        batch,
+        1,
+        jax.random.split(jax.random.key(0), (1, 4)),
+        mesh=mesh,
+    )
+
+
+def train_a_model(mesh):
+    """Train a model of NNX with it."""
+
+    def loss(model, batch, keys):
+        errors = jnp.sum((model.w * batch["x"] - 1) ** 2)
+        return {"errors": errors}, {"errors": len(keys)}, {}
+
+    state, pure = rampup.split_model(Scale(), loss, optax.sgd(0.1), mesh)
+    step = make_step(pure, optax.sgd(0.1), plan_for(mesh, "0:16", steps=1), mesh)
+    step(state, next(step.batches(rows())))
+
+
+def train_whole_batches(mesh):
+    """Train with it on whole batches."""
+    step, state = start("one", as_dicts, whole_batch=True)
+    step(state, next(step.batches(rows())))
+
+
+@pytest.mark.parametrize(
+    "use", [check, evaluate, accumulate, train_a_model, train_whole_batches]
+)
+def test_parts_as_a_dict_are_refused_by_everything_that_takes_a_loss(use):
+    """The words are those of a training step."""
+    with pytest.raises(ConfigError, match="a dict of parts is neither"):
+        use(mesh_of("one"))
+
+
 @pytest.mark.parametrize("number", [2.0, np.float32(2)])
 def test_python_numbers_among_parameters_are_arrays(number):
     """`accumulate` sums as with an array in their place, and gives a float its
@@ -73,6 +139,44 @@ def test_python_numbers_among_parameters_are_arrays(number):
     )
     assert float(found.loss) == float(expected.loss) == 48
     assert jax.tree.leaves(found.grads) == jax.tree.leaves(expected.grads)
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_python_numbers_among_the_layers_of_a_model_are_trained(mesh_name, has_parts):
+    """A state, `accumulate` and `check_loss` take them as arrays, wherever they are."""
+    mesh, tx = mesh_of(mesh_name), optax.adam(0.1)
+
+    def loss(params, batch, keys):
+        (first, second), bias = params["layers"], params["bias"]
+        errors = (first["w"] * batch["x"] * second["scale"] + bias) ** 2
+        if has_parts:
+            return (errors.sum(), errors.sum()), (errors.size, len(errors)), {}
+        return errors.sum(), errors.size, {}
+
+    def params(number):
+        layers = ({"w": jnp.ones(8)}, {"scale": number(0.5)})
+        return {"layers": layers, "bias": number(2.0)}
+
+    found = []
+    for number in (float, jnp.float32):
+        plan = plan_for(mesh, "0:16", steps=2, microbatch_size=1)
+        step = make_step(loss, tx, plan, mesh)
+        state = rampup.create_state(params(number), tx, mesh)
+        for batch in step.batches(rows()):
+            state, metrics = step(state, batch)
+        data = jax.tree.map(lambda *x: np.stack(x)[None], *rows(8))
+        sums = rampup.accumulate(
+            loss,
+            params(number),
+            jax.device_put(data, batch_sharding(mesh, leading=1)),
+            1,
+            mesh=mesh,
+        )
+        assert rampup.check_loss(loss, params(number), rows(16))
+        found.append(jax.device_get((state.params, metrics["loss"], sums.grads)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert found[0][0]["bias"] < 2
 
 
 def test_the_engine_multi_steps_survives_a_row_of_nan():
