@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -50,8 +49,7 @@ PLAN = {
     ),
     "--export": arg(
         "SYSTEM",
-        "the sizes in the keys of another system: maxtext or megatron; of a rollout:"
-        " maxtext_rl, verl or skyrl",
+        "the sizes in the keys of another system: maxtext or megatron",
     ),
     "-o --output": arg("FILE", "with --export: write the file instead of printing it"),
 }
@@ -201,10 +199,32 @@ def _is_rollout(path: str) -> bool:
 
 
 def _exported(args: argparse.Namespace) -> Result:
-    """Print the sizes in another system's keys."""
+    """Print the sizes in another system's keys, or write them into a file."""
     config, plan = common.read_plan(args, args.config, args.overrides)
     exported = common.load(common.EXPORTS).export_plan(config, plan, args.export)
-    return show_export(exported, args)
+    shown = text = exported.to_yaml(args.export)
+    if args.output is not None:
+        try:
+            Path(args.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the file: {error.strerror}",
+                key="output",
+                path=args.output,
+            ) from None
+        shown = f"wrote {args.output}\n"
+    facts = {
+        "system": args.export,
+        "values": exported.values,
+        "facts": exported.facts,
+        "notes": list(exported.notes),
+    }
+    return Result(
+        facts=facts,
+        show=lambda console: console.print(
+            shown, end="", soft_wrap=True, markup=False, highlight=False
+        ),
+    )
 
 
 # What an option asks of a plan. They exclude each other.
@@ -215,6 +235,7 @@ VIEWS = {
 }
 # Those of a pre-training plan only.
 NOT_FOR_ROLLOUTS = (
+    "export",
     "timetable",
     "rows",
     "hyperparameters",
@@ -248,30 +269,3 @@ def _check_options(args: argparse.Namespace) -> None:
         raise usage_error(
             "-o is the file of --export; add --export SYSTEM", key="output"
         )
-
-
-def show_export(exported: Any, args: argparse.Namespace) -> Result:
-    """Print the sizes in another system's keys, or write them into a file."""
-    shown = text = exported.to_yaml(args.export)
-    if args.output is not None:
-        try:
-            Path(args.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the file: {error.strerror}",
-                key="output",
-                path=args.output,
-            ) from None
-        shown = f"wrote {args.output}\n"
-    facts = {
-        "system": args.export,
-        "values": exported.values,
-        "facts": exported.facts,
-        "notes": list(exported.notes),
-    }
-    return Result(
-        facts=facts,
-        show=lambda console: console.print(
-            shown, end="", soft_wrap=True, markup=False, highlight=False
-        ),
-    )

@@ -15,7 +15,7 @@ from typing import Any
 from rampup.cli import common
 from rampup.cli.common import Result, usage_error
 from rampup.cli.draw import CliInputs
-from rampup.cli.plan import NOT_FOR_ROLLOUTS, given_options, show_export
+from rampup.cli.plan import NOT_FOR_ROLLOUTS, given_options
 from rampup.cli.run import read_run_config, run_to_end, show_text
 from rampup.contrib.rl.config import (
     ROLLOUT_FILE as ROLLOUT_FILE,  # which `rampup explain` reads
@@ -82,15 +82,14 @@ def plan(args: argparse.Namespace) -> Result:
     """Show the sizes of a step, or export them."""
     if given := given_options(args, NOT_FOR_ROLLOUTS):
         raise usage_error(
-            f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0]
+            f"--{given[0]} is for a pre-training plan, not for a rollout; --json has"
+            " all sizes of a rollout",
+            key=given[0],
         )
     config = load_rollout_config(args.config, args.overrides, environ=os.environ)
     num_devices = common.count_devices(args, config)
     schedule = build_rollout_schedule(config, num_devices)
     step = schedule.stages[-1][1]
-    if args.export is not None:
-        export = common.load(common.EXPORTS).export_rollout
-        return show_export(export(config, step, num_devices, args.export), args)
     notes = rollout_notes(config, step)
     facts = {
         **step.to_dict(),
