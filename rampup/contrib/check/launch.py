@@ -150,7 +150,7 @@ def read_words(command: Command) -> dict[str, Located]:
             value = (
                 parse_scalar(value, command.path) if not unknown_names(value) else value
             )
-        located[match[2]] = command.locate(value, word)
+        located[match[2]] = command.locate(value)
     return located
 
 

@@ -173,7 +173,7 @@ def _read_bases(
     elif reading.command is not None:
         words = [word for word in reading.command.words if "=" not in word]
         named = (word for word in words if word.endswith((".yml", ".yaml")))
-        place = reading.command.locate(name := next(named, ""), name)
+        place = reading.command.locate(next(named, ""))
     folder = Path(reading.path).parent
     while isinstance(place.value, str) and place.value.strip():
         beside = (folder / place.value, *_copies(place.value, reading.path))

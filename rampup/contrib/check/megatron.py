@@ -304,7 +304,7 @@ def read_options(command: Command) -> dict[str, Located]:
         values = [attached] if equals else list(following)
         name = canonical(written)
         value = _option_value(name, values, command.path)
-        place = command.locate(value, word, *([] if equals else values[:1]))
+        place = command.locate(value)
         located.update([_normalize(name, place)])
     return located
 

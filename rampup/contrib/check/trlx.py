@@ -49,13 +49,13 @@ def read_words(command: Command) -> dict[str, Located]:
         if word.startswith("{"):
             with contextlib.suppress(ValueError, RecursionError):
                 located |= {
-                    name: command.locate(value, word)
+                    name: command.locate(value)
                     for name, value in flatten(json.loads(word))
                 }
     processes = option(command, "--num_processes", "--num-processes")
     if processes is not None:
         value = int(processes) if processes.isdigit() else processes
-        located["num_processes"] = command.locate(value, processes)
+        located["num_processes"] = command.locate(value)
     return located
 
 

@@ -1,127 +1,72 @@
-"""Whole numbers of a script: `$((...))`, with the operators that launch scripts use.
+"""Whole numbers of a script: `$((...))` with the operators that Python shares with C.
 
 What is not one of these is an error, so that its value counts as unknown.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections.abc import Callable
 
 from rampup.contrib.check.shell.grammar import ScriptError
-from rampup.contrib.check.shell.values import MARKER
 
-# C's binary operators, from the loosest to the tightest.
-_LEVELS = ("?", "||", "&&", "== !=", "< <= > >=", "+ -", "* / %")
-_PRECEDENCE = {
-    sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()
+_SIGNS: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    # C rounds towards zero.
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
 }
-_BINARY: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "&&": lambda a, b: a != 0 and b != 0,
-    "||": lambda a, b: a != 0 or b != 0,
-}
-_UNARY: dict[str, Callable[[int], int]] = {
-    "-": operator.neg,
-    "+": operator.pos,
-    "!": operator.not_,
-}
-# A variable with what changes it: `++` or `--` on either side, or an assignment.
-VARIABLE = re.compile(
-    r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?"
+# A change of a variable, before or behind its name. It is not followed.
+CHANGE = re.compile(
+    r"(?:\+\+|--)\s*([A-Za-z_]\w*)"
+    r"|([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:\+\+|--|(?:<<|>>|[-+*/%&^|])?=(?!=))"
 )
-_TOKEN = re.compile(rf"{MARKER.pattern}|\d\w*|{VARIABLE.pattern}|[<>=!]=|&&|\|\||\S")
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,17})")
 _MAX = 2**63  # of the absolute value; C's numbers start again there
 
 
-def evaluate(
-    text: str, variable: Callable[[re.Match[str], Callable[[], int]], int]
-) -> int:
+def evaluate(text: str, variable: Callable[[str], str]) -> int:
     """Return the value of an expression whose expansions with `$` are done.
 
-    `variable` gets a match of `VARIABLE` and what reads the value to assign, and
-    returns the value of that expression. All sides are evaluated, so that an assignment
-    that a condition might skip is an error.
+    `variable` returns the text of a variable, which counts as 0 if it is empty.
     """
-    tokens = [match[0] for match in _TOKEN.finditer(text)]
-    if not tokens:
-        return 0
-    changes = [match for match in map(VARIABLE.fullmatch, tokens) if match]
-    if {"?", "&&", "||"} & set(tokens) and any(row[1] or row[4] for row in changes):
+    if CHANGE.search(text):
         raise ScriptError(text)
-    expression = _Expression([*tokens, ""], variable)
-    value = expression.read()
-    expression.expect("")
-    return value
+    try:
+        tree = ast.parse(f"({text.strip() or 0})", mode="eval")
+    except (SyntaxError, MemoryError):  # of a text that is nested too deeply
+        raise ScriptError(text) from None
+    return _value(tree.body, variable)
 
 
-def combine(sign: str, left: int, right: int) -> int:
-    """Return the value of a binary operator."""
-    if sign not in _BINARY or (sign in "/%" and right == 0):
-        raise ScriptError(sign)
-    result = int(_BINARY[sign](left, right))
+def _value(node: ast.AST, variable: Callable[[str], str]) -> int:
+    """Return the value of a part of an expression."""
+    result = _MAX
+    match node:
+        case ast.Constant(number) if type(number) is int:
+            result = number
+        case ast.Name(name):
+            text = variable(name) or "0"
+            if not _NUMBER.fullmatch(text):
+                raise ScriptError(text)
+            result = int(text)
+        case ast.UnaryOp(ast.USub(), inner):
+            result = -_value(inner, variable)
+        case ast.BinOp(one, sign, other) | ast.Compare(one, [sign], [other]):
+            left, right = _value(one, variable), _value(other, variable)
+            is_by_zero = isinstance(sign, ast.Div | ast.Mod) and right == 0
+            if type(sign) in _SIGNS and not is_by_zero:
+                result = int(_SIGNS[type(sign)](left, right))
     if abs(result) >= _MAX:
-        raise ScriptError(sign)
+        raise ScriptError(ast.unparse(node))
     return result
-
-
-def to_number(token: str) -> int:
-    """Return a decimal number; octal and hexadecimal ones are not read."""
-    if not re.fullmatch(r"-?(0|[1-9]\d{0,17})", token):
-        raise ScriptError(token)
-    return int(token)
-
-
-class _Expression:
-    """An expression by precedence, from its tokens."""
-
-    def __init__(
-        self,
-        tokens: list[str],
-        variable: Callable[[re.Match[str], Callable[[], int]], int],
-    ) -> None:
-        self.tokens = tokens
-        self.variable = variable
-
-    def expect(self, token: str) -> None:
-        """Go on behind a token, which must be the next one."""
-        if self.tokens.pop(0) != token:
-            raise ScriptError(token)
-
-    def read(self, level: int = 0) -> int:
-        """Return the value of what follows, up to an operator of a lower level."""
-        left = self.operand()
-        while (own := _PRECEDENCE.get(self.tokens[0], -1)) >= level:
-            sign = self.tokens.pop(0)
-            if sign == "?":
-                first = self.read()
-                self.expect(":")
-                second = self.read(own)
-                left = first if left else second
-            else:
-                left = combine(sign, left, self.read(own + 1))
-        return left
-
-    def operand(self) -> int:
-        """Return the value of the next number, variable or bracket."""
-        token = self.tokens.pop(0)
-        if token in _UNARY:
-            return int(_UNARY[token](self.operand()))
-        if token == "(":
-            value = self.read()
-            self.expect(")")
-            return value
-        if match := VARIABLE.fullmatch(token):
-            return self.variable(match, self.read)
-        return to_number(token)

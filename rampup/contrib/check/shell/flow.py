@@ -37,16 +37,13 @@ from rampup.contrib.check.shell.values import (
     has_unknown,
     mark,
 )
-from rampup.contrib.check.shell.variables import (
-    MAX_NESTING,
-    Variables,
-    expand_braces,
-)
+from rampup.contrib.check.shell.variables import MAX_NESTING, Variables
 
 MAX_STEPS = 40_000
 MAX_REPEATS = 256
 _MAX_REASONS = 3  # that a question names
 _SHOWN = 60
+_OPEN = re.compile(r"\*|\{.*(?:,|\.\.).*\}")  # files, or several words
 
 Relevant = Callable[[Sequence[str]], object]
 
@@ -89,7 +86,7 @@ class Flow(Variables):
     relevant: Relevant
     spent: Counter[Any] = field(
         default_factory=Counter
-    )  # of all shells: "steps", and the launches of a script by a line
+    )  # of all shells: "steps" and "scripts"
     why: Why = field(default_factory=Why)  # of the last unknown condition
     left: list[Left] = field(default_factory=list)
     # What the local variables of this function were before it; None outside of one.
@@ -336,15 +333,11 @@ class Flow(Variables):
         if node.kind == "for":
             yield from self.listed(node)
             return
-        if node.kind == "count":
-            self.arithmetic(node.words[0])
-        while node.kind == "count":
-            text = node.words[1].strip() or "1"
-            value = self.arithmetic(text)
-            said = f"it is not known whether (({text})) holds (line {node.line})"
-            self.why = Why(first_marker(value), said)
-            yield None if has_unknown(value) else value != "0"
-            self.arithmetic(node.words[2])
+        while node.kind == "count":  # what its head changes is unknown
+            for part in node.words:
+                self.arithmetic(part)
+            self.why = Why("", f"the loop in line {node.line} is not followed")
+            yield None
         while True:
             # Where no arguments are given, a loop over them does nothing.
             with self.changed(asks=False):
@@ -354,18 +347,17 @@ class Flow(Variables):
     def listed(self, node: Node) -> Iterator[bool | None]:
         """Give the variable of a `for` each of its words, as `passes` does."""
         name, *listed = node.words
-        raws = [word for raw in listed for word in expand_braces(raw)]
-        items = [word for raw in raws for word in self.words(raw)]
-        unknown = [item for item in items if has_unknown(item) or "*" in item]
+        items = [word for raw in listed for word in self.words(raw)]
+        unknown = [item for item in items if has_unknown(item) or _OPEN.search(item)]
         if not unknown:
             for item in items:
-                self.assign(name, "", item)
+                self.assign(name, item)
                 yield True
             return
         place = f"the loop over {name} in line {node.line}"
         said = f"it is not known what {place} goes through"
         while True:
-            self.assign(name, "", mark(name))
+            self.assign(name, mark(name))
             self.why = Why(first_marker(*unknown), said)
             yield None
 
@@ -420,9 +412,9 @@ class Flow(Variables):
             if match:
                 self.set(*match.groups())
             elif '"' in word and (match := ASSIGNMENT.fullmatch(self.text(word))):
-                self.assign(match[1], match[2], match[4])
-            elif name and "A" in options:
-                self.env[name[0]] = {}
+                self.assign(match[1], match[4])
+            elif name and "A" in options:  # a mapping
+                self.env[name[0]] = mark(name[0])
             if exports:
                 self.exported = self.exported | {match[1] if match else word}
 
@@ -477,8 +469,6 @@ def _is_test(pipe: Sequence[Node]) -> bool:
 
 def _words(value: Any) -> list[str]:
     """Return the words of the value of a variable."""
-    if isinstance(value, dict):
-        return [*value.values()]
     return value if isinstance(value, list) else (value or "").split()
 
 

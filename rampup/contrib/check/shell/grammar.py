@@ -13,7 +13,6 @@ OPERATOR = re.compile(
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
-_DOCUMENT = re.compile(r"(?<!<)<<(-?)[ \t]*([\"']?)(\w+)\2")
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
 _ENDS = (
     "then",
@@ -100,18 +99,15 @@ class Parser:
         ):
             return match[0]
         text, start = self.text, self.at
-        end = skip_part(
-            text, start
-        )  # also over `<` or `>`, with which `<(command)` begins
-        while True:
-            is_process = text[end - 1] in "=<>" and (
-                text[start] in "<>" or ASSIGNMENT.match(text, start, end)
-            )
-            if text[end : end + 1] == "(" and is_process:
-                end = find_close(text, end) + 1
-            if end >= len(text) or text[end] in " \t\r\n;&|()<>":
-                return text[start:end]
+        if text[start] in "<>":  # `<(command)`
+            return text[start : find_close(text, start + 1) + 1]
+        end = start
+        while end < len(text) and text[end] not in " \t\r\n;&|()<>":
             end = skip_part(text, end)
+            is_array = text[end - 1 : end + 1] == "=("
+            if is_array and ASSIGNMENT.match(text, start, end):
+                end = find_close(text, end) + 1
+        return text[start:end]
 
     def next(self) -> str:
         """Return the next operator or raw word, and go on; here-documents are read at
@@ -232,14 +228,12 @@ class Parser:
             self.skip("\n")
             while self.peek() not in ("", "esac"):
                 patterns = list[str]()
+                self.take("(")
                 while (token := self.next()) != ")":
-                    if not token or (token == "(" and patterns):
+                    if not token or (token != "|" and OPERATOR.fullmatch(token)):
                         raise ScriptError(f"line {line}: a case that is not read")
-                    if token not in ("|", "("):
-                        patterns.append(token)
-                parts.append((patterns, self.rows()))
-                if self.peek() in (";&", ";;&"):
-                    raise ScriptError(f"line {line}: a case that is not read")
+                    patterns.append(token)
+                parts.append(([word for word in patterns if word != "|"], self.rows()))
                 self.skip(";;", "\n")
             self.expect("esac")
         elif kind == "function":
@@ -357,7 +351,6 @@ def find_close(text: str, at: int) -> int:
     opening = text[at]
     closing = {"(": ")", "{": "}", "[": "]"}[opening]
     depth, end = 1, at + 1
-    documents: list[re.Match[str]] = []
     while True:
         if end >= len(text):
             raise ScriptError(f"a {opening!r} does not end")
@@ -368,23 +361,6 @@ def find_close(text: str, at: int) -> int:
         depth += text[end] == opening
         if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
             end = (text.find("\n", end) + 1 or len(text) + 1) - 1
-        if (
-            opening == "("
-            and text[end : end + 1] == "<"
-            and (document := _DOCUMENT.match(text, end))
-        ):
-            documents.append(document)
-            end = document.end()
-            continue
-        if documents and text[end : end + 1] == "\n":
-            for document in documents:
-                _, end = _read_document(
-                    text, end + 1, document[3], "\t*" if document[1] else ""
-                )
-                end -= 1
-            documents.clear()
-            if end >= len(text):
-                raise ScriptError("a '(' does not end")
         is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in (
             "{",
             "(",

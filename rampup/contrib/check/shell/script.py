@@ -58,11 +58,10 @@ from rampup.contrib.check.shell.values import (
     show_unknown,
     unknown_names,
 )
-from rampup.contrib.check.shell.variables import MAX_NESTING, OpenList
+from rampup.contrib.check.shell.variables import MAX_NESTING
 from rampup.errors import ConfigError
 
 MAX_SCRIPTS = 200
-MAX_LAUNCHES = 8  # of one script by one line, as in a sweep
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
 # The suffixes of scripts, the commands that take one, those before a command, and files
 # of a machine, not of a run.
@@ -110,6 +109,8 @@ _ALWAYS = (
     "LOGNAME",
     "BASH_REMATCH",
 )
+# What `read` and its like set without a name.
+_SET_BY_READ = ("OPTARG", "OPTIND", "REPLY", "MAPFILE")
 # Programs whose success is a question of the machine.
 _ASKING = ("grep", "command", "which", "nvidia-smi")
 
@@ -122,9 +123,6 @@ class Command(NamedTuple):
     path: str = ""  # the file in which it stands
     script: str = ""  # the script that it starts or sources
     unread: str = ""  # why that script is not read
-    places: Mapping[str, tuple[str, int]] = MappingProxyType(
-        {}
-    )  # file and line of the arguments of its own script
     outer: tuple[str, ...] = ()  # the words of the command in whose quotes it stands
     tasks: str = ""  # how many processes run it, by Slurm or MPI
     environment: Mapping[str, str] = MappingProxyType({})  # the variables that it sees
@@ -133,13 +131,9 @@ class Command(NamedTuple):
     # seems to follow
     cut: int = 0
 
-    def locate(self, value: Any, *words: str) -> Located:
-        """Return a value that some words of the command set, and where they stand."""
-        found = [self.places[word] for word in words if word in self.places]
-        path, line = self.path, self.line
-        if found and len(found) == len(words):
-            path, line = found[0]
-        return Located(value=value, path=path, line=line or None)
+    def locate(self, value: Any) -> Located:
+        """Return a value that the command sets, and where the command stands."""
+        return Located(value=value, path=self.path, line=self.line or None)
 
 
 def read_commands(
@@ -188,8 +182,6 @@ class _Reader(Flow):
     """Collects the commands of a script and of those that it starts."""
 
     nested: re.Pattern[str]
-    # Where the arguments of this script stand: their file and line.
-    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     outer: tuple[str, ...] = ()  # the command in whose quotes this stands
     tasks: str = ""  # how many processes run this, if a launcher says so
     commands: list[Command] = field(default_factory=list)
@@ -223,12 +215,12 @@ class _Reader(Flow):
                     array, bracket, _ = word.partition("[")
                     self.env.pop(word, None)
                     self.env |= {array: mark(array)} if bracket else {}
-            case "read":
-                return self.read(rest, node, values)
             case "getopts" if len(rest) == 2 and self.env["@"][1:] == []:
                 return False
-            case "getopts" | "mapfile" | "readarray" | "printf" | "let":
-                self.open_names(words)
+            case "read" | "getopts" | "mapfile" | "readarray" | "printf" | "let":
+                if name != "printf" or "-v" in rest:  # what they set is not followed
+                    names = re.findall(r"[A-Za-z_]\w*", " ".join(rest))
+                    self.env |= {name: mark(name) for name in (*names, *_SET_BY_READ)}
                 return None
             case "eval":
                 return self.script(" ".join(rest), node.line)
@@ -269,41 +261,6 @@ class _Reader(Flow):
         self.env["@"] = [arguments[0], *arguments[1 + number :]]
         return True
 
-    def read(
-        self, rest: Sequence[str], node: Node, values: Mapping[str, str]
-    ) -> bool | None:
-        """Evaluate `read`: known is a here-document as a whole (`-d ''`), or the fields
-        of a here-string in an array (`-a`).
-        """
-        text = self.input(node.parts)
-        options = "".join(word for word in rest if word.startswith("-"))
-        name = rest[-1] if rest else ""
-        if text is None or has_unknown(text) or not name.isidentifier():
-            self.open_names(["read", *rest])
-            return None
-        if re.fullmatch(r"-r?d|-r-d", options) and "" in rest:
-            self.assign(name, "", text.strip())
-            return True
-        if not re.fullmatch(r"-r?a|-r-a", options):
-            self.open_names(["read", *rest])
-            return None
-        line, separators = text.partition("\n")[0], values.get("IFS")
-        if not line.strip():  # what nothing sets has a number of parts that is open
-            self.assign(name, "", OpenList())
-        elif separators is None or not separators.strip():
-            self.assign(name, "", line.split())
-        else:
-            self.assign(name, "", re.split(f"[{re.escape(separators)}]", line))
-        return True
-
-    def open_names(self, words: Sequence[str]) -> None:
-        """Mark the variables that a command sets in a way that is not read here."""
-        names = re.findall(r"[A-Za-z_]\w*", " ".join(words[1:]))
-        is_quiet = words[0] == "printf" and "-v" not in words
-        extra = {"getopts": ["OPTARG", "OPTIND"], "read": ["REPLY"]}
-        for name in [] if is_quiet else [*names, *extra.get(words[0], ["MAPFILE"])]:
-            self.env[name] = mark(name)
-
     def script(self, text: str, line: int | None) -> bool | None:
         """Evaluate a text in the same shell."""
         with self.changed(depth=self.depth + 1):
@@ -327,7 +284,6 @@ class _Reader(Flow):
                 tuple(words),
                 node.line,
                 str(self.path),
-                places=self.places,
                 outer=self.outer,
                 tasks=self.tasks,
                 environment={name: self.get(name) for name in exported} | own,
@@ -394,14 +350,12 @@ class _Reader(Flow):
         reason why it is not read.
         """
         number, sourced = len(self.commands), words[0] in ("source", ".")
-        command = Command(
-            tuple(words), line, str(self.path), script=words[place], places=self.places
-        )
+        command = Command(tuple(words), line, str(self.path), script=words[place])
         self.commands.append(command)
         try:
             file, folder = self.find_file(words[place])
             if sourced:
-                return self.source(file, words[place + 1 :], line)
+                return self.source(file, words[place + 1 :])
             self.start(file, words, place, line, own | {"PWD": folder})
         except (ConfigError, ScriptError) as error:
             reason = str(error)
@@ -418,8 +372,7 @@ class _Reader(Flow):
         environment.
         """
         before, arguments = words[:place], words[place + 1 :]
-        text = self.open(file, line)
-        number = len(self.commands)
+        text = self.open(file)
         exports = [
             part
             for word in before
@@ -436,48 +389,28 @@ class _Reader(Flow):
             own,
             [file, *arguments],
             path=_shown(file),
-            places=self.places_of(arguments, line),
             # What is typed may lack arguments; what a script starts has all that it
             # gets.
             asks=line == 0 and not arguments,
         )
-        found = self.commands[number:]
-        self.spent[str(self.path), line, file] += any(
-            self.nested.search(" ".join(row.words)) for row in found
-        )
 
-    def source(self, file: str, arguments: list[str], line: int) -> bool | None:
+    def source(self, file: str, arguments: list[str]) -> bool | None:
         """Evaluate a script in this shell."""
-        text, places = self.open(file, line), self.places
-        if arguments:
-            places = self.places_of(arguments, line)
+        text = self.open(file)
         given = [self.zero, *arguments] if arguments else None
-        with self.changed(path=_shown(file), places=places):
+        with self.changed(path=_shown(file)):
             return self.call(lambda: self.script(text, None), given)
 
-    def open(self, file: str, line: int) -> str:
-        """Return the text of a script that a line starts, and note that it does."""
+    def open(self, file: str) -> str:
+        """Return the text of a script that is started, and note that it is."""
         self.spent["scripts"] += 1
         if self.depth + 1 >= MAX_NESTING or self.spent["scripts"] > MAX_SCRIPTS:
             raise ConfigError(
                 f"scripts start each other {MAX_NESTING} deep or {MAX_SCRIPTS} in all"
             )
-        if self.spent[str(self.path), line, file] >= MAX_LAUNCHES:
-            name = Path(file).name
-            raise ConfigError(
-                f"line {line} of {self.path} starts {name} more than {MAX_LAUNCHES}"
-                " times"
-            )
         text = RESERVED.sub("?", read_text(file))
         self.commands[-1] = self.commands[-1]._replace(script=str(_shown(file)))
         return text
-
-    def places_of(
-        self, arguments: Sequence[str], line: int
-    ) -> dict[str, tuple[str, int]]:
-        """Return where the arguments of a script stand."""
-        here = (str(self.path), line)
-        return {word: self.places.get(word, here) for word in arguments}
 
     def find_file(self, word: str) -> tuple[str, str]:
         """Return the file of a script that is started or sourced, and where it runs."""

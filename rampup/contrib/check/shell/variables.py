@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase, translate
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rampup.contrib.check.shell.arithmetic import (
-    VARIABLE,
-    combine,
-    evaluate,
-    to_number,
-)
+from rampup.contrib.check.shell.arithmetic import CHANGE, evaluate
 from rampup.contrib.check.shell.grammar import (
     OPERATOR,
     Document,
@@ -33,19 +28,16 @@ from rampup.contrib.check.shell.values import (
     BREAK,
     EMPTY,
     MARKER,
-    UNKNOWN,
     UNSET,
     drop_unset,
     has_unknown,
     mark,
-    unknown_names,
 )
 
 MAX_TEXT = 200_000
 MAX_NESTING = 20
-_MAX_RANGE = 1000
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
-_SLICE = re.compile(r":\s*(\d+)(?::\s*(\d+))?")
+_SLICE = re.compile(r":\s*(\d+)")
 
 
 class OpenList(list[str]):
@@ -58,8 +50,7 @@ class Variables:
 
     path: Path  # the script
     given: Mapping[str, str]  # values that the user gives, which win
-    # Texts, lists for arrays, dictionaries for mappings. `@` has the positional
-    # parameters from $0 on.
+    # Texts, and lists for arrays. `@` has the positional parameters from $0 on.
     env: dict[str, Any]
     exported: Set[str]  # those that another shell sees
     exports_all: bool = False
@@ -97,10 +88,7 @@ class Variables:
     def argument(self, name: str) -> Any:
         """Return a positional parameter, all of them, or their number."""
         arguments = self.env["@"]
-        if isinstance(arguments, str):
-            match = MARKER.fullmatch(arguments)
-            if match and match[1] == "@":
-                return mark(f"${name}", UNKNOWN, match[2] or "")
+        if isinstance(arguments, str):  # a marker
             return arguments
         if name == "#":
             return str(len(arguments) - 1)
@@ -123,98 +111,70 @@ class Variables:
         if name == "BASH_SOURCE":
             return str(self.path.absolute())
         value = self.env.get(name, mark(name, UNSET))
-        if isinstance(value, dict):
-            return value.get("0", mark(name, UNSET))
         return "".join(value[:1]) if isinstance(value, list) else value
 
     def item(self, name: str, key: str) -> Any:
-        """Return an item of an array or a mapping, or a list of all."""
+        """Return an item of an array, or a list of all."""
         whole: Any = self.env.get(name, [])
         if name in self.given:
             whole = self.given[name].split()
-        if name == "BASH_SOURCE" or isinstance(whole, str):
+        if isinstance(whole, str) or name == "BASH_SOURCE":
             whole = [self.get(name)]
+            whole = OpenList(whole) if has_unknown(whole[0]) else whole
         if key in ("@", "*"):
-            return [*whole.values()] if isinstance(whole, dict) else whole
-        index = self.text(key)
-        if isinstance(whole, dict):
-            is_open = has_unknown(index)
-            return mark(name) if is_open else whole.get(index, mark(name, UNSET))
-        number = self.arithmetic(index)
-        if has_unknown(number):
+            return whole
+        number = self.arithmetic(key)
+        # A word that is open may be several, so that only the first place is known.
+        if has_unknown(number) or (isinstance(whole, OpenList) and number != "0"):
             return mark(name)
         place = int(number)
-        is_open = isinstance(whole, OpenList) or isinstance(self.env.get(name), str)
-        if is_open and place and any(map(has_unknown, whole[: place + 1])):
-            return mark(name)  # an unknown word before it may be several
         is_there = -len(whole) <= place < len(whole)
         return whole[place] if is_there else mark(name, UNSET)
 
     # Assignments.
 
     def set(self, name: str, key: str | None, plus: str, raw: str) -> None:
-        """Assign the raw text after the `=`."""
+        """Assign the raw text after the `=`. A single item of an array is not followed:
+        then the whole is unknown.
+        """
         before = self.env.get(name)
         if raw.startswith("(") and raw.endswith(")") and not key:
-            self.set_array(name, raw[1:-1], before if plus else None)
-            return
-        value = self.text(raw)
-        if plus and key:
-            value = mark(name)
-        elif plus and before is not None:
-            value = f"{self.get(name)}{value}"
-        # What has no subscript is the first item.
-        is_array = isinstance(before, list) and len(before) > 1 and not key
-        self.assign(name, "[0]" if is_array else key, value)
+            self.env[name] = self.array(name, raw[1:-1], before if plus else None)
+        elif key or (isinstance(before, list) and len(before) > 1):
+            self.env[name] = mark(name)
+        else:
+            added = self.get(name) if plus and before is not None else ""
+            self.assign(name, f"{added}{self.text(raw)}")
 
-    def set_array(self, name: str, raw: str, before: Any) -> None:
-        """Assign the items in the brackets of `NAME=(...)`, behind those before."""
+    def array(self, name: str, raw: str, before: Any) -> Any:
+        """Return the items in the brackets of `NAME=(...)`, behind those before."""
         parser, parts = Parser(raw, 1), list[str]()
         while token := parser.peek():  # comments and line ends are dropped
             parser.next()
             parts += [] if OPERATOR.fullmatch(token) else [token]
-        pairs = [re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in parts]
-        if any(pairs) or isinstance(before, dict):
-            keyed = {self.text(pair[1]): self.text(pair[2]) for pair in pairs if pair}
-            is_whole = all(pairs) and not isinstance(before, str | list)
-            is_whole &= not any(map(has_unknown, keyed))
-            self.env[name] = {**(before or {}), **keyed} if is_whole else mark(name)
-            return
+        if any(re.match(r"\[[^\]]+\]=|\{.*(?:,|\.\.).*\}$", part) for part in parts):
+            return mark(name)  # items with keys, or braces
         old = [before] if isinstance(before, str) else before or []
-        rows = [self.words(word) for part in parts for word in expand_braces(part)]
-        items = [*old, *(word for row in rows for word in row)]
-        is_open = any(
-            isinstance(row, OpenList) or any("*" in word for word in row)
-            for row in (old, *rows)
-        )
-        self.env[name] = OpenList(items) if is_open else items
+        rows = [old, *map(self.words, parts)]
+        items = [word for row in rows for word in row]
+        is_open = any(isinstance(row, OpenList) for row in rows)
+        is_open |= any("*" in word for word in items)
+        return OpenList(items) if is_open else items
 
-    def assign(self, name: str, key: str | None, value: Any) -> None:
-        """Assign a value to a variable, or to an item of an array or a mapping."""
-        if isinstance(value, str):
-            # A value that is unknown as a whole, and has no name of its own, gets that
-            # of its variable.
-            match = MARKER.fullmatch(value)
-            if match and match[1].startswith("$"):
-                value = mark(name, value[0], match[2] or "")
-            if len(value) > MAX_TEXT:
-                raise ScriptError(f"{name} is longer than {MAX_TEXT:,} characters")
-            if self.exports_all:
-                self.exported = self.exported | {name}
-        if not key:
-            self.env[name] = value
-            return
-        whole, index = self.env.get(name, []), self.text(key[1:-1])
-        if isinstance(whole, dict) and not has_unknown(index):
-            self.env[name] = {**whole, index: value}
-            return
-        number = self.arithmetic(index)
-        is_list = type(whole) is list and number.isdecimal()
-        if is_list and int(number) <= len(whole):
-            place = int(number)
-            self.env[name] = [*whole[:place], value, *whole[place + 1 :]]
-        else:  # an item beyond the end, or of something that is not known
-            self.env[name] = mark(name)
+    def assign(self, name: str, value: str) -> None:
+        """Assign a text to a variable."""
+        if name == "IFS":
+            raise ScriptError("it sets IFS, at which words are split")
+        # A value that is unknown as a whole, and has no name of its own, gets that of
+        # its variable.
+        match = MARKER.fullmatch(value)
+        if match and match[1].startswith("$"):
+            value = mark(name, value[0], match[2] or "")
+        if len(value) > MAX_TEXT:
+            raise ScriptError(f"{name} is longer than {MAX_TEXT:,} characters")
+        if self.exports_all:
+            self.exported = self.exported | {name}
+        self.env[name] = value
 
     # Words and texts.
 
@@ -223,8 +183,6 @@ class Variables:
         `text`.
         """
         text, is_open = "", False
-        ifs = str(self.env.get("IFS", " \t\n"))
-        separators = f"[{re.escape(ifs)}]+" if ifs else "(?!)"
         for piece, quoted in self.pieces(raw):
             parts = piece if isinstance(piece, list) else [piece]
             is_open |= isinstance(piece, OpenList) or (
@@ -233,7 +191,7 @@ class Variables:
             if quoted or not split:
                 text += BREAK.join(EMPTY + part for part in parts)
             else:
-                text += re.sub(separators, BREAK, BREAK.join(parts))
+                text += re.sub(r"[ \t\n]+", BREAK, BREAK.join(parts))
         text = drop_unset(text) if empty else text
         found = [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
         return OpenList(found) if is_open else found
@@ -258,7 +216,7 @@ class Variables:
             if letter in "$`":
                 value, at = self.expand(raw, at)
                 if quoted and isinstance(value, list) and "*" in raw[start:at]:
-                    value = self.env.get("IFS", " ")[:1].join(value)
+                    value = " ".join(value)
                 yield value, quoted or raw.startswith("$'", start)
             elif letter == "\\" and (
                 not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")
@@ -302,8 +260,7 @@ class Variables:
         if match := re.fullmatch(r"\$\(\((.*)\)\)", part, re.DOTALL):
             return self.arithmetic(match[1]), end
         if part.startswith("$'"):
-            text = part[2:-1].replace("\\n", "\n").replace("\\t", "\t")
-            return mark("$'...'") if "\\" in text else text, end
+            return mark("$'...'"), end
         if part[0] == "`" or part.startswith("$("):
             printed = self.substitute(part.removeprefix("$")[1:-1])
             name = "$" + part if part[0] == "`" else part
@@ -353,7 +310,7 @@ class Variables:
             given = self.input(node.parts, empty=False)
             text = text if given is None else given
             is_open = any(map(has_unknown, (*words, text or "")))
-            if is_open and words[0] not in ("echo", "cat"):
+            if is_open and words[0] != "echo":
                 return None
             if (text := print_output(words, text)) is None:
                 return None
@@ -377,46 +334,23 @@ class Variables:
             key, end = body[end + 1 : close], close + 1
         rest = body[end:]
         value = self.get(name) if key is None else self.item(name, key)
-        if prefix:
-            is_listed = not rest and (prefix == "#" or key in ("@", "*"))
-            return self.counted(prefix, name, value) if is_listed else mark(name)
+        if prefix:  # the number of items; that of letters, or a name, is not followed
+            is_counted = prefix == "#" and not rest and type(value) is list
+            return str(len(value)) if is_counted else mark(name)
         if found := re.match(r":?[-=+?]", rest):
-            return self.default(name, value, found[0], rest[found.end() :], key)
+            return self.default(name, value, found[0], rest[found.end() :])
         if not rest:
             return value
         if isinstance(value, OpenList):
             return mark(name)
-        if not (sliced := _SLICE.fullmatch(rest)):
-            is_list = isinstance(value, list)
-            changed = [
-                self.modify(item, rest) for item in (value if is_list else [value])
-            ]
-            return changed if is_list else changed[0]
-        if isinstance(value, str) and has_unknown(value):
-            return mark(name)
-        # The first positional parameter has the number 1.
-        first = int(sliced[1]) - (name in "@*")
-        last = first + int(sliced[2]) if sliced[2] else None
-        return value[max(first, 0) : last]
+        if isinstance(value, str):
+            return self.modify(value, rest)
+        if sliced := _SLICE.fullmatch(rest):
+            # The first positional parameter has the number 1.
+            return value[max(int(sliced[1]) - (name in "@*"), 0) :]
+        return [self.modify(item, rest) for item in value]
 
-    def counted(self, prefix: str, name: str, value: Any) -> Any:
-        """Return the keys (`!`) or the number of items, or of letters (`#`)."""
-        whole = self.env.get(name) if name not in self.given else None
-        is_text = isinstance(value, str)
-        if isinstance(whole, OpenList) or (
-            not is_text and isinstance(whole, str) and has_unknown(whole)
-        ):
-            return mark(name)
-        if prefix == "!":
-            keys = whole if isinstance(whole, dict) else range(len(value))
-            return list(map(str, keys))
-        if is_unset(value):  # the environment may set it
-            return mark(unknown_names(value)[0]) if value[0] == UNSET else "0"
-        return mark(name) if is_text and has_unknown(value) else str(len(value))
-
-    def default(
-        self, name: str, value: Any, sign: str, raw: str, key: str | None
-    ) -> Any:
+    def default(self, name: str, value: Any, sign: str, raw: str) -> Any:
         """Return `${NAME:-raw}` and the like."""
         is_set = not is_unset(value) and (sign[0] != ":" or bool(value))
         if sign[-1] == "+":
@@ -425,25 +359,30 @@ class Variables:
             return value
         other = self.text(raw.strip("\n"))
         if sign[-1] == "=":
-            self.assign(name, key and f"[{key}]", other)
+            self.assign(name, other)
         return other
 
     def modify(self, value: str, rest: str) -> str:
-        """Return a text after `#`, `%`, `/`, `^^` or `,,` of `${NAME...}`."""
+        """Return a text without what `${NAME#...}` or `${NAME%...}` drops, or with what
+        `${NAME/TEXT/NEW}` replaces.
+        """
         open_name = value if MARKER.fullmatch(value) else mark("${...}")
-        if has_unknown(value):
+        parts = re.fullmatch(r"(##?|%%?|//?)(.*)", rest, re.DOTALL)
+        if has_unknown(value) or parts is None:
             return open_name
-        if rest in ("^^", ",,"):
-            return value.upper() if rest == "^^" else value.lower()
-        parts = re.fullmatch(r"(##?|%%?|//?)((?:\\.|[^/\\])*)(/?)(.*)", rest, re.DOTALL)
-        if parts is None:
-            return open_name
-        sign, raw, _, new = parts.groups()
-        pattern = self.text(raw if sign[0] == "/" else rest[len(sign) :])
+        sign = parts[1]
+        raw, _, new = parts[2].partition("/") if sign[0] == "/" else (parts[2], "", "")
+        pattern = self.text(raw)
         if has_unknown(pattern):
             return open_name
-        if sign[0] == "/":
-            return _replace(value, pattern, self.text(new), everywhere=sign == "//")
+        if sign[0] == "/":  # only plain texts, of which one is found in one way
+            is_plain = re.fullmatch(r"[\w.][\w.\- ]*", pattern)
+            number = -1 if sign == "//" else 1
+            return (
+                value.replace(pattern, self.text(new), number)
+                if is_plain
+                else open_name
+            )
         places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
         if sign[0] == "#":
             found = (value[n:] for n in places if fnmatchcase(value[:n], pattern))
@@ -454,37 +393,18 @@ class Variables:
     # Arithmetic.
 
     def arithmetic(self, raw: str) -> str:
-        """Return the value of an arithmetic expression, which may assign; unknown if a
-        part is.
+        """Return the value of an arithmetic expression; unknown if a part is, or if it
+        changes a variable, which is unknown then.
         """
         text = self.text(raw.replace('"', ""), quoted=True)
         try:
-            return str(evaluate(text, self.variable))
+            return str(evaluate(text, lambda name: self.text("${" + name + "}")))
         except ScriptError as error:
-            # Which of its assignments have happened is not known.
-            for match in VARIABLE.finditer(MARKER.sub("?", text)):
-                if match[1] or match[4]:
-                    self.env[match[2]] = mark(match[2])
+            for match in CHANGE.finditer(MARKER.sub("?", text)):
+                name = match[1] or match[2]
+                self.env[name] = mark(name)
             found = MARKER.search(text) or MARKER.fullmatch(str(error))
             return found[0] if found else mark(f"$(({text.strip()}))")
-
-    def variable(self, match: re.Match[str], right: Callable[[], int]) -> int:
-        """Return the value of a variable in an arithmetic expression; change it as the
-        signs say.
-        """
-        before, name, key, after = match.groups("")
-        if after == "=":
-            new = right()
-            self.assign(name, key, str(new))
-            return new
-        value = self.text("${" + name + key + "}")
-        old = to_number(value) if value else 0
-        if not before + after:
-            return old
-        step = right() if after.endswith("=") else 1
-        new = combine((before or after)[:-1], old, step)
-        self.assign(name, key, str(new))
-        return old if after in ("++", "--") else new
 
 
 def is_unset(value: Any) -> bool:
@@ -494,28 +414,3 @@ def is_unset(value: Any) -> bool:
         and value[:1] in (UNSET, ARGUMENT)
         and bool(MARKER.fullmatch(value))
     )
-
-
-def expand_braces(raw: str) -> list[str]:
-    """Return the words that `{1..4}` or `{a,b}` stands for, or another raw word as it
-    is.
-    """
-    if span := re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", raw):
-        first, last = int(span[1]), int(span[2])
-        step = 1 if first <= last else -1
-        return list(map(str, range(first, last + step, step)[:_MAX_RANGE]))
-    listed = re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
-    return listed[1].split(",") if listed else [raw]
-
-
-def _replace(value: str, pattern: str, new: str, *, everywhere: bool) -> str:
-    """Return a text after `${NAME/PATTERN/NEW}`; unknown where the match is not unique,
-    or has to be at an end.
-    """
-    if not pattern:
-        return value
-    if "*" in pattern or (pattern[0] in "#%" and not everywhere):
-        return mark("${...}")
-    found = translate(pattern.replace("[^", "[!")).removesuffix("\\Z")
-    found = found.removesuffix("\\z")
-    return re.sub(found, lambda _: new, value, count=0 if everywhere else 1)
