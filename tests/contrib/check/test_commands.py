@@ -173,9 +173,7 @@ def test_keys_for_a_script_are_not_a_launch(tmp_path):
 
 
 def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
-    """An argument stands in the script that gives it, everything else in the one that
-    is started.
-    """
+    """A value stands in the command that has it, in the script that is started."""
     path, other = tmp_path / "e2e.sh", tmp_path / "run.sh"
     other.write_text(
         "\n\npython -m skyrl.train.entrypoints.main_base trainer.train_batch_size=x"
@@ -186,7 +184,7 @@ def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
         check_file(path, "skyrl")
     assert sorted(
         (Path(problem.path).name, problem.line) for problem in error.value.problems
-    ) == [("e2e.sh", 2), ("run.sh", 3)]
+    ) == [("run.sh", 3), ("run.sh", 3)]
     other.write_text(
         "torchrun pretrain_gpt.py --micro-batch-size 2 --global-batch-size $((N * 8))"
         ' "$@"\n'
@@ -196,7 +194,7 @@ def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
         check_file(path, "megatron", ["world_size=8"])
     assert sorted(
         (Path(problem.path).name, problem.line) for problem in error.value.problems
-    ) == [("e2e.sh", 3), ("run.sh", 1)]
+    ) == [("run.sh", 1), ("run.sh", 1)]
     # A variable that only the script has which is started is one of its variables.
     path.write_text("bash run.sh --train-iters 3\n")
     assert check_file(path, "megatron", ["world_size=8", "N=4"]).derived[

@@ -112,6 +112,8 @@ def print_output(words: Sequence[str], given: str | None) -> str | None:
     if given is None:  # it reads a file, or what the script was given
         return None
     match name, rest:
+        case "cat", []:
+            return given
         case "wc", ["-l"]:
             return f"{given.count(chr(10))}\n"
         case "tr", [old, new] if len(old) == 1 or old == "\\n":
