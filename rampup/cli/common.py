@@ -31,7 +31,6 @@ from rampup.plan.topology import Topology
 # What commands find in `contrib`, by these names alone.
 ROLLOUTS = "rampup.contrib.rl.commands"  # the commands of a rollout's file or run
 EXPORTS = "rampup.contrib.check.export"
-SCALING_LAWS = "rampup.contrib.lab.scaling_laws"
 PREDICTIONS = "rampup.contrib.lab.prediction"
 TOPOLOGIES = "rampup.contrib.lab.topology_command"
 

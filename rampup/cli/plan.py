@@ -75,11 +75,7 @@ def _phases(args: argparse.Namespace) -> Result:
         **plan.to_dict(),
         "global_batch_to_load": global_batch_to_load(config, plan),
     }
-    length = config.max_target_length
-    notes = common.load(common.SCALING_LAWS).batch_notes(
-        plan.consumed_samples * length, max(plan.of_all_sizes.ramp.sizes) * length
-    )
-    notes += run_notes(config, plan)
+    notes = run_notes(config, plan)
     if args.hyperparameters:
         notes += hyperparameter_notes(config, plan)
     if notes:

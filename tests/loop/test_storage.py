@@ -322,9 +322,13 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     assert inputs.read_config().steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
     assert folders.measured_throughput(str(folder)) == {2: 8}
-    write_prediction(folder, inputs.read_config(), {"candidates": []})
-    with pytest.raises(DataError, match=f"{folder}/prediction.json is damaged"):
-        compare_prediction(inputs.runs[0], inputs.read_config(), inputs.read_runs()[0])
+    one = {"name": "one", "settings": {}, "start_tokens": [0], "sizes": [2]}
+    design = {"tokens_per_sample": 1, "candidates": [one | {"course": []}]}
+    write_prediction(folder, inputs.read_config(), design)
+    found = compare_prediction(
+        inputs.runs[0], inputs.read_config(), inputs.read_runs()[0]
+    )
+    assert (found.schedule, found.other_settings) == ("one", ())
     setting = f"base_output_directory={folder.parent}"
     assert parse_inputs(["base.yml", setting]).overrides == (setting,)
     with pytest.raises(DataError, match=f"no noise scale .* in {folder}"):

@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
+import numpy as np
+
 from rampup.errors import DataError
 from rampup.plan.noise_scale import student
 
@@ -247,48 +249,38 @@ class DesignModel:
         None at a progress.
         """
         done, reached = 0.0, 0.0
-        total: float = math.inf if samples is None else samples
+        total = math.inf if samples is None else float(samples)
+        target = math.inf if progress is None else progress
         starts = [(min(float(start), total), batch) for start, batch in schedule]
         for (start, batch), (end, _) in itertools.pairwise([*starts, (total, 0)]):
             # Short parts while little is done, because the noise scale changes on a
             # logarithmic scale.
+            longest = (end - start if end < math.inf else target) / PARTS
             while done < end:
-                part = min(
-                    end - done,
-                    max(
-                        done / PARTS * 4,
-                        (end - start if end < math.inf else progress or 0.0) / PARTS,
-                        1.0,
-                    ),
-                )
-                # No part goes beyond a knot of the noise curve, which may be close to
-                # the one before it.
-                place = bisect.bisect_right(self.noise.knots, (reached, math.inf))
-                knot = (
-                    self.noise.knots[place][0]
-                    if place < len(self.noise.knots)
-                    else math.inf
-                )
-                middle = min(
-                    reached + part / 2 / (1 + batch / self.noise.at(reached)),
-                    (reached + knot) / 2,
-                )
-                gain = part / (1 + batch / self.noise.at(middle))
-                if reached + gain > knot:
-                    price = 1 + batch / self.noise.at((reached + knot) / 2)
-                    part = min(part, (knot - reached) * price)
-                    gain = min(part / price, knot - reached)
-                if (
-                    progress is not None
-                    and samples is None
-                    and reached + gain >= progress
-                ):
-                    part *= (progress - reached) / gain
-                    gain, end = progress - reached, done
+                part = min(end - done, max(done / PARTS * 4, longest, 1.0))
+                part, gain = self._advance(batch, reached, part)
+                if reached + gain >= target:
+                    part, gain = part * ((target - reached) / gain), target - reached
+                    return self._outcome(schedule, done + part, reached + gain)
                 done, reached = done + part, reached + gain
-                if end < done:
-                    return self._outcome(schedule, done, reached)
         return self._outcome(schedule, total, reached)
+
+    def _advance(self, batch: int, reached: float, part: float) -> tuple[float, float]:
+        """Return the progress of a part of the samples, from where the run is. A part
+        ends at a knot of the noise curve, which may be close to the one before it.
+        """
+        later = (place for place, _ in self.noise.knots if place > reached)
+        knot = next(later, math.inf)
+        middle = min(
+            reached + part / 2 / (1 + batch / self.noise.at(reached)),
+            (reached + knot) / 2,
+        )
+        gain = part / (1 + batch / self.noise.at(middle))
+        if reached + gain > knot:
+            price = 1 + batch / self.noise.at((reached + knot) / 2)
+            part = min(part, (knot - reached) * price)
+            gain = min(part / price, knot - reached)
+        return part, gain
 
     def _outcome(self, schedule: Schedule, samples: float, progress: float) -> Outcome:
         steps = math.ceil(
@@ -313,28 +305,22 @@ class DesignModel:
             (end - start, self.noise.at((start + end) / 2))
             for start, end in itertools.pairwise(sorted(edges))
         ]
-        prices = [
-            (number, size, self.times.at(size) / size)
-            for number, size in enumerate(sizes)
-        ][::-1]
+        batches = np.array(sizes)
+        prices = np.array([self.times.at(size) / size for size in sizes])
         # From the end backwards: the least time of the rest, if the batch may be
         # `sizes[number]` or any larger one.
-        rest, choices = [0.0] * len(sizes), list[list[int]]()
+        rest = [np.zeros(len(sizes))]
         for length, noise in reversed(parts):
-            best, after, rest = (math.inf, 0), rest, rest.copy()
-            choices.append([0] * len(sizes))
-            for number, size, price in prices:
-                best = min(
-                    best, (length * price * (1 + size / noise) + after[number], number)
-                )
-                rest[number], choices[-1][number] = best
+            total = length * prices * (1 + batches / noise) + rest[-1]
+            rest.append(np.minimum.accumulate(total[::-1])[::-1])
         switches, done, number = dict[int, int](), 0.0, 0
-        for (length, noise), choice in zip(parts, reversed(choices), strict=True):
-            number = choice[number]
-            if not switches or sizes[number] != next(reversed(switches.values())):
-                switches[round(done)] = sizes[
-                    number
-                ]  # of several batches from one whole sample on, the last
+        for (length, noise), after in zip(parts, rest[-2::-1], strict=True):
+            total = length * prices * (1 + batches / noise) + after
+            larger = int(np.argmin(total[number:]))
+            if larger or not switches:
+                number += larger
+                # Of several batches from one whole sample on, the last.
+                switches[round(done)] = sizes[number]
             done += length * (1 + sizes[number] / noise)
         # The constants too: where the optimum is one of them, it is not to lose by the
         # rounding of a threshold.

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from rampup.config.schema import IDENTITY_KEYS, KEYS, Config
 from rampup.contrib.lab.measured_design import LOSS_SHARE
-from rampup.errors import DataError
 from rampup.loop.run_folder import PREDICTION_FILE, write_whole
 from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.numbers import finite_or_none
@@ -35,9 +34,7 @@ COMPARED = tuple(
     )
     and not name.endswith("_seed")
 )
-QUANTITIES = ("loss", "steps", "hours", "noise_scale")
-# What a comparison needs of a design.
-_NEEDED = ("config", "candidates", "tokens_per_sample", "noise_source")
+QUANTITIES = ("loss", "hours")
 
 
 class Comparison(NamedTuple):
@@ -46,9 +43,9 @@ class Comparison(NamedTuple):
     # the name of the design's schedule that the run has; the closest one, if it has
     # none
     schedule: str
-    other_settings: tuple[
-        str, ...
-    ]  # what the run has and what was predicted for, if that differs; then there are no rows
+    # what the run has and what was predicted for, if that differs; then there are no
+    # rows
+    other_settings: tuple[str, ...]
     # One for each quantity and token count that the run has passed; `low` and `high`
     # are the ends of the predicted interval, `off` is measured less predicted, and
     # `inside` whether it is in the interval. None if not known
@@ -77,33 +74,30 @@ class Comparison(NamedTuple):
         """Return the rows as text, by quantity."""
         return [
             _as_text(row)
-            for row in sorted(
-                self.rows, key=lambda row: QUANTITIES.index(row["quantity"])
-            )
+            for quantity in QUANTITIES
+            for row in self.rows
+            if row["quantity"] == quantity
         ]
 
 
 def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for people: a loss is off by nats, the rest by a share of the
+    """Return a row for people: a loss is off by nats, hours by a share of the
     prediction.
     """
-    off = row["off"]
-    name, predicted = row["quantity"], row["predicted"]
+    off, predicted = row["off"], row["predicted"]
     if off is None:
         text = ""
-    elif name == "loss" or not predicted:
+    elif row["quantity"] == "loss":
         text = f"{off:+.3f}"
     else:
         text = f"{off / predicted:+.0%}"
     if row["inside"] is False:
         text += ", outside of the interval"
     return {
-        "quantity": name.replace("_", " "),
+        "quantity": row["quantity"],
         "tokens": row["tokens"],
         "predicted": with_ends(predicted, row["low"], row["high"]),
-        "measured": with_ends(
-            row["measured"], row["measured_low"], row["measured_high"]
-        ),
+        "measured": with_ends(row["measured"], None, None),
         "off by": text,
     }
 
@@ -139,16 +133,7 @@ def compare_prediction(
     file = folder / PREDICTION_FILE
     if not file.exists():
         return None
-    try:
-        design = json.loads(file.read_text(encoding="utf-8"))
-        found = {key: design[key] for key in _NEEDED}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} is damaged: it is not what `rampup design --write` writes"
-            f" ({error!r}); delete it, and the report is without a prediction",
-            key="prediction",
-        ) from error
-    return _compare(found, config, run)
+    return _compare(json.loads(file.read_text(encoding="utf-8")), config, run)
 
 
 def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comparison:
@@ -170,25 +155,12 @@ def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comp
         predicted = candidate["sizes"][bisect.bisect_right(starts, end - size) - 1]
         if size != predicted and not changes:
             changes = [f"step {step} had a batch of {size:,}, predicted {predicted:,}"]
-    rows = (
-        []
-        if changes
-        else _rows(
-            candidate["course"],
-            run,
-            length,
-            with_noise=design["noise_source"] == "noise_scale",
-        )
-    )
+    rows = [] if changes else _rows(candidate["course"], run, length)
     return Comparison(str(candidate["name"]), tuple(changes), tuple(rows))
 
 
 def _rows(
-    course: Sequence[Mapping[str, Any]],
-    run: RunMetrics,
-    length: int,
-    *,
-    with_noise: bool,
+    course: Sequence[Mapping[str, Any]], run: RunMetrics, length: int
 ) -> list[dict[str, Any]]:
     """Return a row for each quantity at each place of the course that a run has
     passed.
@@ -206,18 +178,14 @@ def _rows(
             place -= 1
         if place == len(run.samples):
             break
-        measured: dict[str, tuple[float | None, ...]] = {
-            "loss": (_mean_loss(run, place), None, None),
-            "steps": (run.steps[place] + 1, None, None),
-            "hours": (finite_or_none(hours[place]), None, None),
+        measured = {
+            "loss": _mean_loss(run, place),
+            "hours": finite_or_none(hours[place]),
         }
-        if with_noise and run.noise_scales:
-            noise = run.noise_scales, run.noise_lows, run.noise_highs
-            measured["noise_scale"] = tuple(finite_or_none(x[place]) for x in noise)
         rows += [
-            _row(quantity, point, *values)
-            for quantity, values in measured.items()
-            if point.get(quantity) is not None
+            _row(quantity, point, value)
+            for quantity, value in measured.items()
+            if point[quantity] is not None
         ]
     return rows
 
@@ -230,30 +198,17 @@ def _mean_loss(run: RunMetrics, place: int) -> float | None:
 
 
 def _row(
-    quantity: str,
-    point: Mapping[str, Any],
-    value: float | None,
-    low: float | None,
-    high: float | None,
+    quantity: str, point: Mapping[str, Any], value: float | None
 ) -> dict[str, Any]:
-    """Return a prediction beside what was measured, with both intervals."""
-    predicted = point[quantity]
-    least, most = point.get(f"{quantity}_low"), point.get(f"{quantity}_high")
-    # Whether the intervals of prediction and measurement overlap. An end of None has no
-    # limit.
-    first, last = (value, value) if low is None else (low, high)
-    inside = None
-    if first is not None and least is not None:
-        inside = (most is None or first <= most) and (last is None or least <= last)
+    """Return a prediction beside what was measured."""
+    least, most = point[f"{quantity}_low"], point[f"{quantity}_high"]
     return {
         "quantity": quantity,
         "tokens": point["tokens"],
-        "predicted": predicted,
+        "predicted": point[quantity],
         "low": least,
         "high": most,
         "measured": value,
-        "measured_low": low,
-        "measured_high": high,
-        "off": None if value is None else value - predicted,
-        "inside": inside,
+        "off": None if value is None else value - point[quantity],
+        "inside": None if value is None else least <= value <= most,
     }

@@ -50,15 +50,6 @@ class ScalingLaw(NamedTuple):
         """`optimal` or `critical`."""
         return "optimal" if self.overhead is None else "critical"
 
-    def rate_at(self, batch_tokens: float, d: int, n: int) -> float:
-        """Return the rate of the law for another batch than its own, by the square-root
-        rule.
-        """
-        assert self.learning_rate is not None
-        return self.learning_rate(d, n) * float(
-            (batch_tokens / self.batch_tokens(d, n)) ** 0.5
-        )
-
     def outside(self, d: int, n: int | None) -> str | None:
         """Return how a run is outside of the range to which the law was fitted, such as
         "outside of 60M to 1B parameters", or None.
@@ -174,17 +165,12 @@ EXCEEDS = (
     "the largest optimal batch is above the smallest critical one, because the laws"
     " come from different runs; where the two overlap, take the smaller"
 )
-STEP_LAW = next(law for law in LAWS if law.name == "Step Law")
-BORROWED_RATE = (
-    f"that of Step Law, {STEP_LAW.rate_formula} at its batch, by the square root of the"
-    " batch"
-)
 RATES = (
     "rates are peak rates of Adam: Step Law and DeepSeek LLM have their own for their"
-    " batch; for other batches, that of Step Law follows the square root of the batch"
+    " batch; for other batches, multiply by the square root of the ratio of the batches"
     " (Malladi et al. 2022, arXiv 2205.10287)"
 )
-NO_RATES = "--params adds the peak learning rate of each batch"
+NO_RATES = "--params adds the peak learning rates of Step Law and DeepSeek LLM"
 
 
 def suggest_batch(
@@ -251,32 +237,8 @@ def _count(value: str | int, key: str) -> int:
     return number
 
 
-def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
-    """Return a sentence about a batch above all laws that need the tokens of the run
-    only; nothing if one has it or more.
-    """
-    sizes = {
-        law.batch_tokens(train_tokens, 0): law for law in LAWS if not law.needs_params
-    }
-    largest = max(sizes)
-    if batch_tokens <= largest:
-        return ()
-    above = (
-        f"a batch of {batch_tokens:,} tokens is above all published laws for a run of"
-        f" {train_tokens:,} tokens"
-    )
-    return (
-        (
-            f"{above}; the largest is {round(largest):,} ({sizes[largest].name},"
-            f" {sizes[largest].source}): see `rampup suggest`"
-        ),
-    )
-
-
 def _evaluate(law: ScalingLaw, d: int, n: int | None) -> dict[str, Any]:
-    """Return a law's row for D tokens and N parameters; one without a rate of its own
-    has that of Step Law, for its batch.
-    """
+    """Return a law's row for D tokens and N parameters."""
     size = max(round(law.batch_tokens(d, n or 0)), 1)
     row: dict[str, Any] = {"name": law.name, "kind": law.kind, "batch_tokens": size}
     if law.overhead is None:
@@ -297,9 +259,6 @@ def _evaluate(law: ScalingLaw, d: int, n: int | None) -> dict[str, Any]:
     if n is not None and law.learning_rate is not None and row["outside"] is None:
         row["learning_rate"] = law.learning_rate(d, n)
         row["learning_rate_formula"] = law.rate_formula
-    elif n is not None and law.learning_rate is None and not STEP_LAW.outside(d, n):
-        row["learning_rate"] = STEP_LAW.rate_at(_advised(row), d, n)
-        row["learning_rate_formula"] = BORROWED_RATE
     return row
 
 

@@ -16,7 +16,6 @@ from rampup.cli import main
 from rampup.config.files import run_yaml
 from rampup.contrib.lab.prediction import compare_prediction
 from rampup.contrib.rl.config import RolloutConfig
-from rampup.errors import DataError
 from rampup.show.series import RunMetrics
 
 BASE = str(Path(__file__).parents[3] / "configs" / "base.yml")
@@ -477,8 +476,8 @@ def test_a_report_compares_a_run_with_its_prediction(run, follower, capsys):
     assert (found["schedule"], found["other_settings"]) == ("fastest ramp", [])
     lines = lines_of(follower)
     assert len({line["global_batch_size"] for line in lines}) > 1
-    loss, steps, hours, noise = found["rows"][-4:]
-    assert {row["tokens"] for row in found["rows"][-4:]} == {2_000_000}
+    loss, hours = found["rows"][-2:]
+    assert {row["tokens"] for row in found["rows"][-2:]} == {2_000_000}
     late = [
         line["loss"]
         for line in lines
@@ -489,37 +488,27 @@ def test_a_report_compares_a_run_with_its_prediction(run, follower, capsys):
     # The run that was measured had this line until sample 4,000; from there, the loss
     # follows a power law.
     assert 6 - 0.4 * math.log(15_625) < loss["predicted"] < 6 - 0.4 * math.log(4_000)
-    # Up to the rounding of a phase.
-    assert steps["measured"] == len(lines) == pytest.approx(steps["predicted"], abs=3)
     assert hours["off"] / hours["predicted"] == pytest.approx(0, abs=0.01)
     assert hours["inside"]
-    assert (noise["measured"], noise["measured_low"], noise["inside"]) == (
-        1000,
-        900,
-        False,
-    )
     write_lines(follower, lines[: len(lines) // 2])
     half = report_of(capsys, follower)
     assert half["rows"] == found["rows"][: len(half["rows"])]
     assert 0 < len(half["rows"]) < len(found["rows"])
     page = (follower / "report.html").read_text()
-    assert "noise scale after" in page
+    assert "loss after" in page
     assert "-100%" not in page
-    assert "outside of the interval" in page
     assert main(["design", str(run), *OPTIONS, "--write", str(follower)]) == 2
     assert "is not empty; name the folder of a new run" in " ".join(
         capsys.readouterr().err.split()
     )
 
 
-def test_only_a_whole_prediction_for_the_same_settings_is_compared(follower):
+def test_only_a_prediction_for_the_same_settings_is_compared(follower):
     """Other tokens, another model, rate or batch, also of a step before a resume, are
-    named, and a damaged file; not a seed.
+    named; not a seed.
     """
-    config, metrics, file = (
-        follower / name for name in ("config.yml", "metrics.jsonl", "prediction.json")
-    )
-    settings, lines, text = (path.read_text() for path in (config, metrics, file))
+    config, metrics = (follower / name for name in ("config.yml", "metrics.jsonl"))
+    settings, lines = (path.read_text() for path in (config, metrics))
 
     def compare():
         return compare_prediction(
@@ -558,17 +547,6 @@ def test_only_a_whole_prediction_for_the_same_settings_is_compared(follower):
     assert compare().other_settings == ()
     metrics.write_text(re.sub(r'_size": \d+', '_size": 5', lines, count=1))
     assert compare().other_settings[0].startswith("step 0 had a batch of 5, predicted ")
-    metrics.write_text(lines)
-    for damaged in (
-        text[: len(text) // 2],
-        "[1]",
-        text.replace('"candidates"', '"lost"'),
-    ):
-        file.write_text(damaged)
-        with pytest.raises(
-            DataError, match=r"prediction.json is damaged: .*; delete it"
-        ):
-            compare()
 
 
 @pytest.mark.slow
