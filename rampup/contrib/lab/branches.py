@@ -41,7 +41,7 @@ from rampup.data.sources import files_of
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
 from rampup.engine.optimizer import LearningRate
-from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.train import (
     RAMP_RECORD,
     TrainSetup,
@@ -332,7 +332,8 @@ class _Branches:
         self.run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
         rows = _rows_of_the_run(config, record)
         first = run_plan.position(step).consumed_samples
-        order = _order_beyond(config, len(rows), first, window)
+        last = first + window.samples + window.interval
+        order = sample_order(config, len(rows), last)
         group = window.sizes[0]
         self.eval_step, eval_plan = self.setup.evaluation(
             group, (window.samples + window.interval) // group
@@ -403,10 +404,6 @@ def _window(
     """Return the batches of the branches and their window, or refuse batches that
     cannot be split.
     """
-    if tokens is not None and tokens < 1:
-        raise ConfigError(
-            f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,)
-        )
     splitter = unconstrained(run_plan.splitter)
     position = run_plan.position(step)
     if batches is None:
@@ -485,22 +482,6 @@ def _rows_of_the_run(config: Config, record: Mapping[str, Any]) -> Any:
                 key="grain_train_files",
             )
     return rows
-
-
-def _order_beyond(
-    config: Config, num_rows: int, first: int, window: BranchWindow
-) -> SampleOrder:
-    """Return the order of the run's samples, or refuse a window that ends beyond it."""
-    last = first + window.samples + window.interval
-    try:
-        return sample_order(config, num_rows, last)
-    except DataError as error:
-        raise DataError(
-            f"the branches read samples {first:,} to {last:,}, the last of them for"
-            f" evaluation, which are beyond the data of the run: {error}; give fewer"
-            " --tokens, an earlier --step, or train with a larger num_epoch",
-            key="tokens",
-        ) from None
 
 
 class _SampleWindow(SampleOrder):

@@ -109,7 +109,6 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
         "gradient noise scale measured by the run:"
         f" {'none' if noise is None else f'{noise} samples'}"
     )
-    close = [branch for branch in found.branches if _is_close(branch, found.tolerance)]
     notes = []
     if (implied := found.implied_noise_scale) is not None:
         notes.append(
@@ -117,12 +116,6 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             " Either can be wrong: the measured one describes plain SGD, and branches"
             " are short and have no anneal. Whole runs would settle it; until then, the"
             " smaller of the two wastes fewer tokens"
-        )
-    if close:
-        sizes = ", ".join(f"{branch.global_batch_size:,}" for branch in close)
-        notes.append(
-            f"within two standard errors of the tolerance: {sizes}; a longer --tokens"
-            " decides them"
         )
     print_notes(notes, console)
     console.print(f"kept in {found.file}")
@@ -147,12 +140,6 @@ def _print_decision(found: CriticalBatch, run: str, console: Console) -> None:
         f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if'
         " the run is finished"
     )
-
-
-def _is_close(branch: BranchResult, tolerance: float) -> bool:
-    if branch.difference is None or branch.standard_error is None:
-        return False
-    return abs(branch.difference - tolerance) < 2 * branch.standard_error
 
 
 def _number(value: float | None, form: str) -> str:

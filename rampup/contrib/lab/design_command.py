@@ -56,16 +56,14 @@ DESIGN = {
 def design(args: argparse.Namespace) -> Result:
     """Design schedules, and predict their steps, hours and loss."""
     source = files.as_path(args.config)
-    file, folders = _measured(args, source)
+    file, folders = args.config, [files.as_path(path) for path in args.measured]
+    if source.is_dir():
+        file, folders = common.run_config(source), [source, *folders]
     config = rampup.load_config(file, args.overrides, environ=os.environ)
     written = None if args.write is None else files.absolute_path(args.write)
-    if (
-        written is not None
-        and written.exists()
-        and (not written.is_dir() or any(written.iterdir()))
-    ):
+    if written is not None and written.exists():
         raise common.usage_error(
-            f"{written} is not empty; name the folder of a new run", key="write"
+            f"{written} exists; name the folder of a new run", key="write"
         )
     devices = common.count_devices(args, config)
     facts = rampup.contrib.lab.design_ramp(
@@ -85,36 +83,6 @@ def design(args: argparse.Namespace) -> Result:
 
 def _count(text: str | None, name: str) -> int | None:
     return None if text is None else parse_count(text, what=name, key=name)
-
-
-def _measured(args: argparse.Namespace, source: Path) -> tuple[str, list[Path]]:
-    """Return the configuration of the run to design, and what was measured."""
-    folders = [files.as_path(path) for path in args.measured]
-    if not source.is_dir():
-        if not folders:
-            raise common.usage_error(
-                "a design needs measurements: give --measured RUN_DIR, a run with"
-                " measure_gradient_noise=true or one that `rampup critical` has"
-                " measured",
-                key="measured",
-            )
-        return args.config, folders
-    if (
-        not (source / files.CONFIG_FILE).is_file()
-        and (source / files.METRICS_FILE).is_file()
-    ):
-        raise common.usage_error(
-            f"{source} has no {files.CONFIG_FILE}, so that it is not the folder of a"
-            " run of `rampup train`; name a configuration of the run to design, and"
-            f" give a run of another loop as CONFIG.yml --measured {source}"
-        )
-    if common.commands_of(source / files.CONFIG_FILE) is not None:
-        raise common.usage_error(
-            f"{source} is a run of reinforcement learning, and design makes ramps of"
-            " pre-training; rampup.contrib.rl.noise.advice_from_line says how many"
-            " prompts and responses its noise is worth"
-        )
-    return common.run_config(source), [source, *folders]
 
 
 def _write_run(

@@ -190,18 +190,13 @@ def _sizes(
     sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
     if len(sizes) >= 2:
         return sizes
-    problem = (
+    raise ConfigError(
         "there is nothing to choose from: no multiple of the first batch of"
-        f" {smallest:,} up to {most:,} is legal"
+        f" {smallest:,} up to {most:,} is legal",
+        fix="raise max_batch (--max-batch), or train_tokens (--train-tokens) if they"
+        f" are few for {LEAST_STEPS} steps of a larger batch",
+        key="max-batch",
     )
-    if most < min(wanted, 2 * smallest):
-        raise ConfigError(
-            problem,
-            fix=f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger"
-            " batch; raise train_tokens (--train-tokens)",
-            key="train-tokens",
-        )
-    raise ConfigError(problem, fix="raise max_batch (--max-batch)", key="max-batch")
 
 
 def _schedules(forecast: Forecast, sizes: Sequence[int]) -> dict[str, Schedule]:

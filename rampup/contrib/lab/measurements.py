@@ -90,10 +90,10 @@ class Measurements(NamedTuple):
             if not found.noise:
                 found = found._replace(**_noise_of(path, lines, notes))
         if not found.noise:
-            names = ", ".join(map(str, paths))
+            names = ", ".join(map(str, paths)) or "no run"
             raise DataError(
                 f"no noise scale was measured in {names}",
-                fix="train with measure_gradient_noise=true",
+                fix="give --measured RUN_DIR of a run with measure_gradient_noise=true",
                 key="measured",
             )
         return found

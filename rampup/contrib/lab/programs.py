@@ -4,7 +4,6 @@ times.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -82,16 +81,6 @@ class Trial:
             self.bytes = min(self.bytes, limit)
 
     @property
-    def splits(self) -> dict[int, BatchSplit]:
-        """The split of every phase that the run reaches, by the phase's first step."""
-        pairs = zip(self.plan.ramp.phases, self.plan.splits, strict=True)
-        return {
-            phase.start_step: split
-            for phase, split in pairs
-            if phase.start_step < self.plan.total_steps
-        }
-
-    @property
     def _row(self) -> Any:
         return jax.tree.map(lambda x: x[0], self._source.read(np.arange(1)))
 
@@ -123,7 +112,7 @@ class Trial:
         )
         batch = next(batches)
         segment = self.setup.step.segment_of(batch.position.segment)
-        split = self.splits[start]
+        split = batch.position.split
         counts = (
             np.int32(split.num_pipeline_microbatches),
             np.int32(split.accumulation_steps),
@@ -136,16 +125,6 @@ class Trial:
             jax.block_until_ready((states[0], metrics))
 
         return step
-
-    def run_seconds(self, times: Mapping[int, float]) -> float:
-        """Return the time of all steps of the run without compilation, from that of
-        some steps by their number of microbatches; infinite if none was timed.
-        """
-        starts = [*self.splits, self.plan.total_steps]
-        return sum(
-            (end - start) * self.step_seconds(self.splits[start], times)
-            for start, end in itertools.pairwise(starts)
-        )
 
     def step_seconds(self, split: BatchSplit, times: Mapping[int, float]) -> float:
         """Return the seconds of a step: on a line over the number of microbatches, with

@@ -83,7 +83,6 @@ def tune(
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "memory_gib": limit / GIB,
-        "memory_is_named": memory_gib is not None,
         "margin": float(margin),
         "usable_bytes": usable,
         "largest_microbatch": max(fitting, default=None),
@@ -97,7 +96,6 @@ def tune(
             for size, trial in sorted(trials.items())
         ],
         "settings": None,
-        "run_seconds": None,
         "phases": [],
     }
     if slices is not None:
@@ -110,7 +108,6 @@ def tune(
             report(f"timing the microbatch of {max(fitting):,}")
             times = best.times()
         facts["settings"] = _changes(config, best.config)
-        facts["run_seconds"] = finite_or_none(best.run_seconds(times))
         facts["phases"] = _phases(best, times)
     return facts
 

@@ -104,10 +104,7 @@ def _print_settings(found: Facts, console: Console) -> None:
     """Print the recommended settings and their phases."""
     pairs = (f"{key}={value}" for key, value in found["settings"].items())
     words = " ".join(pairs) or "the configuration as it is"
-    seconds = "not timed"
-    if found["run_seconds"] is not None:
-        seconds = f"{format_value(found['run_seconds'])} s"
-    console.print(f"recommended: {words}; the run: {seconds}")
+    console.print(f"recommended: {words}")
     phases = found["phases"]
     columns = ["global_batch_size", "per_device_batch_size", "accumulation_steps"]
     if any(row["num_pipeline_microbatches"] > 1 for row in phases):
