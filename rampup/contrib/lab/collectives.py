@@ -173,17 +173,14 @@ def _groups(instruction: Instruction, num_devices: int) -> list[np.ndarray]:
     is_permute = instruction.opcode.startswith("collective-permute")
     name = "source_target_pairs=" if is_permute else "replica_groups="
     _, _, text = instruction.attributes.partition(name)
-    if match := re.match(
-        r"mesh\[(.*?)\](?:,? ?device_ids=\(([^{]*?)\))? \{(.*?)\}", text
-    ):
+    # A colon would name a part of an axis.
+    if match := re.match(r"mesh\[([^\]]*)\] \{([^:}]*)\}", text):
         mesh = re.findall(r"'([^']*)'=(\d+)", match[1])
-        named = re.findall(r"'([^']*)'", match[3])
-        if ":" in match[3]:  # a part of an axis
-            return []
+        named = re.findall(r"'([^']*)'", match[2])
         sizes = [int(size) for _, size in mesh]
-        ids = _range(match[2] or f"[{math.prod(sizes)}]").reshape(sizes)
         moved = [k for k, (axis, _) in enumerate(mesh) if axis in named]
         kept = [k for k in range(len(mesh)) if k not in moved]
+        ids = np.arange(math.prod(sizes)).reshape(sizes)
         size = math.prod(sizes[k] for k in moved)
         return list(ids.transpose(kept + moved).reshape(-1, size))
     if match := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):

@@ -182,15 +182,13 @@ def inspect(
 
 
 def _checked_trips(loop_trips: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return iterations of loops as whole numbers of at least 1."""
+    """Return iterations of loops, which are at least 1."""
     if loop_trips is None:
         return (1,)
     trips = (loop_trips,) if isinstance(loop_trips, int) else tuple(loop_trips)
-    if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
+    if min(trips, default=0) < 1:
         raise ConfigError(
-            f"loop_trips={loop_trips!r} must be whole numbers of at least 1",
-            key="loop_trips",
-            nearest=(1,),
+            f"loop_trips={loop_trips} must be numbers of at least 1", key="loop_trips"
         )
     return trips
 

@@ -43,7 +43,6 @@ class ScalingLaw(NamedTuple):
     overhead: float | None = None
     # the peak rate of Adam that the source fits beside its batch
     learning_rate: Callable[[int, int], float] | None = None
-    rate_formula: str = ""
 
     @property
     def kind(self) -> str:
@@ -92,7 +91,6 @@ LAWS = (
         params=(60e6, 1e9),
         tokens=(2e9, 100e9),
         learning_rate=lambda d, n: 1.79 * n**-0.713 * d**0.307,
-        rate_formula="1.79 * N**-0.713 * D**0.307",
     ),
     ScalingLaw(
         "DeepSeek LLM",
@@ -103,7 +101,6 @@ LAWS = (
         flops=(1e17, 2e19),
         needs_params=True,
         learning_rate=lambda d, n: 0.3118 * (6.0 * n * d) ** -0.125,
-        rate_formula="0.3118 * C**-0.125",
     ),
     ScalingLaw(
         "Power Lines, critical",
@@ -258,7 +255,6 @@ def _evaluate(law: ScalingLaw, d: int, n: int | None) -> dict[str, Any]:
     # A rate that a law gives outside of its range can be off by any factor.
     if n is not None and law.learning_rate is not None and row["outside"] is None:
         row["learning_rate"] = law.learning_rate(d, n)
-        row["learning_rate_formula"] = law.rate_formula
     return row
 
 

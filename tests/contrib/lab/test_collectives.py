@@ -30,14 +30,6 @@ ENTRY = (
             ("fsdp", "tensor"),
             4,
         ),
-        (
-            (
-                "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0))"
-                " {'axis_1'}"
-            ),
-            ("data", "fsdp"),
-            4,
-        ),
         ("replica_groups={{0,1,2,3,4,5,6,7}}", ("data", "fsdp", "tensor"), 8),
     ],
 )
@@ -49,6 +41,20 @@ def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
         Program(ENTRY.format(kind="all-reduce", groups=groups)), MESH
     )
     assert (found.axes, found.group_size, found.num_bytes) == (axes, size, 64 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+        "mesh['axis_0'=8] {'axis_0':(1)2}",
+    ],
+)
+def test_other_groups_are_not_known(groups):
+    """Another order of the devices and a part of an axis: no axes are claimed."""
+    text = ENTRY.format(kind="all-reduce", groups=f"replica_groups={groups}")
+    (found,) = collectives_of(Program(text), MESH)
+    assert (found.axes, found.group_size) == (None, 0)
 
 
 @pytest.mark.parametrize(
