@@ -27,7 +27,6 @@ _AGAIN_SECONDS = 60.0
 _MEETING_SECONDS = 24 * 3600
 _meeting_numbers = itertools.count()
 _gather_numbers = itertools.count()
-_problem_numbers = itertools.count()
 
 
 def is_primary() -> bool:
@@ -67,17 +66,11 @@ def gather_from_all(value: str) -> list[str]:
     )
 
 
-def first_problem(
-    problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS
-) -> str:
-    """Return the first problem of a process, in every process, or "". With a name, for
-    another thread, it waits quietly.
+def first_problem(problem: str) -> str:
+    """Return the first problem of a process, in every process, or "". They call this
+    equally often.
     """
-    if jax.process_count() == 1:
-        return problem
-    folder = name or f"problem{next(_problem_numbers)}"
-    problems = _gather(folder, problem, seconds, None if name is None else seconds)
-    return next(filter(None, problems), "")
+    return next(filter(None, gather_from_all(problem)), "")
 
 
 def check_joined() -> None:
@@ -109,22 +102,18 @@ def wait_for_all(mesh: Mesh) -> None:
         _gather(f"meeting{next(_meeting_numbers)}", "")
 
 
-def _gather(
-    folder: str,
-    value: str,
-    seconds: float = _MEETING_SECONDS,
-    quiet_seconds: float | None = None,
-) -> list[str]:
+def _gather(folder: str, value: str) -> list[str]:
     """Return the values of all processes. Process 0 collects them: as many messages as
     processes, and not their square.
     """
     count = jax.process_count()
     own = jax.process_index()
     store = kv_store()
-    milliseconds = int(1000 * seconds)
-    quiet = _QUIET_SECONDS_OF_MEETING if quiet_seconds is None else quiet_seconds
+    milliseconds = 1000 * _MEETING_SECONDS
     store.key_value_set(f"{FOLDER}/{folder}/{own}", value)
-    with announced(f"process {own} of {count} waits for process 0", quiet) as waiting:
+    with announced(
+        f"process {own} of {count} waits for process 0", _QUIET_SECONDS_OF_MEETING
+    ) as waiting:
         if own == 0:
             found = []
             for other in range(count):

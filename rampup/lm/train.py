@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +50,6 @@ from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import (
     CheckpointOptions,
     SavedCheckpoint,
-    reading_record,
 )
 from rampup.loop.components import AutoBatch, Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
@@ -71,7 +69,7 @@ from rampup.loop.metrics import (
     WandbWriter,
     required,
 )
-from rampup.loop.run_folder import CHECKPOINT_FOLDER, as_path
+from rampup.loop.run_folder import as_path
 from rampup.loop.same_run import RAMP_ROWS, SameRun
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import default_half_life
@@ -138,8 +136,7 @@ def train(
     def make(saved: SavedCheckpoint | None) -> Run:
         ramp = None
         if saved is not None:
-            with reading_record(Path(CHECKPOINT_FOLDER), saved.step):
-                ramp = ramp_before(saved.record)
+            ramp = ramp_before(saved.record)
         num_devices = jax.device_count()
         plan = (
             build_plan(config, num_devices)
@@ -172,15 +169,9 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if RAMP_RECORD not in record:
         return None
-    found: dict[str, Any] = record[RAMP_RECORD]
-    rows = [list(map(operator.index, row)) for row in record[RAMP_ROWS]]
     return {
-        **found,
-        "ramp": BatchRamp.from_rows(rows).to_rows(),
-        "ramp_keys": dict(found["ramp_keys"]),
-        "num_devices": operator.index(found["num_devices"]),
-        "eval_global_batch_size": found["eval_global_batch_size"],
-        "eval_per_device_batch_size": found["eval_per_device_batch_size"],
+        **record[RAMP_RECORD],
+        "ramp": record[RAMP_ROWS],
         "step": record["step"],
     }
 
@@ -533,13 +524,6 @@ class Run:
                 rate = learning_rate(config, plan.grown(auto.ramp))
             return rate
 
-        def describe_rows(step: int) -> list[str]:
-            ramp = rate_now().plan.ramp
-            rows = self.loader.order.rows(
-                range(ramp.samples_before(step), ramp.samples_before(step + 1))
-            ).tolist()
-            return [self.loader.source.describe(row) for row in rows]
-
         # None: the keys of the identity and the fingerprints of the data say what the
         # run computes, so its jaxpr need not be compared.
         components: list[Component] = [SameRun(None)]
@@ -557,7 +541,6 @@ class Run:
                 learning_rate=lambda step: rate_now().at(step),
                 tokens_per_sample=config.max_target_length,
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
-                describe_rows=describe_rows,
             ),
             components=tuple(components),
             checkpoints=CheckpointOptions(

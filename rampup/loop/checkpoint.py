@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,18 +41,15 @@ from rampup.loop.run_folder import (
     parse_json,
 )
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 RECORD_FILE = "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
 _WRITTEN_LATER = frozenset(
     {"commit_success.txt", "_CHECKPOINT_METADATA"}
 )  # by Orbax; no part of the state
 _THREADS = 8
-_OWNER_SECONDS = 60.0  # until it is known whether the run is still that of this process
-_TELL_SECONDS = 60.0  # until the others know of a write that has failed
 MAX_DIFFERENCES = 5  # leaves that an error message names
 _question_numbers = itertools.count()
-_barrier_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,28 +147,19 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
             f"{checkpoint} was written in format {version}, this is format"
             f" {RECORD_VERSION}"
         )
-    if record.get("step") != int(checkpoint.name):
+    found = {name: value for name, value in record.items() if name != "digest"}
+    if found.get("step") != int(checkpoint.name) or record["digest"] != _digest(found):
         raise ResumeMismatchError(
-            f"the record of {checkpoint} is of step {record.get('step')!r:.100}"
+            f"the record of {checkpoint} is damaged, or was changed by hand",
+            fix="move that checkpoint away to resume from the one before",
         )
-    return record
+    return found
 
 
-@contextlib.contextmanager
-def reading_record(folder: Path, step: int) -> Iterator[None]:
-    """Say in words that the record of an intact checkpoint does not have what a reader
-    expects, as after a change by hand.
-    """
-    try:
-        yield
-    except (ResumeMismatchError, StorageError):
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ResumeMismatchError(
-            f"the record of {folder / str(step)} is damaged:"
-            f" {type(error).__name__}: {error}"[:500],
-            fix="move it away to resume from the one before",
-        ) from error
+def _digest(record: Mapping[str, Any]) -> str:
+    """Return the digest of a record, as JSON has it."""
+    content = json.dumps(record, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def read_state(folder: Path, step: int, state: Any) -> Any:
@@ -286,10 +273,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.wait()
         if step == self._saved:
             return False
-        content = {"version": RECORD_VERSION, "step": step, **record}
+        # As it will be read: JSON has no tuples, and texts as keys.
+        content = json.loads(
+            json.dumps({"version": RECORD_VERSION, "step": step, **record})
+        )
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(_as_tree(state)),
-            record=ocp.args.JsonSave(content),
+            record=ocp.args.JsonSave({**content, "digest": _digest(content)}),
         )
         self._writing = step
         with self._told():
@@ -307,24 +297,23 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Return why this process cannot write a checkpoint, or "". Orbax itself would
         wait for a thread that has failed.
         """
-        try:
-            if is_primary():
-                require_owner(self.folder.parent, seconds=_OWNER_SECONDS)
-                probe = self.folder / "probe"
-                if is_bucket(self.folder):
-                    probe.write_bytes(b"")
-                    probe.unlink()
-                else:
-                    # Its parents are not made: if they are gone, the run was moved. A
-                    # killed run may have left the probe.
-                    self.folder.mkdir(exist_ok=True)
-                    probe.mkdir(exist_ok=True)
-                    probe.rmdir()
+        if not is_primary():
             return ""
-        except RampupError as error:
+        probe = self.folder / "probe"
+        try:
+            require_owner(self.folder.parent, ask=True)
+            if is_bucket(self.folder):
+                probe.write_bytes(b"")
+                probe.unlink()
+            else:
+                # Its parents are not made: if they are gone, the run was moved. A
+                # killed run may have left the probe.
+                self.folder.mkdir(exist_ok=True)
+                probe.mkdir(exist_ok=True)
+                probe.rmdir()
+        except (RampupError, OSError) as error:
             return str(error)
-        except OSError as error:
-            return f"{self.folder} cannot be written: {error.strerror or error}"
+        return ""
 
     def wait(self) -> None:
         """Wait until every checkpoint is written, or raise a StorageError."""
@@ -340,10 +329,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
             source, aside = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
-            names = itertools.chain(
-                [str(step)], (f"{step}-{number}" for number in itertools.count(2))
-            )
-            target = next(aside / name for name in names if not (aside / name).exists())
+            target = aside / str(step)
+            while target.exists():  # an earlier one of this step
+                target = aside / f"{target.name}-"
             # In a bucket, Orbax itself has deleted a checkpoint that it did not
             # complete.
             if is_primary() and source.exists():
@@ -365,32 +353,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             for unfinished in self._unfinished(self._writing):
                 write_checksums(unfinished)
 
-        owner, has_failed = threading.get_ident(), False
+        owner, wait = threading.get_ident(), ocp.multihost.get_barrier_sync_fn()
 
         def barrier(*, key: str, timeout_ms: int) -> None:
-            """Wait for all processes, and end the write in all of them if it has failed
-            in one.
-            """
-            nonlocal has_failed
-            if has_failed or jax.process_count() == 1:
-                return
-            # Where a write has failed, Orbax comes at once to its last barrier, in a
-            # `finally`. Others are at an earlier one, so barriers are counted and not
-            # told apart by their keys.
-            error = None if threading.get_ident() == owner else sys.exception()
-            problem, seconds = "", timeout_ms / 1000
-            ignored: tuple[type[Exception], ...] = ()
-            if error is not None:
-                place = f"process {jax.process_index()} on {socket.gethostname()}"
-                problem = f"{place}: {self._reason(error)}"
-                seconds, ignored = _TELL_SECONDS, (jax.errors.JaxRuntimeError,)
-            with contextlib.suppress(*ignored):
-                problem = first_problem(
-                    problem, f"checkpoint{next(_barrier_numbers)}", seconds=seconds
-                )
-            if problem:
-                has_failed = True
-                raise StorageError(problem) from None
+            # Where a write has failed, Orbax comes to its last barrier, in a `finally`.
+            # The others are at an earlier one and do not come: this process ends, and
+            # JAX ends them.
+            if threading.get_ident() == owner or sys.exception() is None:
+                wait(key=key, timeout_ms=timeout_ms)
 
         # Despite its name, Orbax calls `post_finalization_callback` before it renames
         # the folder, when the files of all processes are written.
@@ -421,7 +391,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 shutil.rmtree(unfinished, ignore_errors=True)
             existing: Any = "unknown"
             with contextlib.suppress(OSError):  # a bucket that is away
-                existing = self.folder / str(self.latest) if self.latest else None
+                existing = self.latest and self.folder / str(self.latest)
             raise StorageError(
                 f"the checkpoint of step {self._writing} could not be written:"
                 f" {self._reason(error)}; the newest is {existing}"
@@ -430,8 +400,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _reason(self, error: BaseException) -> str:
         """Return why a checkpoint could not be written, in a part of a sentence."""
         reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, StorageError):
-            return reason
         if re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
             return f"No space left on device in {self.folder}"
         # Tensorstore says in a page what it was doing, with the facts in any order.

@@ -5,7 +5,7 @@ who it is. The system releases the lock when the process ends in any way, also o
 another host that shares the file system. A bucket, and a file system without locks, has
 a lease instead: the owner writes the file again every few seconds, with another number,
 and a lease is free when nobody has written it for `STALE_SECONDS`. An owner that was
-paused or cut off for longer may have lost it: `require_owner` asks.
+paused or cut off for longer may have lost it: `require_owner` says so.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
 _VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
-_STEP_SECONDS = 5.0  # a step waits no longer for a bucket that is away
-# Returns who has a run instead of its owner, after so many seconds at most, or None.
-FindOwner = Callable[[float], dict[str, Any] | None]
+# Returns who has a run instead of its owner, or None; True asks the storage for it.
+FindOwner = Callable[[bool], dict[str, Any] | None]
 # The folders that this process owns -> the thread that does, and what finds a later
 # owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
@@ -79,14 +78,16 @@ def own_run(
         yield
 
 
-def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
-    """Refuse to go on in a folder that another process owns now. Storage that does not
-    answer within `seconds` says nothing.
+def require_owner(folder: Path, *, ask: bool = False) -> None:
+    """Refuse to go on in a folder that another process owns now.
+
+    A lease tells what it has seen at its last renewal; with `ask`, it is renewed now.
+    Storage that is away says nothing.
     """
-    _, find_owner = _held.get(absolute_path(folder), (0, lambda seconds: None))
+    _, find_owner = _held.get(absolute_path(folder), (0, lambda ask: None))
     owner = None
     with contextlib.suppress(OSError):
-        owner = find_owner(seconds)
+        owner = find_owner(ask)
     if owner is not None:
         raise ConfigError(
             f"another process took over {folder}: {_words(owner)}; this one was paused"
@@ -166,7 +167,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
             break
         os.close(file)
 
-    def find_owner(seconds: float) -> dict[str, Any] | None:
+    def find_owner(ask: bool) -> dict[str, Any] | None:
         return None if os.fstat(file).st_nlink else _read(path)
 
     def release() -> None:
@@ -197,8 +198,7 @@ def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
     lease = _Lease(path)
     lease.write()
     time.sleep(SETTLE_SECONDS)
-    found = _read(path) or {}
-    if found.get("token") != lease.token:
+    if (found := lease.find_owner(True)) is not None:
         raise _TakenError(found)
     lease.thread.start()
     held.callback(lease.release)
@@ -211,73 +211,45 @@ class _Lease:
     """
 
     def __init__(self, path: Path) -> None:
-        self.token = uuid.uuid4().hex
         self.thread = threading.Thread(
             target=self._renew_again, name="rampup-run-lock", daemon=True
         )
         self._path = path
-        self._content = {**_identity(), "token": self.token}
+        self._content = {**_identity(), "token": uuid.uuid4().hex}
         self._beats = itertools.count()
         self._released = threading.Event()
-        self._asked = threading.Event()
-        # When the last successful renewal began, when training went on without one, and
-        # who has the lease instead.
-        self._renewed = threading.Condition()
-        self._renewal = self._excused = time.monotonic()
         self._owner: dict[str, Any] | None = None
 
     def write(self) -> None:
         """Write the lease, with another number."""
         self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
 
-    def find_owner(self, seconds: float) -> dict[str, Any] | None:
-        """Return who has the lease instead. One that may have run out is renewed first,
-        which takes `seconds` at most.
-        """
-
-        def is_known() -> bool:
-            return (
-                self._owner is not None
-                or time.monotonic() - self._renewal < STALE_SECONDS
-            )
-
-        is_excused = (
-            seconds <= _STEP_SECONDS
-            and time.monotonic() - self._excused < STALE_SECONDS
-        )
-        if not is_known() and not is_excused:
-            self._asked.set()
-            with self._renewed:
-                self._renewed.wait_for(is_known, seconds)
-            self._excused = time.monotonic()
+    def find_owner(self, ask: bool) -> dict[str, Any] | None:
+        """Return who has the lease instead; `ask` renews it, or finds out."""
+        if ask and self._owner is None:
+            found = _read(self._path)
+            if found is None or self._is_own(found):
+                self.write()
+            elif found:  # {}: somebody writes it right now
+                self._owner = found
         return self._owner
 
     def release(self) -> None:
         """Stop renewing, and delete the lease."""
         self._released.set()
-        self._asked.set()
         # A sign of life that is being written would come back after it.
         self.thread.join(timeout=STALE_SECONDS)
         with contextlib.suppress(OSError):
-            if (_read(self._path) or {}).get("token") == self.token:
+            if self._is_own(_read(self._path) or {}):
                 self._path.unlink()
 
+    def _is_own(self, found: dict[str, Any]) -> bool:
+        return bool(found.get("token") == self._content["token"])
+
     def _renew_again(self) -> None:
-        while self._owner is None:
-            self._asked.wait(HEARTBEAT_SECONDS)
-            self._asked.clear()
-            if self._released.is_set():
-                return
-            began = time.monotonic()
+        while not self._released.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):
-                found = _read(self._path)
-                if found is None or found.get("token") == self.token:
-                    self.write()
-                    self._renewal = began
-                elif found:
-                    self._owner = found
-            with self._renewed:
-                self._renewed.notify_all()
+                self.find_owner(True)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -50,7 +50,6 @@ from rampup.loop.checkpoint import (
     SavedCheckpoint,
     checkpoint_steps,
     find_checkpoint,
-    reading_record,
 )
 from rampup.loop.components import (
     Component,
@@ -297,15 +296,14 @@ class Loop:
         if problem := first_problem(self._ended_data(saved.step)):
             raise DataEndedError(problem)
         found = saved.record
-        with reading_record(self.folder / CHECKPOINT_FOLDER, saved.step):
-            check_same_run(
-                found,
-                self.plan.ramp,
-                self.checkpoints.identity,
-                f"the checkpoint of step {saved.step} in {self.folder}",
-            )
-            for component in self.components:
-                component.load(found)
+        check_same_run(
+            found,
+            self.plan.ramp,
+            self.checkpoints.identity,
+            f"the checkpoint of step {saved.step} in {self.folder}",
+        )
+        for component in self.components:
+            component.load(found)
         with Checkpoints(
             self.folder / CHECKPOINT_FOLDER, self.checkpoints
         ) as checkpoints:
@@ -576,7 +574,7 @@ class Loop:
 
     def _flush(self, metrics: Metrics) -> None:
         """Write all metrics, if the run is still that of this process."""
-        require_owner(self.folder)
+        require_owner(self.folder, ask=True)
         metrics.flush()
 
 
@@ -607,9 +605,8 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
     saved = find_checkpoint(checkpoints)
     if saved is None:
         return ramp
-    with reading_record(checkpoints, saved.step):
-        before = BatchRamp.from_rows(saved.record[RAMP_ROWS])
-        return before.spliced_at(saved.step, ramp).resumed_at(saved.step)
+    before = BatchRamp.from_rows(saved.record[RAMP_ROWS])
+    return before.spliced_at(saved.step, ramp).resumed_at(saved.step)
 
 
 def _ended_step(file: Path) -> int | None:

@@ -28,7 +28,6 @@ from rampup.loop.events import (
     StepSkipped,
     StorageFailed,
 )
-from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import (
     EVAL_FILE,
     METRICS_FILE,
@@ -42,7 +41,6 @@ from rampup.plan.plan import PlanPosition
 
 # steps whose metrics stay on the devices, so that the host does not wait for them
 IN_FLIGHT = 2
-NAMED_ROWS = 3  # of a skipped step, in an error message
 TENSORBOARD_FOLDER = "tensorboard"
 # of the metrics of a step, beside `aux`
 _KNOWN = ("loss", "loss_parts", "grad_norm", "skipped", "facts", "gradient_noise")
@@ -94,8 +92,6 @@ class MetricOptions:
             to the files, see `MetricWriter`.
         skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0
             = never.
-        describe_rows: called with a step number; returns descriptions of its rows, for
-            the error that ends the run.
 
     Example:
         TensorBoard beside metrics.jsonl; `Loop(..., metrics=options)` uses it.
@@ -115,7 +111,6 @@ class MetricOptions:
     flops_per_sample: float | None = None
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
-    describe_rows: Callable[[int], Sequence[str]] = lambda step: ()
 
 
 @dataclass(slots=True)
@@ -150,20 +145,14 @@ class Metrics:
         self._options = options
         self._components = components
         self._on_event = on_event
-        # The lines of the steps that were skipped in a row, from those just before this
-        # launch on.
-        self._skipped: list[Mapping[str, Any]] = []
+        # The steps that were skipped in a row, from those just before this launch on.
+        self._skipped: list[int] = []
         for line in read_lines(folder / METRICS_FILE):
             if line["step"] < start:
-                self._skipped = [*self._skipped, line] if "skipped" in line else []
+                self._add_skipped(line)
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         self._fetched: deque[_FetchedStep] = deque()
-        log: dict[str, Any] = {
-            "writes": is_primary(),
-            "on_event": on_event,
-            # A minute: a lease of which nothing was heard for a while is renewed first.
-            "before_upload": lambda: require_owner(folder, seconds=60),
-        }
+        log: dict[str, Any] = {"writes": is_primary(), "on_event": on_event}
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
             on_event(StorageFailed(problem=problem))
@@ -313,31 +302,28 @@ class Metrics:
                 record["mfu"] = round(flops / peak, 6)
         return record
 
+    def _add_skipped(self, line: Mapping[str, Any]) -> None:
+        own = [line["step"]]
+        self._skipped = [*self._skipped, *own] if "skipped" in line else []
+
     def _count_skipped(self, record: Mapping[str, Any]) -> None:
         """Report a skipped step, and end the run if there are too many in a row."""
-        self._skipped = [*self._skipped, record] if "skipped" in record else []
+        self._add_skipped(record)
         if not self._skipped:
             return
         most = self._options.skip_nonfinite
         self._on_event(StepSkipped(step=record["step"], in_a_row=len(self._skipped)))
         # More, if the steps before this launch were trained with a higher limit.
-        if not 0 < most <= len(self._skipped):
-            return
-        table = ""
-        for line in self._skipped[-NAMED_ROWS:]:
-            end = line["consumed_samples"]
-            rows = ", ".join(self._options.describe_rows(line["step"])[:NAMED_ROWS])
-            samples = f"samples {end - line['global_batch_size']:,} to {end - 1:,}"
-            table += f"\n  step {line['step']}: {samples}" + (rows and f": {rows}")
-        steps = [line["step"] for line in self._skipped]
-        raise NonFiniteError(
-            f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was"
-            f" not finite, {len(steps)} in a row: skip_nonfinite={most} stops there;"
-            " none of them changed the parameters, and the checkpoints stay. The first"
-            f" rows they used (rampup plan --rows lists all):{table}",
-            steps=steps,
-            key="skip_nonfinite",
-        )
+        if 0 < most <= len(self._skipped):
+            raise NonFiniteError(
+                "the loss or the gradient of step"
+                f" {', '.join(map(str, self._skipped[-10:]))} was not finite,"
+                f" {len(self._skipped)} in a row: skip_nonfinite={most} stops there;"
+                " none of them changed the parameters, and the checkpoints stay",
+                fix="rampup plan --rows STEP lists the rows that a step used",
+                steps=self._skipped,
+                key="skip_nonfinite",
+            )
 
 
 def _to_fetch(values: Any) -> dict[str, Any]:
@@ -367,8 +353,8 @@ def _means(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 class TensorBoardWriter:
-    """Writes event files for TensorBoard in the calling thread, when it is flushed; in
-    a bucket, it uploads them.
+    """Writes an event file for TensorBoard in the calling thread, when it is flushed;
+    in a bucket, it uploads the file.
 
     A full disk is an error of `flush`. It ends the thread of
     `tensorboardX.SummaryWriter` without one, and blocks `add_scalar`. A resumed run
@@ -378,19 +364,19 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
         required("tensorboardX")
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
         self._folder = folder
-        self._start = start
-        self._number = 0  # of the file
-        self._local = (
-            Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
-            if is_bucket(folder)
-            else folder
+        self._local = folder
+        if is_bucket(folder):
+            self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
+        self._local.mkdir(parents=True, exist_ok=True)
+        self._file = EventsWriter(
+            str(self._local / "events"), f".{os.getpid()}.{start}"
         )
-        self._file: Any = None
         self._events: list[Any] = []  # not yet written
         if start:
-            from tensorboardX.proto.event_pb2 import SessionLog
-
             # This event makes TensorBoard hide the earlier values of this step and
             # later ones.
             self._add(start, session_log=SessionLog(status=SessionLog.START))
@@ -406,15 +392,16 @@ class TensorBoardWriter:
         self._add(step, summary=Summary(value=values))
 
     def flush(self) -> None:
-        """Write everything that was taken, or raise a StorageError; what was taken then
-        stays for the next call.
-        """
+        """Write everything that was taken, or raise a StorageError."""
         try:
-            self._write()
+            while self._events:
+                self._file.write_event(self._events.pop(0))
+            self._file.flush()
+            if self._local != self._folder:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                for file in self._local.iterdir():
+                    (self._folder / file.name).write_bytes(file.read_bytes())
         except OSError as error:
-            # The file may end in the middle of an event: the next one is a new file.
-            self._file = None
-            self._number += 1
             raise StorageError(
                 f"{self._folder} cannot be written: {error.strerror or error}"
             ) from error
@@ -422,31 +409,13 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Write everything and close the file."""
         with contextlib.suppress(OSError):
-            self._write()
+            self.flush()
             self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
         self._events.append(Event(wall_time=time.time(), step=step, **content))
-
-    def _write(self) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        if self._file is None:
-            self._local.mkdir(parents=True, exist_ok=True)
-            self._file = EventsWriter(
-                str(self._local / "events"),
-                f".{os.getpid()}.{self._start}.{self._number}",
-            )
-        for event in self._events:
-            self._file.write_event(event)
-        self._file.flush()
-        if self._local != self._folder:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for file in self._local.iterdir():
-                (self._folder / file.name).write_bytes(file.read_bytes())
-        self._events = []
 
 
 class WandbWriter:

@@ -17,10 +17,9 @@ import os
 import re
 import reprlib
 import statistics
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ PREDICTION_FILE = (  # what `rampup design --write` has predicted for the run
 # `rampup critical` keeps its results next to the run, in
 # RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
-UPLOAD_SECONDS = 60.0  # an object in a bucket is written again as a whole
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
 PART_BYTES = 2**20  # in a bucket, a part of a file that has as many is full
@@ -49,15 +47,13 @@ class StepLog:
     that are flushed when they are written.
 
     Lines that a full disk refuses stay in memory and are written with the next line, or
-    by `sync`. A bucket cannot append, so there the file has parts, such as
-    `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `PART_BYTES` each. Only the
-    last one is written again: at most every `UPLOAD_SECONDS` in the background, by
-    `sync` and by `close`.
+    by `sync`. A bucket cannot append, so there lines wait for `sync`, and the file has
+    parts, such as `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `PART_BYTES`
+    each, of which only the last one is written again.
 
-    Lines of step `keep_below` and later, and a last line that a crash left incomplete,
-    are removed first. Damaged lines are moved aside and reported. A process with
-    `writes=False` leaves the file to another one. `before_upload` raises ConfigError if
-    another process has the run.
+    Damaged lines, those of step `keep_below` and later, and a last line that a crash
+    left incomplete, are removed first; damage is reported. A process with
+    `writes=False` leaves the file to another one.
     """
 
     def __init__(
@@ -67,27 +63,21 @@ class StepLog:
         keep_below: int,
         writes: bool = True,
         on_event: OnEvent = ignore_event,
-        before_upload: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
-        self._before_upload = before_upload
         self._writes = writes
         self._unwritten = b""
-        # Locally the open file. In a bucket None, and then the last part, its content
-        # there, and the time of its upload.
+        # Locally the open file. In a bucket None, and then the last part and its
+        # content there.
         self._file: int | None = None
         self._part = path
         self._content = b""
-        self._uploaded = time.monotonic()
-        # One upload at a time, in the background or in `sync`. Lines are appended
-        # meanwhile.
-        self._uploading = threading.Lock()
-        self._appending = threading.Lock()
         if not writes:
             return
         try:
             self._cut(keep_below, on_event)
             if not is_bucket(path):
+                self._content = b""
                 self._file = os.open(
                     path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
                 )
@@ -97,15 +87,9 @@ class StepLog:
             ) from error
 
     def _cut(self, keep_below: int, on_event: OnEvent) -> None:
-        """Remove lines from a step on, and move those that are damaged aside."""
+        """Remove lines from a step on, and damaged ones."""
         if problem := describe_damage(self.path):
-            # First, so that no line is lost if one of the files cannot be written.
-            aside = self.path.with_name(f"damaged_{self.path.name}")
-            damaged = [line for line, record in _lines(self.path) if record is None]
-            before = aside.read_bytes() if aside.exists() else b""
-            write_whole(aside, before + b"".join(damaged))
-            problem += f"; moved to {aside}, so that steps are missing"
-            on_event(StorageFailed(problem=problem))
+            on_event(StorageFailed(problem=f"{problem}; such lines were removed"))
         for part in _parts(self.path):
             content = part.read_bytes()
             kept = b"".join(
@@ -120,24 +104,16 @@ class StepLog:
                 write_whole(part, kept)
             else:
                 os.truncate(part, len(kept))  # needs no room on a full disk
-            self._part, self._content = part, kept if is_bucket(part) else b""
+            self._part, self._content = part, kept
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
         if not self._writes:
             return
-        with self._appending:
-            self._unwritten += (json.dumps(record) + "\n").encode()
-        is_due = time.monotonic() - self._uploaded >= UPLOAD_SECONDS
+        self._unwritten += (json.dumps(record) + "\n").encode()
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._store()
-        elif is_due and not self._uploading.locked():
-            # A bucket that is away takes half a minute to say so, or never does, and
-            # training does not wait for it.
-            threading.Thread(
-                target=self._upload_quietly, name="rampup-upload", daemon=True
-            ).start()
+                self._append(self._file)
 
     def sync(self) -> None:
         """Wait until every line is on disk, or raise a StorageError: the lines stay in
@@ -146,8 +122,10 @@ class StepLog:
         end = time.monotonic() + PATIENCE_SECONDS
         while self._writes:
             try:
-                self._store()
-                if self._file is not None:
+                if self._file is None:
+                    self._upload()
+                else:
+                    self._append(self._file)
                     # A checkpoint may follow: after a power cut it must not be newer
                     # than the lines of its steps.
                     os.fsync(self._file)
@@ -167,39 +145,27 @@ class StepLog:
         """Close the file; no call follows."""
         if self._file is not None:
             os.close(self._file)
-        elif self._writes:
-            self._upload_quietly()
-        self._file = None
-        self._writes = False
 
-    def _store(self) -> None:
+    def _append(self, file: int) -> None:
         """Write what is unwritten. A full disk may take a part of the bytes; the rest
         stays in front.
         """
-        while self._unwritten and self._file is not None:
-            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        if self._file is not None:
-            return
-        with self._uploading:
-            self._uploaded = time.monotonic()
-            new = self._unwritten  # lines that are written meanwhile go behind it
-            if not new:
-                return
-            self._before_upload()
-            if len(self._content) >= PART_BYTES:
-                number = _part_number(self._part) + 1
-                self._part = self.path.with_name(
-                    f"{self.path.stem}-{number:03}{self.path.suffix}"
-                )
-                self._content = b""
-            self._part.write_bytes(self._content + new)
-            self._content += new
-            with self._appending:
-                self._unwritten = self._unwritten[len(new) :]
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(file, self._unwritten) :]
 
-    def _upload_quietly(self) -> None:
-        with contextlib.suppress(OSError, ConfigError):
-            self._store()
+    def _upload(self) -> None:
+        """Write the last part again, with what is unwritten, or the next one."""
+        if not self._unwritten:
+            return
+        if len(self._content) >= PART_BYTES:
+            number = _part_number(self._part) + 1
+            self._part = self.path.with_name(
+                f"{self.path.stem}-{number:03}{self.path.suffix}"
+            )
+            self._content = b""
+        self._part.write_bytes(self._content + self._unwritten)
+        self._content += self._unwritten
+        self._unwritten = b""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -84,13 +84,6 @@ class SameRun(Component):
 
     def load(self, record: Mapping[str, Any]) -> None:
         """See `Component`."""
-        for name in (ROWS, PROGRAMS):
-            if not isinstance(found := record.get(name, {}), dict):
-                raise ResumeMismatchError(
-                    f"the record of the checkpoint is damaged: its {name} are"
-                    f" {found!r:.100}",
-                    key=name,
-                )
         self._before = record
 
     def check(self, batches: Any, state: Any, batch: Any) -> None:

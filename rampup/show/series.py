@@ -96,7 +96,7 @@ class RunMetrics:
         for file in (METRICS_FILE, EVAL_FILE):
             if damage := describe_damage(folder / file):
                 raise DataError(
-                    f"{damage}; resume the run, which moves such lines aside, or delete"
+                    f"{damage}; resume the run, which removes such lines, or delete"
                     " them",
                     key="run",
                 )

@@ -130,7 +130,7 @@ def test_lines_of_evaluations_wait_for_room(small_disk):
 
 def test_a_full_disk_loses_no_line(small_disk):
     """A line that finds no room, or room for a part of it, is written whole with the
-    next one. A resume only cuts the file, which needs no room; moving damaged lines
+    next one. A resume only cuts the file, which needs no room; removing damaged lines
     does, and its error names the file.
     """
     path = small_disk / "metrics.jsonl"

@@ -89,7 +89,7 @@ def run(
             tokens_per_sample=10,
             **{
                 name: options.pop(name)
-                for name in ("skip_nonfinite", "describe_rows")
+                for name in ("skip_nonfinite",)
                 if name in options
             },
         ),

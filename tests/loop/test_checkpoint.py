@@ -102,9 +102,9 @@ def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkey
             ResumeMismatchError, match="not of this model and optimizer"
         ):
             checkpoints.restore(find_checkpoint(tmp_path), new_state(optax.adamw(0.1)))
-    assert find_checkpoint(tmp_path).record == {"version": 1, "step": 4, "who": "me"}
+    assert find_checkpoint(tmp_path).record == {"version": 2, "step": 4, "who": "me"}
     monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
-    with pytest.raises(ResumeMismatchError, match="format 1, this is format 99"):
+    with pytest.raises(ResumeMismatchError, match="format 2, this is format 99"):
         find_checkpoint(tmp_path)
 
 
@@ -184,6 +184,15 @@ def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(
     checkpoints.save(4, state, {})
     checkpoints.wait()
     assert checkpoints.latest == 4
+
+
+def test_the_reason_of_tensorstore_is_one_sentence(tmp_path):
+    """What it was doing may stand before the code."""
+    with Checkpoints(tmp_path) as checkpoints:
+        assert (
+            checkpoints._reason(ValueError("... [spec='w'] [os_error_code='27']"))
+            == f"File too large in {tmp_path}"
+        )
 
 
 def save_and_find(number, port, folder, found):

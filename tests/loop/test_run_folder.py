@@ -26,9 +26,9 @@ def test_a_resume_keeps_the_lines_before_it(tmp_path, tail):
     assert folders.first_and_last_line(path) == ({}, {})
 
 
-def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
-    """A line that is not JSON with a step is kept in another file and reported; a last
-    line without its end is a crash's.
+def test_step_log_removes_damaged_lines_and_says_so(tmp_path):
+    """A line that is not JSON with a step is reported once; a last line without its end
+    is a crash's.
     """
     path, events = tmp_path / "metrics.jsonl", []
     lines = [f'{{"step": {step}}}\n'.encode() for step in range(8)]
@@ -42,15 +42,12 @@ def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
         folders.StepLog(path, keep_below=6, on_event=events.append).close()
         assert path.read_bytes() == b"".join(lines[step] for step in (0, 1, 3, 5))
     (event,) = events
-    assert event.problem.startswith(
-        f"{path} is damaged: line 3 is not JSON with a step; moved to"
-        f" {tmp_path}/damaged_"
+    assert event.problem == (
+        f"{path} is damaged: line 3 is not JSON with a step; such lines were removed"
     )
     path.write_bytes(lines[0] + b"\n")
     folders.StepLog(path, keep_below=6, on_event=events.append).close()
-    assert (tmp_path / "damaged_metrics.jsonl").read_bytes() == lines[2] + lines[
-        4
-    ] + b"\n"
+    assert path.read_bytes() == lines[0]
     assert "line 2 is not JSON" in events[1].problem
 
 

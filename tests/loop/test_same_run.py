@@ -148,11 +148,14 @@ def test_a_damaged_record_with_right_checksums_is_refused_in_words(tmp_path, cha
     record = folder / "record" / "metadata"
     record.write_text(json.dumps(json.loads(record.read_text()) | change))
     write_checksums(folder)
-    with pytest.raises(ResumeMismatchError, match=r"damaged|readable|ramp is not"):
-        run(tmp_path)
-    if "ramp_rows" in change:
-        with pytest.raises(ResumeMismatchError, match=r"damaged|must start at"):
-            ramp_to_continue(tmp_path, rampup.BatchRamp.constant(8))
+    for read in (
+        run,
+        lambda path: ramp_to_continue(path, rampup.BatchRamp.constant(8)),
+    ):
+        with pytest.raises(
+            ResumeMismatchError, match=r"record of .*/5 is damaged, or was changed by"
+        ):
+            read(tmp_path)
     shutil.rmtree(folder)
     assert run(tmp_path)[0].steps == 10
 

@@ -343,11 +343,6 @@ class RolloutRun:
                     at(step).model_step
                 ),
                 tokens_per_sample=sum(lengths),
-                describe_rows=lambda step: [
-                    "rollout {0.rollout}, update {0.update} of the {0.model}".format(
-                        at(step)
-                    )
-                ],
             ),
             checkpoints=CheckpointOptions(
                 # The sizes of its rollouts are in the fingerprint of the schedule.
