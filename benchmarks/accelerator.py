@@ -163,9 +163,9 @@ def resume(machine: Machine) -> Iterator[Row]:
                 rows, plan, machine.mesh, start=start
             ),
             folder=Path(folder),
-            should_stop=should_stop,
+            checkpoints=rampup.CheckpointOptions(checkpoint_period=100),
         )
-        state, _ = loop.run(state)
+        state, _ = loop.run(state, should_stop=should_stop)
         return jax.device_get(state), step.num_compilations
 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:

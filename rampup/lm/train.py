@@ -534,8 +534,9 @@ class Run:
         run = Loop(
             plan=plan,
             step=setup.step,
-            batches=self.loader.batches,
-            batches_of=lambda other: replace(self.loader, plan=other).batches,
+            batches=lambda start, plan=plan: replace(self.loader, plan=plan).batches(
+                start
+            ),
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=lambda step: rate_now().at(step),
@@ -557,13 +558,12 @@ class Run:
             ),
             evaluation=self.evaluation,
             on_event=on_event,
-            should_stop=should_stop,
         )
         loop = loop_of(config, run)
         state, start = loop.restore(state, self.saved)
         if start < plan.total_steps:
             keep_config(config, folder)
-        _, summary = loop.train(state, start)
+        _, summary = loop.train(state, start, should_stop=should_stop)
         return (
             summary
             if auto is None

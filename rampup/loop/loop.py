@@ -19,6 +19,7 @@ holds:
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -70,7 +71,6 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     as_path,
     first_and_last_line,
-    parse_json,
     read_lines,
     run_folder,
     write_whole,
@@ -185,16 +185,12 @@ class Loop:
         metrics: what is in a line of metrics.jsonl, and who else gets it.
         checkpoints: when checkpoints are written; by default never.
         batches: called with a step number; returns the batches from that step on, such
-            as `BatchLoader.batches`.
+            as `BatchLoader.batches`. If a component changes the plan, it is called with
+            `plan=` as well.
         evaluation: when to evaluate, and how; None = never.
         on_event: called with every `rampup.loop.events.Event`.
         components: what else has state and belongs to the run, such as an iterator of
             its data. Checkpoints contain it. The step brings its own.
-        batches_of: called with a plan; returns its `batches`. Needed if a component can
-            change the plan.
-        should_stop: called once before every step, in every process; True in one of
-            them stops the run as SIGTERM does. For threads, which cannot handle
-            signals, and for launchers that give notice in another way.
 
     Example:
         A run that is stopped goes on where it was, with the same rows.
@@ -219,9 +215,9 @@ class Loop:
         ...         batches=lambda start: step.batches(rows, start, seed=0),
         ...         folder=folder,
         ...         checkpoints=rampup.CheckpointOptions(checkpoint_period=2),
-        ...         should_stop=lambda: next(calls) == 3,
         ...     )
-        ...     return loop.run(rampup.create_state(np.float32(0), tx, mesh))[1]
+        ...     state = rampup.create_state(np.float32(0), tx, mesh)
+        ...     return loop.run(state, should_stop=lambda: next(calls) == 3)[1]
         >>> [
         ...     (found.resumed_from, found.steps, found.interrupted)
         ...     for found in (run(), run())
@@ -231,15 +227,13 @@ class Loop:
 
     plan: LoopPlan
     step: LoopStep
-    batches: Callable[[int], Iterator[Any]]
+    batches: Callable[..., Iterator[Any]]
     folder: Path
     metrics: MetricOptions = field(default_factory=MetricOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvalOptions | None = None
     on_event: events.OnEvent = events.ignore_event
     components: tuple[Component, ...] = ()
-    batches_of: Callable[[Any], Callable[[int], Iterator[Any]]] | None = None
-    should_stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
@@ -253,12 +247,17 @@ class Loop:
         brought = [component for component in brought if type(component) not in kinds]
         object.__setattr__(self, "components", (*brought, *self.components))
 
-    def run(self, state: Any) -> tuple[Any, Summary]:
+    def run(
+        self, state: Any, *, should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end or to
         SIGTERM: `restore`, then `train`.
 
         Args:
             state: that of step 0; its buffers are donated.
+            should_stop: called once before every step, in every process; True in one of
+                them stops the run as SIGTERM does. For threads, which cannot handle
+                signals, and for launchers that give notice in another way.
 
         Returns:
             The trained state and the result of the run.
@@ -268,9 +267,8 @@ class Loop:
                 `train`.
         """
         with self._owned():
-            return self.train(
-                *self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER))
-            )
+            saved = find_checkpoint(self.folder / CHECKPOINT_FOLDER)
+            return self.train(*self.restore(state, saved), should_stop=should_stop)
 
     @contextlib.contextmanager
     def _owned(self) -> Iterator[None]:
@@ -293,8 +291,16 @@ class Loop:
         """
         if saved is None:
             return state, 0
-        if problem := first_problem(self._ended_data(saved.step)):
-            raise DataEndedError(problem)
+        ended, total = self.folder / ENDED_FILE, self.plan.total_steps
+        if saved.step < total and first_problem(
+            "ended" if is_primary() and ended.exists() else ""
+        ):
+            raise DataEndedError(
+                f"the data of the run in {self.folder} ended after step {saved.step} of"
+                f" {total}, and a start from there might take the first rows again",
+                fix=f"give a plan of {saved.step} steps, or, if the batches now go on"
+                f" with new rows, delete {ended}",
+            )
         found = saved.record
         check_same_run(
             found,
@@ -326,27 +332,20 @@ class Loop:
                 events.LearningRateChanged(step=step, before=before, after=after)
             )
 
-    def _ended_data(self, step: int) -> str:
-        """Return that the data of this run had ended after `step` steps, or ""."""
-        file = self.folder / ENDED_FILE
-        if not is_primary() or step >= self.plan.total_steps or not file.exists():
-            return ""
-        if _ended_step(file) != step:
-            return ""
-        return (
-            f"the data of the run in {self.folder} ended after step {step} of"
-            f" {self.plan.total_steps}, and a start from there might take the first"
-            f" rows again; give a plan of {step} steps, or, if the batches now go on"
-            f" with new rows, delete {file}"
-        )
-
-    def train(self, state: Any, start: int) -> tuple[Any, Summary]:
+    def train(
+        self,
+        state: Any,
+        start: int,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[Any, Summary]:
         """Train from step `start`, with the state before it, to the plan's end or to
         SIGTERM; see `run`.
 
         Args:
             state: that before step `start`; its buffers are donated.
             start: the first step.
+            should_stop: see `run`.
 
         Returns:
             The trained state and the result of the run.
@@ -387,7 +386,11 @@ class Loop:
                 )
             )
             done, state, failure, plan = self._train(
-                state, start, stop_requested, checkpoints, metrics
+                state,
+                start,
+                lambda: should_stop() or stop_requested(),
+                checkpoints,
+                metrics,
             )
             interrupted = done < plan.total_steps
             self._flush(metrics)
@@ -457,7 +460,7 @@ class Loop:
         self,
         state: Any,
         start: int,
-        stop_requested: Callable[[], bool],
+        should_stop: Callable[[], bool],
         checkpoints: Checkpoints,
         metrics: Metrics,
     ) -> tuple[int, Any, DataError | None, Any]:
@@ -482,9 +485,7 @@ class Loop:
                         )
                         same_run.check(found, state, batch)
                     # All processes stop before the same step; one signal is enough.
-                    if stopping.agreed(
-                        self.should_stop() or stop_requested(), batch.position.step
-                    ):
+                    if stopping.agreed(should_stop(), batch.position.step):
                         self.on_event(events.RunStopping(step=done))
                         break
                     require_owner(self.folder)
@@ -529,8 +530,8 @@ class Loop:
                 return done, state, None, plan
             checkpoints.wait()
             self.on_event(events.BatchSizeChanged(step=done, plan=next_plan))
-            assert self.batches_of is not None
-            plan, batches = next_plan, self.batches_of(next_plan)
+            plan = next_plan
+            batches = functools.partial(self.batches, plan=plan)
 
     def _evaluate(
         self,
@@ -607,12 +608,6 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
         return ramp
     before = BatchRamp.from_rows(saved.record[RAMP_ROWS])
     return before.spliced_at(saved.step, ramp).resumed_at(saved.step)
-
-
-def _ended_step(file: Path) -> int | None:
-    """Return the step of a file that says that the data have ended, or None."""
-    found = parse_json(file.read_bytes())
-    return found.get("step") if isinstance(found, dict) else None
 
 
 @contextlib.contextmanager

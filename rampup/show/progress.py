@@ -281,10 +281,11 @@ class TrainProgress:
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged():
                 self._console.print(
-                    f"note: step {event.step:,} had the learning rate"
-                    f" {event.before:.4g}, and the schedule with which the run"
-                    f" continues has {event.after:.4g} there;"
-                    " learning_rate_schedule_steps keeps the length of a schedule",
+                    "note: learning_rate, or a key of its schedule, has changed: step"
+                    f" {event.step:,} had the learning rate {event.before:.4g}, and the"
+                    f" schedule with which the run continues has {event.after:.4g}"
+                    " there; learning_rate_schedule_steps keeps the length of a"
+                    " schedule",
                     style="yellow",
                 )
             case events.RunAborted():

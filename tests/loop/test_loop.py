@@ -47,6 +47,7 @@ def parts():
 def run_own(parts, folder, **options):
     """Run a loop of one's own, with only what it needs."""
     mesh, plan, step = parts
+    when = {name: options.pop(name) for name in ["should_stop"] if name in options}
     own = {
         "batches": lambda start: step_batches(
             toy.rows(), plan, mesh, seed=5, start=start
@@ -55,7 +56,7 @@ def run_own(parts, folder, **options):
         "checkpoints": CheckpointOptions(checkpoint_period=5, identity={"who": "toy"}),
     }
     loop = Loop(plan=plan, step=step, folder=folder, **own | options)
-    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh), **when)
 
 
 def run(parts, folder, *, stop_after=None, events=None, **options):
@@ -563,17 +564,17 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, wor
         plan = toy.plan_for(mesh, "0:16", steps=STEPS, microbatch_size=16 // mesh.size)
         step = train_step(loss, tx, plan, mesh)
         calls = iter(range(100))
-        options = {
-            "checkpoints": CheckpointOptions(checkpoint_period=5),
-            "should_stop": lambda: next(calls) == last,
-        }
+        options = {"checkpoints": CheckpointOptions(checkpoint_period=5)}
 
         def batches(start):
             return step.batches(rows, start=start, seed=seed)
 
         return Loop(
             plan=plan, step=step, batches=batches, folder=tmp_path, **options
-        ).run(create_state(toy.new_params(mesh), tx, mesh))
+        ).run(
+            create_state(toy.new_params(mesh), tx, mesh),
+            should_stop=lambda: next(calls) == last,
+        )
 
     run_changed(last=5)
     with warnings.catch_warnings(record=True) as caught:

@@ -62,9 +62,9 @@ def run(
         batches=noted,
         folder=folder,
         checkpoints=rampup.CheckpointOptions(checkpoint_period=period),
-        should_stop=lambda: next(calls) == stop,
     )
-    _, summary = loop.run(rampup.create_state({"w": np.float32(0)}, tx, mesh))
+    state = rampup.create_state({"w": np.float32(0)}, tx, mesh)
+    _, summary = loop.run(state, should_stop=lambda: next(calls) == stop)
     return summary, read
 
 

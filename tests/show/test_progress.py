@@ -122,12 +122,12 @@ def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_other
 
 
 def test_progress_says_how_to_keep_the_learning_rate():
-    """Both rates are printed, and the key that keeps the length of a schedule."""
+    """Both rates are printed, the key, and that which keeps a schedule's length."""
     text = shown(events.LearningRateChanged(step=99, before=3e-4, after=5.5e-4))
     assert text == (
-        "note: step 99 had the learning rate 0.0003, and the schedule with which the"
-        " run continues has 0.00055 there; learning_rate_schedule_steps keeps the length"
-        " of a schedule\n"
+        "note: learning_rate, or a key of its schedule, has changed: step 99 had the"
+        " learning rate 0.0003, and the schedule with which the run continues has"
+        " 0.00055 there; learning_rate_schedule_steps keeps the length of a schedule\n"
     )
 
 
