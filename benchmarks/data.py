@@ -32,7 +32,7 @@ from ramp import ramp_plan, sizes
 
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.sources import RowSource, TokenRows, as_source
-from rampup.engine.batch import MAX_CHUNKS, MAX_WHOLE, put_batch
+from rampup.engine.batch import MAX_CHUNKS, MAX_WHOLE, in_microbatches, put_batch
 from rampup.engine.compile import compile_program
 from rampup.engine.memory import bytes_per_device, program_memory
 from rampup.engine.mesh import batch_sharding, make_mesh
@@ -276,7 +276,9 @@ def buffer_rows(
                 compile_program(step.lower(state, row, split))
             ).total
         moves = transfers(
-            loader.split_rows(loader.read_step(phase.start_step)),
+            in_microbatches(
+                loader.read_step(phase.start_step).rows, split.num_microbatches
+            ),
             plan.position(phase.start_step),
             plan,
             mesh,

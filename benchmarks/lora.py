@@ -147,7 +147,7 @@ class Study:
             loss, tx, plan_of(64, steps, 64), self.mesh, check_loss=False
         )
         rows = make_rows("strings", 1, 64 * steps)
-        for batch in step.batches(rows, batched=False):
+        for batch in step.batches(rows):
             state, metrics = step(state, batch)
         rampup.merge_model(self.model, state)
         print(f"pre-trained: loss {float(metrics['loss']):.3f}", flush=True)
@@ -187,7 +187,7 @@ class Study:
         scales = rampup.plan.NoiseScale(half_life_samples=examples / 4)
         adam = rampup.plan.NoiseScale(half_life_samples=examples / 4)
         rows = make_rows("sums", 2, examples)
-        for batch in step.batches(rows, seed=seed, batched=False):
+        for batch in step.batches(rows, seed=seed):
             state, metrics = step(state, batch)
             if noise:
                 found = jax.device_get(metrics["gradient_noise"])

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,6 @@ from rampup.data.sources import (
     is_thread_safe,
     read_rows,
     reading,
-    warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
 from rampup.engine.mesh import (
@@ -54,11 +54,12 @@ from rampup.errors import (
     ConfigError,
     DataEndedError,
     DataError,
+    DataWarning,
 )
 from rampup.plan.numbers import nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplit, BatchSplitter
+from rampup.plan.split import BatchSplitter
 
 AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
 INLINE_BYTES = (
@@ -131,6 +132,7 @@ class StepRows(NamedTuple):
     """
 
     position: PlanPosition  # looked up once per step
+    numbers: np.ndarray  # of the rows (S,)
     rows: Any  # arrays (S, ...), in the order in which the planned split uses them
 
 
@@ -200,9 +202,6 @@ class BatchOptions:
     """How batches are read and put on the devices.
 
     Attributes:
-        batched: True says that each element of a stream is a batch of rows, False that
-            each element is one row; None warns with a `DataWarning` if it looks like a
-            batch of rows. Batches are trained on with `stream`.
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         batch_axes: the axes of the mesh that the rows are sharded over; None = data and
             fsdp.
@@ -210,11 +209,10 @@ class BatchOptions:
         read_ahead: steps whose rows are read ahead of use.
 
     Example:
-        >>> BatchOptions(num_threads=8, read_ahead=16).batched is None
+        >>> BatchOptions(num_threads=8, read_ahead=16).batch_axes is None
         True
     """
 
-    batched: bool | None = None
     chunk_size: int | None = None
     batch_axes: BatchAxes | None = None
     num_threads: int = 2
@@ -281,6 +279,18 @@ class BatchLoader:
         self.order.check(self.plan.ramp.samples_before(stop))
         if start >= stop:
             return
+        largest = max(
+            phase.global_batch_size
+            for phase in self.plan.ramp.phases
+            if phase.start_step < stop
+        )
+        if largest > len(self.source):
+            warnings.warn(
+                f"a step takes {largest:,} rows, but the source has"
+                f" {len(self.source):,}, so that a batch has rows more than once",
+                DataWarning,
+                stacklevel=2,
+            )
         steps = self._read(start, stop)
         ready: deque[Batch] = deque()
         for _ in range(start, stop):
@@ -303,23 +313,22 @@ class BatchLoader:
             step: the number of the step.
         """
         position = self.plan.position(step)
-        samples_S = self.samples_of(position, position.split).ravel()
-        rows = read_rows(self.source, self.order.rows(samples_S.tolist()))
-        return StepRows(position, rows)
+        numbers = self.order.rows(self.samples_of(position).ravel().tolist())
+        return StepRows(position, numbers, read_rows(self.source, numbers))
 
-    def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
-        """Return the samples of a step that this process reads if it is split as
-        `split`: shape (n, rows of a microbatch).
+    def samples_of(self, position: PlanPosition) -> np.ndarray:
+        """Return the samples of a step that this process reads: shape (n, rows of a
+        microbatch).
 
         Args:
             position: of the step.
-            split: of its batch.
 
         Microbatch i of a step that starts at sample s contains samples s + i*R up to,
         not including, s + (i+1)*R.
         """
         # A microbatch takes consecutive samples of all replicas, so how a batch is
         # split does not change which rows it has.
+        split = position.split
         num_rows = split.data_parallel_size * split.microbatch_size
         starts = position.consumed_samples + num_rows * np.arange(
             split.num_microbatches
@@ -327,14 +336,6 @@ class BatchLoader:
         return starts[:, None] + self.loading.rows_to_read(
             self.mesh, num_rows, self.options.batch_axes
         )
-
-    def split_rows(self, step: StepRows) -> Any:
-        """Return a step's rows as microbatches (n, rows of a microbatch, ...).
-
-        Args:
-            step: what `read_step` has read, in the order of its split.
-        """
-        return in_microbatches(step.rows, step.position.split.num_microbatches)
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
         """Yield the rows of every step: read ahead by Grain's threads, or here if they
@@ -346,9 +347,7 @@ class BatchLoader:
         def read(step: int) -> StepRows:
             found = self.read_step(step)
             if step == start:
-                samples_S = self.samples_of(found.position, found.position.split)
-                numbers = self.order.rows(samples_S.ravel().tolist())
-                check_repeatable(self.source, numbers, found.rows)
+                check_repeatable(self.source, found.numbers, found.rows)
             return found
 
         steps = range(start, stop)
@@ -376,14 +375,14 @@ class BatchLoader:
         """Split a step's rows into microbatches and put them on the devices."""
         position = step.position
         axes, split = self.options.batch_axes, position.split
-        samples_S = self.samples_of(position, split).ravel()
 
         def name_row(place: int) -> str:
-            row = self.order.rows([int(samples_S[place])])
-            return self.source.describe(int(row[0]))
+            return self.source.describe(int(step.numbers[place]))
 
         assert self.types is not None
-        batch_nR = self.types.cast(self.split_rows(step), name_row, num_axes=2)
+        batch_nR = self.types.cast(
+            in_microbatches(step.rows, split.num_microbatches), name_row, num_axes=2
+        )
         put = functools.partial(
             put_batch,
             position=position,
@@ -413,7 +412,7 @@ def step_batches(
     plan: RampPlan,
     mesh: Mesh,
     *,
-    start: int | PlanPosition = 0,
+    start: int = 0,
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
@@ -437,7 +436,7 @@ def step_batches(
             Random numbers of a row come from its number.
         plan: says how many rows a step takes, and how they are split.
         mesh: the devices.
-        start: the first step, or a position of the plan.
+        start: the first step.
         stop: the step to stop before; None = the end of the plan.
         seed: shuffles every epoch in a new order; None keeps the source's order. A
             Grain MapDataset then has its own epochs, with a new order and new random
@@ -469,12 +468,6 @@ def step_batches(
         ... ]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
-    options = options or BatchOptions()
-    if options.batched:
-        raise DataError(
-            "rows are read by number, and batches one after the other:"
-            " step.stream(source, batched=True)"
-        )
     rows = as_source(source)
     order = SampleOrder(
         len(rows),
@@ -483,11 +476,13 @@ def step_batches(
         has_epochs=isinstance(source, grain.MapDataset) and seed is None,
     )
     loader = BatchLoader(
-        source=rows, plan=plan, mesh=mesh, order=order, options=options
+        source=rows,
+        plan=plan,
+        mesh=mesh,
+        order=order,
+        options=options or BatchOptions(),
     )
-    first = start.step if isinstance(start, PlanPosition) else start
-    warns = options.batched is None
-    return StepBatches(loader.batches(first, stop), rows, seed, warns=warns)
+    return StepBatches(loader.batches(start, stop), rows, seed)
 
 
 class StepBatches(Iterator[Batch]):
@@ -496,22 +491,12 @@ class StepBatches(Iterator[Batch]):
     """
 
     def __init__(
-        self,
-        batches: Iterator[Batch],
-        source: RowSource,
-        seed: int | None,
-        *,
-        warns: bool,
+        self, batches: Iterator[Batch], source: RowSource, seed: int | None
     ) -> None:
-        self._batches, self._warns = batches, warns
-        self._source, self._seed = source, seed
+        self._batches, self._source, self._seed = batches, source, seed
 
     def __next__(self) -> Batch:
-        batch = next(self._batches)
-        if self._warns:
-            warn_of_batches(batch.row)
-            self._warns = False
-        return batch
+        return next(self._batches)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -542,11 +527,8 @@ def eval_batches(
     *,
     batch_axes: BatchAxes | None = None,
     whole_batch: bool = False,
-    batched: bool | None = None,
 ) -> Iterator[Batch]:
     """Yield all rows of a source once, in order; see `EvalStep.batches`."""
-    if batched:
-        raise DataError("an evaluation reads rows by number, and not batches of rows")
     rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
     num_shards = axes.num_shards(mesh)
     if batch_size < 1 or batch_size % num_shards:
@@ -566,7 +548,7 @@ def eval_batches(
         (full, shared - full, 1, axes),
         (shared, len(rows) - shared, 1, BatchAxes(replica=(), rows=())),
     )
-    types, warns = FieldTypes(mesh), batched is None
+    types = FieldTypes(mesh)
     for first, size, number, part_axes in parts:
         if not size or not number:
             continue
@@ -596,8 +578,7 @@ def eval_batches(
             options=BatchOptions(batch_axes=part_axes),
             types=types,
         )
-        yield from StepBatches(loader.batches(), part, None, warns=warns)
-        warns = False
+        yield from loader.batches()
 
 
 def stream_batches(
@@ -607,6 +588,7 @@ def stream_batches(
     *,
     start: int = 0,
     stop: int | None = None,
+    batched: bool = False,
     drop_remainder: bool = False,
     options: BatchOptions | None = None,
 ) -> Iterator[Batch]:
@@ -629,9 +611,11 @@ def stream_batches(
         mesh: the devices.
         start: the first step.
         stop: the step to stop before; None = the end of the plan.
+        batched: each element of the source is a batch of rows. A `DataWarning` says if
+            an element that is taken for a row looks like one.
         drop_remainder: end without an error after the last step for which there are
             rows; the rest of them, less than a step, is left out.
-        options: `batched`, and what else is in `BatchOptions` but for the last two.
+        options: of `BatchOptions` all but the last two.
 
     Yields:
         The `Batch` of each step: rows (microbatches, rows of a microbatch, ...).
@@ -661,14 +645,9 @@ def stream_batches(
     """
     options = options or BatchOptions()
     check_plan_fits(plan, mesh, options.batch_axes)
-    if isinstance(source, type):
-        raise DataError(
-            f"the source is the class {source.__name__}",
-            fix=f"give an object of it, such as {source.__name__}(...)",
-        )
-    if not options.batched:
+    if not batched:
         check_not_batched(source, "give batched=True")
-    rows = _Stream(source, options.batched, plan)
+    rows = _Stream(source, batched, plan)
     types = FieldTypes(mesh)
     owners = {device.process_index for device in mesh.devices.flat}
     for number in range(start, stop_step(plan, start, stop)):
@@ -709,9 +688,7 @@ def stream_batches(
 class _Stream:
     """Rows that come one after the other, taken as many at a time as a step needs."""
 
-    def __init__(
-        self, source: Iterable[Any], batched: bool | None, plan: RampPlan
-    ) -> None:
+    def __init__(self, source: Iterable[Any], batched: bool, plan: RampPlan) -> None:
         self._rows, self._batched, self._plan = iter(source), batched, plan
         self._pending: list[Any] = []  # what is read and not yet taken
         self._count = 0  # rows of it
@@ -752,9 +729,7 @@ class _Stream:
         if item is None:
             raise DataError(f"the source yielded None instead of a row, at step {step}")
         # Copied: a source may yield the same array again, filled with the next rows.
-        row = own_arrays(item, batched=bool(self._batched))
-        if place == 0 and self._batched is None:
-            warn_of_batches(row)
+        row = own_arrays(item, batched=self._batched)
         self._pending.append(row)
         self._count += self._num_rows(row, step)
 
@@ -778,7 +753,7 @@ def microbatches(
     plan: RampPlan,
     mesh: Mesh,
     *,
-    start: int | PlanPosition = 0,
+    start: int = 0,
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
@@ -793,7 +768,7 @@ def microbatches(
         source: the rows; see `step_batches`.
         plan: says how many microbatches a step has, and of how many rows.
         mesh: the devices.
-        start: the first step, or a position of the plan. With `multi_steps`, steps are
+        start: the first step. With `multi_steps`, steps are
             `opt_state.gradient_step`, and not the `step` of a linen `TrainState`.
         stop: the step to stop before; None = the end of the plan.
         seed: shuffles every epoch in a new order; None keeps the source's order.

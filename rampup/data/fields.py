@@ -8,6 +8,7 @@ such as `[image, label]`, is a structure. A field has the type of the first batc
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 from rampup.engine.processes import gather_from_all
 from rampup.engine.sums import differing_leaves
-from rampup.errors import DataError
+from rampup.errors import DataError, DataWarning
 
 # Kinds of NumPy's types that are no numbers: objects, bytes, texts, times.
 _NO_NUMBERS = "OSUMm"
@@ -122,6 +123,7 @@ class FieldTypes:
         """
         leaves, structure = jax.tree.flatten(rows)
         if self._types is None:
+            _warn_of_batches([x.shape[num_axes:] for x in leaves])
             self._types = self._agreed([np.asarray(x).dtype for x in leaves])
         if len(leaves) != len(self._types):
             raise DataError(
@@ -132,7 +134,8 @@ class FieldTypes:
         found = []
         for number, (x, dtype) in enumerate(zip(leaves, self._types, strict=True)):
             if x.dtype != dtype and not _has_no_numbers(x):
-                cast = _cast(x, dtype)
+                with np.errstate(invalid="ignore", over="ignore"):
+                    cast = x.astype(dtype)
                 lost = np.flatnonzero(_is_lost(x, cast))
                 if len(lost):
                     path, _ = jax.tree.leaves_with_path(rows)[number]
@@ -171,19 +174,33 @@ class FieldTypes:
         ]
 
 
-def _cast(x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    with np.errstate(invalid="ignore", over="ignore"):
-        real = x.real if x.dtype.kind == "c" and dtype.kind != "c" else x
-        return real.astype(dtype)
-
-
 def _is_lost(x: np.ndarray, cast: np.ndarray) -> np.ndarray:
     """Return which numbers another type has changed by more than rounding."""
-    if cast.dtype.kind in "biu":
+    if cast.dtype.kind in "biu" or (x.dtype.kind == "c" and cast.dtype.kind != "c"):
         return cast != x
-    if x.dtype.kind == "c" and cast.dtype.kind != "c":
-        return x.imag != 0
     return np.isfinite(x) & ~np.isfinite(cast)
+
+
+def _warn_of_batches(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Warn if what is taken for a row, here the shapes of its fields, looks like a
+    batch: a number per row beside an array per row.
+    """
+    # No shape proves it: a sequence with a label for each of its elements looks alike.
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) != 1 or not {1} < {len(shape) for shape in shapes}:
+        return
+    size = shapes[0][0]
+    # Matrices of pairs belong to a sequence.
+    if size > 1 and not any(size in shape[1:] for shape in shapes):
+        found = ", ".join(str(list(shape)) for shape in shapes[:4])
+        warnings.warn(
+            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
+            f" step takes {size} times as many rows as the plan says: train with"
+            " step.stream(source, batched=True). If it is one row, such as a sequence,"
+            " ignore this",
+            DataWarning,
+            stacklevel=3,
+        )
 
 
 def _has_no_numbers(x: np.ndarray) -> bool:

@@ -213,17 +213,11 @@ class TokenFile:
         start, stop, _ = part.indices(self._size)
         wanted = (stop - start) * self._dtype.itemsize
         first = self._offset + start * self._dtype.itemsize
-        content = b""
         with _naming(self._path):
             file = _open_file(self._path, self._place)
             # pread does not move a shared file position, so threads can read at the
-            # same time; it may return less than requested.
-            while len(content) < wanted and (
-                more := os.pread(
-                    file.fileno(), wanted - len(content), first + len(content)
-                )
-            ):
-                content += more
+            # same time.
+            content = os.pread(file.fileno(), wanted, first)
         if len(content) < wanted:
             raise DataError(
                 f"{self._path} ends at byte {os.fstat(file.fileno()).st_size:,}: it was"

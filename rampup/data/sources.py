@@ -8,7 +8,6 @@ import bisect
 import contextlib
 import itertools
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ import numpy as np
 from rampup.data.fields import own_arrays, stack_rows
 from rampup.errors import (
     DataError,
-    DataWarning,
     RampupError,
     a_type,
 )
@@ -308,29 +306,6 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
                 )
 
 
-def warn_of_batches(row: Any) -> None:
-    """Warn if what is taken for a row, here its shapes, looks like a batch: a number
-    per row beside an array per row.
-    """
-    # No shape proves it: a sequence with a label for each of its elements looks alike.
-    shapes = [x.shape for x in jax.tree.leaves(row)]
-    sizes = {shape[:1] for shape in shapes}
-    if len(sizes) != 1 or not {1} < {len(shape) for shape in shapes}:
-        return
-    size = shapes[0][0]
-    # Matrices of pairs belong to a sequence.
-    if size > 1 and not any(size in shape[1:] for shape in shapes):
-        found = ", ".join(str(list(shape)) for shape in shapes[:4])
-        warnings.warn(
-            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
-            f" step takes {size} times as many rows as the plan says: train with"
-            " step.stream(source, batched=True). If it is one row, such as a sequence,"
-            " say so with batched=False",
-            DataWarning,
-            stacklevel=3,
-        )
-
-
 def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     many = len(rows) > 1
     place = f"rows {rows.tolist()[:8]}..." if many else source.describe(int(rows[0]))
@@ -356,11 +331,6 @@ def as_source(source: Any) -> RowSource:
     """Return `source` if it is a RowSource, otherwise one for anything that can be
     indexed by row, or refuse what cannot.
     """
-    if isinstance(source, type):
-        raise DataError(
-            f"the source is the class {source.__name__}",
-            fix=f"give an object of it, such as {source.__name__}(...)",
-        )
     if hasattr(source, "read") and hasattr(source, "describe"):
         return source
     if isinstance(source, Mapping) and 0 not in source:
@@ -372,17 +342,6 @@ def as_source(source: Any) -> RowSource:
             " grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name,"
             " x in arrays.items()})",
         )
-    if isinstance(source, tuple):
-        shapes = [getattr(column, "shape", ()) for column in source]
-        sizes = {shape[:1] for shape in shapes}
-        if len(shapes) > 1 and len(sizes) == 1 and max(sizes) > (len(shapes),):
-            found = ", ".join(str(list(shape)) for shape in shapes[:4])
-            raise DataError(
-                f"a tuple of arrays of shape {found} looks like columns, and a source"
-                " is indexed by row",
-                fix="give its rows, list(zip(*columns)); if each array is one row, give"
-                " a list of them",
-            )
     check_not_batched(
         source, "train with step.stream(dataset.to_iter_dataset(), batched=True)"
     )
@@ -391,13 +350,6 @@ def as_source(source: Any) -> RowSource:
             f"{a_type(source)} cannot be indexed by row",
             fix="give a list, a Grain data source or a grain.MapDataset, or train on"
             " rows that come one after the other with step.stream(source)",
-        )
-    # Not by `len`, which fails in its own words.
-    number = type(source).__len__(source)
-    if not hasattr(number, "__index__") or number < 0:
-        raise DataError(
-            f"the length of {a_type(source)} is no number of rows: {number!r:.50}",
-            fix="let __len__ return the number of rows",
         )
     return ItemRows(source)
 

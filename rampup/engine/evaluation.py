@@ -130,9 +130,7 @@ class EvalStep:
         key = batch.layout, len(batch.chunks), is_whole
         return self._compiler.get(key, lower)(*args)
 
-    def batches(
-        self, source: Any, batch_size: int, *, batched: bool | None = None
-    ) -> Iterator[Batch]:
+    def batches(self, source: Any, batch_size: int) -> Iterator[Batch]:
         """Yield all rows of a source once, in order: batches of `batch_size` rows, then
         what is left over.
 
@@ -143,8 +141,6 @@ class EvalStep:
         Args:
             source: the rows; see `step_batches`.
             batch_size: rows of a batch.
-            batched: whether an element of the source has several rows; see
-                `step_batches`.
 
         Raises:
             ConfigError: the mesh has pipeline stages.
@@ -165,5 +161,4 @@ class EvalStep:
             self._mesh,
             batch_axes=self._batch_axes,
             whole_batch=self._whole_batch,
-            batched=batched,
         )

@@ -398,7 +398,6 @@ class TrainStep:
         *,
         seed: int | None = None,
         num_epochs: int | None = None,
-        batched: bool | None = None,
         num_threads: int = 2,
         read_ahead: int = 4,
     ) -> Iterator[Batch]:
@@ -409,14 +408,13 @@ class TrainStep:
             source, seed, num_epochs: the rows and their order; see `step_batches`.
             start, stop: the first step, such as `state.step`, and the one to stop
                 before; None = the end of the plan.
-            batched, num_threads, read_ahead: how rows are read; see `BatchOptions` of
+            num_threads, read_ahead: how rows are read; see `BatchOptions` of
                 `rampup.data`.
         """
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import BatchOptions, step_batches
 
         options = BatchOptions(
-            batched=batched,
             num_threads=num_threads,
             read_ahead=read_ahead,
             batch_axes=self._batch_axes,
@@ -439,7 +437,7 @@ class TrainStep:
         start: Any = 0,
         stop: int | None = None,
         *,
-        batched: bool | None = None,
+        batched: bool = False,
         drop_remainder: bool = False,
     ) -> Iterator[Batch]:
         """Yield the batch of every step from rows that come one after another, from
@@ -460,9 +458,9 @@ class TrainStep:
             self._mesh,
             start=int(start),
             stop=stop,
+            batched=batched,
             drop_remainder=drop_remainder,
             options=BatchOptions(
-                batched=batched,
                 batch_axes=self._batch_axes,
                 chunk_size=self.chunk_size,
             ),

@@ -1,5 +1,6 @@
 """Tests of rampup.data.batches."""
 
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from rampup.data.batches import (
     step_batches,
 )
 from rampup.data.sources import ItemRows
+from rampup.errors import DataWarning
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 
@@ -55,21 +57,18 @@ def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
 
 @pytest.mark.core
 def test_step_batches_starts_anywhere_with_the_same_rows():
-    """Batches from step N on, or from a position, are those of the full run from step N
-    on.
-    """
+    """Batches from step N on are those of the full run from step N on."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
     whole = [
         (b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)
     ]
-    for number in (0, 1, 4, 5, 9, 10, 11, 12):
-        for start in (number, plan.position(number)):
-            part = [
-                (b.position.step, ids(b))
-                for b in step_batches(range(300), plan, mesh, seed=1, start=start)
-            ]
-            assert part == whole[number:]
+    for start in (0, 1, 4, 5, 9, 10, 11, 12):
+        part = [
+            (b.position.step, ids(b))
+            for b in step_batches(range(300), plan, mesh, seed=1, start=start)
+        ]
+        assert part == whole[start:]
 
 
 def part_of_the_rows(process, count):
@@ -79,6 +78,18 @@ def part_of_the_rows(process, count):
             process
         ]
     )
+
+
+@pytest.mark.parametrize(("number", "warns"), [(15, True), (16, False)])
+def test_a_batch_with_rows_more_than_once_is_warned_of(number, warns):
+    """A source with fewer rows than a batch is legal, and not meant as a rule."""
+    mesh = toy.mesh_of("one")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DataWarning)
+        found = ids(next(step_batches(range(number), toy.plan_for(mesh, "0:16"), mesh)))
+    assert found == [row % number for row in range(16)]
+    words = f"a step takes 16 rows, but the source has {number}"
+    assert [words in str(each.message) for each in caught] == [True] * warns
 
 
 @pytest.mark.core
@@ -107,7 +118,7 @@ def test_processes_share_a_batch_without_overlap(per_process, factors, num_proce
     ]
     for step in (0, 7, 39):
         position = plan.position(step)
-        parts = [loader.samples_of(position, position.split) for loader in loaders]
+        parts = [loader.samples_of(position) for loader in loaders]
         assert {part.shape for part in parts} == {
             (position.split.num_microbatches, per_process)
         }
@@ -166,7 +177,7 @@ def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
     assert sorted(asked) == list(range(12))
 
 
-def test_split_rows_has_the_rows_of_a_process():
+def test_a_step_has_the_rows_of_a_process():
     """A process among several reads those of its part, microbatch by microbatch."""
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
@@ -180,6 +191,6 @@ def test_split_rows_has_the_rows_of_a_process():
     )
     step = loader.read_step(11)
     assert step.position == plan.position(11)
-    planned = loader.samples_of(step.position, step.position.split)
+    planned = loader.samples_of(step.position)
     assert step.rows.tolist() == planned.ravel().tolist()
-    assert loader.split_rows(step).tolist() == planned.tolist()
+    assert step.numbers.tolist() == planned.ravel().tolist()

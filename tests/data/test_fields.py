@@ -323,32 +323,6 @@ def test_a_row_that_raises_in_a_stream_has_a_number(error):
     assert caught.value.__cause__ is error
 
 
-class Negative(Rows):
-    """A source whose length is not one."""
-
-    def __len__(self):
-        return -1
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (Rows, r"the source is the class Rows; give an object of it, such as Rows\("),
-        (Negative(int), "the length of a Negative is no number of rows"),
-        (Rows(int, None), "the length of a Rows is no number of rows"),
-        (Rows(int, 2.5), "the length of a Rows is no number of rows"),
-    ],
-)
-def test_sources_that_are_none_are_refused_in_words(source, words):
-    """A class in place of an object, and lengths that are no numbers of rows."""
-    step, _ = start(schedule="0:8", steps=3)
-    with pytest.raises(DataError, match=words):
-        next(step.batches(source))
-    if isinstance(source, type):
-        with pytest.raises(DataError, match=words):
-            next(step.stream(source))
-
-
 def test_lists_are_no_warning_of_batches():
     """A row with lists of one length beside a number is not taken for a batch."""
     step, _ = start(schedule="0:8", steps=1)

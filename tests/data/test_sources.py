@@ -97,12 +97,7 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
         (
             tuple(COLUMNS.values()),
             {},
-            r"of shape \[64, 2\], \[64\] looks like columns.* list\(zip\(\*columns\)\)",
-        ),
-        (
-            rows(),
-            {"options": BatchOptions(batched=True)},
-            "step.stream\\(source, batched=True\\)",
+            r"row 1 of .* is of shape \[64\], but of shape \[64, 2\] in row 0",
         ),
         (
             COLUMNS,
@@ -383,26 +378,20 @@ def test_a_source_whose_rows_differ_when_read_again_is_refused(step_number):
 
 
 def test_batches_that_are_given_as_rows_are_warned_of():
-    """A list and a generator of batches name `batched=True`; `batched=False` says that
-    each is one row.
+    """A list and a generator of batches name `batched=True`, with which nothing is
+    said.
     """
     step, _ = start(schedule="0:8", steps=2)
     loader = [{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)}] * 16
     for batches in (
-        lambda **options: step.batches(loader, **options),
-        lambda **options: step.stream(iter(loader), **options),
+        lambda: step.batches(loader),
+        lambda: step.stream(iter(loader)),
     ):
         with pytest.warns(
             rampup.errors.DataWarning,
-            match=(
-                r"\[4, 2\], \[4\]. If it is a batch of 4 rows.*"
-                r" batched=True.*batched=False"
-            ),
+            match=r"\[4, 2\], \[4\]. If it is a batch of 4 rows.* batched=True",
         ):
             next(batches())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            next(batches(batched=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         next(step.stream(iter(loader), batched=True))
