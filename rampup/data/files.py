@@ -4,7 +4,6 @@ rows, and fingerprinted.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import hashlib
@@ -12,7 +11,7 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
             # All bytes, with a zero after each file.
             pieces: list[bytes] = []
             for path in files:
-                with _naming(path):
+                with reading(path):
                     pieces.append(Path(path).read_bytes() + b"\0")
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
@@ -213,7 +212,7 @@ class TokenFile:
         start, stop, _ = part.indices(self._size)
         wanted = (stop - start) * self._dtype.itemsize
         first = self._offset + start * self._dtype.itemsize
-        with _naming(self._path):
+        with reading(self._path):
             file = _open_file(self._path, self._place)
             # pread does not move a shared file position, so threads can read at the
             # same time.
@@ -232,7 +231,7 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
     """
     if path.endswith(".bin"):
         dtype = np.dtype(token_dtype).newbyteorder("<")
-        with _naming(path):
+        with reading(path):
             size = os.path.getsize(path)
         if size == 0 or size % dtype.itemsize:
             raise DataError(
@@ -272,7 +271,7 @@ def fingerprints(
     """
 
     def fingerprint(path: str) -> str:
-        with _naming(path), open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest = hashlib.sha256()
             if size <= FULL_HASH_BYTES:
@@ -294,7 +293,7 @@ def beginnings(paths: Sequence[str]) -> dict[str, str]:
     """
 
     def beginning(path: str) -> str:
-        with _naming(path), open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             digest = hashlib.sha256(file.read(4096)).hexdigest()[:12]
             return (
                 f"{os.fstat(file.fileno()).st_size} bytes, SHA-256 {digest} of the"
@@ -316,12 +315,3 @@ def _of_each(
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(describe, paths[part])
         return dict(zip(names[part], found, strict=True))
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turn an error of the system into one that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

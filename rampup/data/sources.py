@@ -279,7 +279,8 @@ def reading(place: str) -> Iterator[None]:
     except RampupError:
         raise
     except Exception as error:
-        raise DataError(f"{place} cannot be read: {error!r:.300}") from error
+        reason = getattr(error, "strerror", None) or f"{error!r:.300}"
+        raise DataError(f"{place} cannot be read: {reason}") from error
 
 
 def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:

@@ -22,12 +22,8 @@ _METHODS = (
     "exists",
     "is_dir",
     "mkdir",
-    "rmdir",
-    "rmtree",
     "unlink",
     "rename",
-    "replace",
-    "copy",
     "stat",
 )
 _CONTENTS = ("iterdir", "glob", "write_bytes", "write_text")

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
-
 from rampup.engine.processes import broadcast_from_process0
 from rampup.loop.events import BatchSizeDecided, OnEvent
 from rampup.plan.auto import AutoSchedule
-from rampup.plan.noise_scale import NoiseEstimate, NoiseScale
+from rampup.plan.noise_scale import NoiseScale
 from rampup.plan.numbers import finite_or_none
 
 # Entries of a checkpoint's record.
@@ -199,33 +197,6 @@ class NoiseAverages(Component):
         return found
 
 
-def decide(
-    auto: AutoSchedule,
-    noise: NoiseEstimate,
-    step: int,
-    line: Mapping[str, Any],
-    on_event: OnEvent,
-    *,
-    sample: int,
-) -> None:
-    """Decide about the batch after a number of steps and samples, the same in all
-    processes, and report it.
-    """
-    before = auto.size
-    auto.decide(step=step, sample=sample, noise_scale=noise.low)
-    if jax.process_count() > 1:
-        # All compute the same averages; process 0 decides, in case rounding differs.
-        auto.rows = json.loads(
-            broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows))
-        )
-    outlook = auto.outlook(step=step, sample=sample, noise=noise)
-    on_event(
-        BatchSizeDecided(
-            step=line["step"], changed=auto.size != before, outlook=outlook
-        )
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class AutoBatch(Component):
     """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it
@@ -246,17 +217,21 @@ class AutoBatch(Component):
         """Decide about the batch, every tenth step. The decision is in the step's line
         before it is used.
         """
-        auto = self.schedule
-        step = line["step"] + 1
+        auto, step, sample = self.schedule, line["step"] + 1, line["consumed_samples"]
         if not auto.is_due(step):
             return {}
-        decide(
-            auto,
-            self.noise.scales[""].in_samples,
-            step,
-            line,
-            self.on_event,
-            sample=line["consumed_samples"],
+        noise, before = self.noise.scales[""].in_samples, auto.size
+        auto.decide(step=step, sample=sample, noise_scale=noise.low)
+        # All compute the same averages; process 0 decides, in case rounding differs.
+        auto.rows = json.loads(
+            broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows))
+        )
+        self.on_event(
+            BatchSizeDecided(
+                step=line["step"],
+                changed=auto.size != before,
+                outlook=auto.outlook(step=step, sample=sample, noise=noise),
+            )
         )
         return {"next_global_batch_size": auto.size}
 

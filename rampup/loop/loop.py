@@ -660,29 +660,19 @@ def run_in_folder(
 
     check_joined()
     enable_compilation_cache(config.jax_cache_dir)
-    folder = (
-        as_path(config.base_output_directory) / config.run_name
-        if config.run_name
-        else None
-    )
-    # Owned before its checkpoint is read: a process that is still training would write
-    # newer ones.
-    is_shared = config.enable_checkpointing
-    owned = (
-        contextlib.nullcontext()
-        if folder is None
-        else own_run(folder, only_existing=True, shared=is_shared)
-    )
-    with leaving_on_error(), owned:
-        run = make(
-            None if folder is None else find_checkpoint(folder / CHECKPOINT_FOLDER)
-        )
-        name = (
-            str(run_folder(config.base_output_directory, config.run_name))
-            if is_primary()
-            else ""
-        )
-        folder = as_path(broadcast_from_process0("folder", name))
+    base, name = config.base_output_directory, config.run_name
+    with leaving_on_error(), contextlib.ExitStack() as held:
+        saved = None
+        if name:
+            folder = as_path(base) / name
+            # Owned before its checkpoint is read: a process that is still training
+            # would write newer ones.
+            is_shared = config.enable_checkpointing
+            held.enter_context(own_run(folder, only_existing=True, shared=is_shared))
+            saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
+        run = make(saved)
+        made = str(run_folder(base, name)) if is_primary() else ""
+        folder = as_path(broadcast_from_process0("folder", made))
         with own_run(folder):
             return train(run, folder)
 

@@ -114,18 +114,17 @@ class MetricOptions:
 
 
 @dataclass(slots=True)
-class _FetchedStep:
-    """A step whose numbers are on the host, and that has no line yet: when it was
-    fetched after the step before it, when it was started after that, and the time that
-    its line shows.
+class _Step:
+    """A step that has no line yet: its metrics, the time that it waited for a
+    compilation, when it was started after the step before it, and, when its numbers are
+    on the host, when they came after those of that step.
     """
 
     position: PlanPosition
     values: Any
     compile_seconds: float
     between: float
-    seconds: float
-    shown_seconds: float
+    seconds: float = 0.0
 
 
 class Metrics:
@@ -150,8 +149,7 @@ class Metrics:
         for line in read_lines(folder / METRICS_FILE):
             if line["step"] < start:
                 self._add_skipped(line)
-        self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
-        self._fetched: deque[_FetchedStep] = deque()
+        self._waiting: deque[_Step] = deque()
         log: dict[str, Any] = {"writes": is_primary(), "on_event": on_event}
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
@@ -180,9 +178,10 @@ class Metrics:
         """
         now = time.perf_counter()
         between, self._last_push = now - self._last_push - compile_seconds, now
-        self._waiting.append((position, values, compile_seconds, between))
+        self._waiting.append(_Step(position, values, compile_seconds, between))
         if len(self._waiting) > IN_FLIGHT:
-            self._write(self._fetch_oldest())
+            step = self._fetch_oldest()
+            self._write(step, step.seconds)
 
     def write_eval(self, values: Mapping[str, Any]) -> None:
         """Write the line of an evaluation."""
@@ -193,20 +192,22 @@ class Metrics:
         """Wait until all metrics are on disk; the lines that it refuses stay in
         memory.
         """
-        while self._waiting:
-            self._fetched.append(self._fetch_oldest())
+        fetched = [self._fetch_oldest() for _ in range(len(self._waiting))]
         # The first step of a launch has the time of its start. Of the others each has
         # the mean: they ran while the host waited for the first of them.
-        timed = [step for step in self._fetched if step.position.step > self._first]
-        if timed:
-            # If the host is slower than the devices, steps are done when they are
-            # fetched, and took as long as the host did.
-            fetching = sum(step.seconds for step in timed)
-            mean = max(fetching, sum(step.between for step in timed)) / len(timed)
-            for step in timed:
-                step.shown_seconds = mean
-        while self._fetched:
-            self._write(self._fetched.popleft())
+        timed = [step for step in fetched if step.position.step > self._first]
+        # If the host is slower than the devices, steps are done when they are fetched,
+        # and took as long as the host did.
+        total = max(
+            sum(step.seconds for step in timed), sum(step.between for step in timed)
+        )
+        for step in fetched:
+            self._write(
+                step,
+                total / len(timed)
+                if step.position.step > self._first
+                else step.seconds,
+            )
         self._log.sync()
         self._eval_log.sync()
         for writer in self._writers:
@@ -219,24 +220,22 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _fetch_oldest(self) -> _FetchedStep:
-        """Wait for the oldest step that waits, and return its numbers."""
-        position, values, compile_seconds, between = self._waiting.popleft()
+    def _fetch_oldest(self) -> _Step:
+        """Wait for the oldest step that waits, and return it with its numbers."""
+        step = self._waiting.popleft()
         # This waits for a step of a while ago, which is done unless the devices are
         # behind by `IN_FLIGHT` steps.
-        values = jax.device_get(_to_fetch(values))
+        step.values = jax.device_get(_to_fetch(step.values))
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return _FetchedStep(
-            position, values, compile_seconds, between, seconds, shown_seconds=seconds
-        )
+        step.seconds, self._last = now - self._last, now
+        return step
 
-    def _write(self, step: _FetchedStep) -> None:
+    def _write(self, step: _Step, shown_seconds: float) -> None:
         """Write the line of a step."""
         position, values = step.position, step.values
         facts = values.get("facts", {})
         size = facts.get("global_batch_size", position.split.global_batch_size)
-        record = self._line(position, values, size, step.shown_seconds)
+        record = self._line(position, values, size, shown_seconds)
         # Readers of throughput skip the steps that have it.
         if step.compile_seconds:
             record["compile_seconds"] = round(step.compile_seconds, 6)

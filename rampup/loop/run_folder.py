@@ -202,9 +202,7 @@ def measured_throughput(
             key="measured",
             path=str(file),
         )
-    rates: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(
-        lambda: ([], [])
-    )
+    rates: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for record in read_lines(file) if lines is None else lines:
         size: Any = record.get("global_batch_size")
         rate: Any = record.get("tokens_per_second")
@@ -215,9 +213,8 @@ def measured_throughput(
             and 0 < rate < 1e18
         ):
             # The first step compiles too, even if it took its program from the cache.
-            rates[size][record["step"] == 0 or "compile_seconds" in record].append(
-                float(rate)
-            )
+            compiled = record["step"] == 0 or "compile_seconds" in record
+            rates[size, compiled].append(float(rate))
     if not rates:
         raise ConfigError(
             "no line has a global_batch_size and its tokens_per_second",
@@ -225,8 +222,10 @@ def measured_throughput(
             path=str(file),
         )
     return {
-        size: Fraction(statistics.median_low(steady or compiled))
-        for size, (steady, compiled) in sorted(rates.items())
+        size: Fraction(
+            statistics.median_low(rates.get((size, False)) or rates[size, True])
+        )
+        for size in sorted({size for size, _ in rates})
     }
 
 
