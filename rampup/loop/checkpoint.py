@@ -148,7 +148,9 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
             f" {RECORD_VERSION}"
         )
     found = {name: value for name, value in record.items() if name != "digest"}
-    if found.get("step") != int(checkpoint.name) or record["digest"] != _digest(found):
+    if found.get("step") != int(checkpoint.name) or record.get("digest") != _digest(
+        found
+    ):
         raise ResumeMismatchError(
             f"the record of {checkpoint} is damaged, or was changed by hand",
             fix="move that checkpoint away to resume from the one before",
