@@ -97,7 +97,7 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
         (
             tuple(COLUMNS.values()),
             {},
-            r"row 1 of .* is of shape \[64\], but of shape \[64, 2\] in row 0",
+            r"(?s)row 1 of .* is of shape \[64\], but of shape \[64, 2\] in row 0",
         ),
         (
             COLUMNS,
