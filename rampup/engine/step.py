@@ -390,6 +390,7 @@ class TrainStep:
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
+    @gone(batched="rows are numbered; step.stream(source, batched=True) takes batches")
     def batches(
         self,
         source: Any,

@@ -40,10 +40,8 @@ from rampup.engine.processes import (
     first_problem,
     is_primary,
 )
-from rampup.errors import (
-    DataEndedError,
-    DataError,
-)
+from rampup.engine.state import gone
+from rampup.errors import DataEndedError, DataError
 from rampup.loop import events
 from rampup.loop.checkpoint import (
     CheckpointOptions,
@@ -577,6 +575,12 @@ class Loop:
         """Write all metrics, if the run is still that of this process."""
         require_owner(self.folder, ask=True)
         metrics.flush()
+
+
+Loop.__init__ = gone(  # type: ignore[method-assign]
+    should_stop="give it to loop.run(state, should_stop=...)",
+    batches_of="`batches` is called with `plan=` if a component changes the plan",
+)(Loop.__init__)
 
 
 def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRamp:

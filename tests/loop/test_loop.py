@@ -325,6 +325,14 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
     assert metrics_of(tmp_path) == uninterrupted[0]
 
 
+def test_an_argument_that_went_says_where_it_is(parts):
+    """It stands in the error what replaces it."""
+    with pytest.raises(TypeError, match=r"'should_stop'; give it to loop\.run\("):
+        Loop(should_stop=lambda: True)
+    with pytest.raises(TypeError, match=r"'batched'; .* step\.stream\("):
+        parts[2].batches(toy.rows(), batched=True)
+
+
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_parts):
     """Scalars in aux are written as means, under their names, to metrics.jsonl and to
