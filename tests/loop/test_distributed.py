@@ -610,3 +610,31 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     one, *others = (noise for found in each for *_, noise in found)
     assert (one["blocks"], len(others)) == (32, 6)
     assert all(noise == pytest.approx(one, rel=1e-6) for noise in others)
+
+
+def run_impatiently(first, words, folder, opened):
+    """Run `rampup` as a process whose number is higher by `first`, and which waits for
+    the others for four seconds.
+    """
+    join.__kwdefaults__["initialization_timeout"] = 4
+    *words, number = words
+    name, _, number = number.partition("=")
+    return run_command([*words, f"{name}={int(number) + first}"], folder, opened)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(0, "process 2 of 3 did not come to localhost:"), (1, ": no answer")],
+)
+def test_the_command_ends_in_words_if_a_process_never_comes(tmp_path, first, words):
+    """Whichever it is: the others end with code 2, in time and without a stack trace,
+    and write nothing.
+    """
+    runs = [functools.partial(run_impatiently, first)] * 2
+    folder = tmp_path / "runs"
+    for output in run(folder, code=2, number=2, devices=2, runs=runs, num_processes=3):
+        assert words in output
+        assert "stack trace" not in output
+        assert "Traceback" not in output
+    assert not folder.exists()
