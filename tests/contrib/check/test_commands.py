@@ -58,10 +58,44 @@ def test_check_file_asks_for_an_unknown_variable(tmp_path, system):
     if system != "trlx":  # no JSON without the number
         with pytest.raises(
             ConfigError,
-            match=r"the script does not say what \$BATCH is; add BATCH=\.\.\., or ",
+            match=(
+                r"the script does not say what \$BATCH is: \$\(cat size\) is not run;"
+                r" add BATCH=\.\.\., or "
+            ),
         ) as error:
             check_file(path, system)
         assert error.value.problems or error.value.key
+    assert check_file(path, system, ["BATCH=64"]).derived[key] == value
+
+
+PRINTED = {
+    "expr": r"$(expr $(expr 32 / 8) \* 16)",
+    "bc": '$(echo "8 * 8" | bc)',
+    "awk": "`awk 'BEGIN{print 8*8}'`",
+    "python": "$(python3 -c 'print(8 * 8)')",
+}
+
+
+@pytest.mark.parametrize("system", ["megatron", "maxtext", "verl", "skyrl"])
+@pytest.mark.parametrize("printed", PRINTED.values(), ids=PRINTED)
+def test_a_size_that_a_command_prints_is_asked_for_with_that_command(
+    tmp_path, system, printed
+):
+    """Also where it goes through two variables, and where it stands in the command; the
+    answer settles it.
+    """
+    command, key, value = COMMANDS[system]
+    path = tmp_path / "run.sh"
+    words = re.escape(f": {printed} is not run; add ")
+    for text in (
+        f"BATCH={printed}\n{command}",
+        f"SIZE={printed}\nBATCH=$SIZE\n{command}",
+        command.replace("$BATCH", printed),
+    ):
+        path.write_text(f"{text}\n")
+        with pytest.raises(ConfigError, match=words):
+            check_file(path, system)
+    path.write_text(f"BATCH={printed}\n{command}\n")
     assert check_file(path, system, ["BATCH=64"]).derived[key] == value
 
 

@@ -25,6 +25,8 @@ MARKER = re.compile(
 )
 _EMPTIES = re.compile(f"[{UNSET}][^{_END}]*{_END}")
 _LONGEST = 80
+# The end of the reason why it is open what a command of the script prints.
+NOT_RUN = " is not run"
 
 
 def mark(name: str, kind: str = UNKNOWN, reason: str = "") -> str:
@@ -69,6 +71,8 @@ def explain_unknown(text: str) -> str:
         dict.fromkeys(match[2] for match in MARKER.finditer(text) if match[2])
     ):
         shown = "".join(chr(ord(letter) % _HIDDEN) for letter in "; ".join(reasons))
+        if shown.endswith(NOT_RUN):
+            return f"the script does not say what {names} is: {shown}"
         return f"{shown}, and {names} depends on it"
     return f"the script does not say what {names} is"
 

@@ -28,6 +28,7 @@ from rampup.contrib.check.shell.values import (
     BREAK,
     EMPTY,
     MARKER,
+    NOT_RUN,
     UNSET,
     drop_unset,
     has_unknown,
@@ -264,7 +265,9 @@ class Variables:
         if part[0] == "`" or part.startswith("$("):
             printed = self.substitute(part.removeprefix("$")[1:-1])
             name = "$" + part if part[0] == "`" else part
-            return mark(name) if printed is None else printed, end
+            if printed is None:
+                printed = mark(name, reason=" ".join(part.split())[:80] + NOT_RUN)
+            return printed, end
         if part.startswith("${"):
             return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
