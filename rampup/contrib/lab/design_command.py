@@ -115,9 +115,8 @@ def print_design(
     """Print the candidates with their steps, time and loss, their schedules, what the
     ramp gains, and the assumptions.
     """
-    ends = ("", "_low", "_high")
     start, end = (
-        with_ends(*(facts[f"noise_scale_{place}{each}"] for each in ends))
+        _with_ends(facts, f"noise_scale_{place}", format_value)
         for place in ("start", "end")
     )
     capped = (
@@ -145,7 +144,7 @@ def print_design(
     rows = []
     for each in facts["candidates"]:
         name = each["name"] + " *" * (each["name"] == facts["fastest"])
-        cells = (_with_interval(each, key, form) for key, form in forms.items())
+        cells = (_with_ends(each, key, form) for key, form in forms.items())
         rows.append((name, f"{each['steps']:,}", *cells))
     titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
     print_table(console, titles, rows, left=1)
@@ -157,7 +156,7 @@ def print_design(
             f" {rule}"
         )
         console.print(
-            f"  {_with_interval(each, 'token_overhead', '{:.0%}'.format)} more tokens"
+            f"  {_with_ends(each, 'token_overhead', '{:.0%}'.format)} more tokens"
             " than a very small batch"
         )
     console.print(
@@ -177,11 +176,7 @@ def print_design(
         )
 
 
-def _with_interval(
-    candidate: Mapping[str, Any], key: str, text: Callable[[float], str]
-) -> str:
+def _with_ends(facts: Mapping[str, Any], key: str, text: Callable[[float], str]) -> str:
     """Return a prediction as text, with its interval if that shows."""
-    if candidate[key] is None:
-        return "-"
-    value, low, high = (text(candidate[f"{key}{end}"]) for end in ("", "_low", "_high"))
-    return value if low == value == high else f"{value} ({low} to {high})"
+    ends = (facts[f"{key}{end}"] for end in ("", "_low", "_high"))
+    return with_ends(*ends, text=text)

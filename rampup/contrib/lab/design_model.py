@@ -25,7 +25,6 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from rampup.errors import DataError
 from rampup.plan.noise_scale import student
 
 # The largest published growth of the critical batch with the data (Zhang et al. 2024,
@@ -164,13 +163,11 @@ def _measured_growth(
 class StepTimes:
     """Seconds of an optimizer step by global batch size."""
 
-    measured: tuple[
-        tuple[int, float], ...
-    ]  # (batch, seconds), ascending; straight lines between them
+    # (batch, seconds), ascending; straight lines between them
+    measured: tuple[tuple[int, float], ...]
     slope: float  # of a line for other batches, moved to meet the nearest measured one
-    others: Literal["line", "least", "most"] = (
-        "line"  # times of batches that are not between measured ones, see `bounds`
-    )
+    # times of batches that are not between measured ones, see `bounds`
+    others: Literal["line", "least", "most"] = "line"
 
     @classmethod
     def fit(cls, seconds: dict[int, float]) -> Self:
@@ -178,17 +175,10 @@ class StepTimes:
         is in proportion to the batch.
         """
         points = tuple(sorted(seconds.items()))
-        if not points or points[0][0] < 1 or min(time for _, time in points) <= 0:
-            raise DataError(
-                "there are no step times to design with; they must be positive",
-                key="measured",
-            )
-        even = [(batch, time, 1.0) for batch, time in points]
-        slope = (
-            max(weighted_line(even)[1], 0.0)
-            if len(points) > 1
-            else points[0][1] / points[0][0]
-        )
+        slope = points[0][1] / points[0][0]
+        if len(points) > 1:
+            even = [(batch, time, 1.0) for batch, time in points]
+            slope = max(weighted_line(even)[1], 0.0)
         return cls(measured=points, slope=slope)
 
     def bounds(self) -> tuple[Self, Self]:
@@ -447,9 +437,8 @@ def weighted_line(
     mean_x, mean_y = (
         sum(point[axis] * point[2] for point in points) / total for axis in (0, 1)
     )
-    if (
-        len({x for x, *_ in points}) == 1
-    ):  # their mean may differ from them in its last bit
+    if len({x for x, *_ in points}) == 1:
+        # Their mean may differ from them in its last bit.
         return mean_y, 0.0, 0.0
     squares = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
     slope = (

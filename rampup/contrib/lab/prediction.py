@@ -8,7 +8,7 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,17 +102,22 @@ def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_ends(value: float | None, low: float | None, high: float | None) -> str:
-    """Return a number as text, with its interval if that shows."""
-    if low is None:
-        return "not known" if value is None else format_value(value)
-    ends = f"{format_value(low)} to "
-    ends = (
-        f"at least {format_value(low)}" if high is None else ends + format_value(high)
-    )
+def with_ends(
+    value: float | None,
+    low: float | None,
+    high: float | None,
+    text: Callable[[float], str] = format_value,
+) -> str:
+    """Return a number as text, with its interval if that is known and shows."""
     if value is None:
-        return ends
-    return format_value(value) if low == high else f"{format_value(value)} ({ends})"
+        return "not known"
+    shown = text(value)
+    if low is None:
+        return shown
+    if high is None:
+        return f"{shown} (at least {text(low)})"
+    ends = f"{text(low)} to {text(high)}"
+    return shown if ends == f"{shown} to {shown}" else f"{shown} ({ends})"
 
 
 def write_prediction(folder: Path, config: Config, design: Mapping[str, Any]) -> None:
