@@ -17,7 +17,6 @@ from rampup.errors import RampupError
 from rampup.plan.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.ramp_keys import AUTO_SCHEDULE, SCHEDULE_UNITS
-from rampup.plan.refusal import END, INCREMENT, START
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
 
 # A key: its default, its properties, and its documentation, where a line break counts
@@ -415,5 +414,3 @@ KEYS = Config.keys()
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
-# `gradient_accumulation_steps` multiplies their values in a global batch.
-PER_ACCUMULATION_KEYS = (START, INCREMENT, END)

@@ -9,7 +9,7 @@ compiler for these absent TPU slices accepts its program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from rampup.config.build import build_plan, with_slices
-from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
+from rampup.config.schema import Config
 from rampup.contrib.lab.largest import MARGIN, largest_of, memory_limit
 from rampup.contrib.lab.programs import Trial
 from rampup.contrib.lab.topology import compiler_version, topology_devices
@@ -29,7 +29,6 @@ from rampup.plan.numbers import (
     GIB,
     finite_or_none,
     parse_memory_gib,
-    to_yaml_number,
 )
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import NOT_RUN_ON, Topology
@@ -107,7 +106,12 @@ def tune(
         if slices is None and best.bytes <= room_to_run(devices):
             report(f"timing the microbatch of {max(fitting):,}")
             times = best.times()
-        facts["settings"] = _changes(config, best.config)
+        before = config.to_dict()
+        facts["settings"] = {
+            key: value
+            for key, value in best.config.to_dict().items()
+            if value != before[key]
+        }
         facts["phases"] = _phases(best, times)
     return facts
 
@@ -178,7 +182,8 @@ def _search(
     made = one_shape(config, build_plan(config, len(devices)))
     if not made:
         raise ConfigError(
-            "no microbatch_size splits every phase and leaves the ramp unchanged",
+            "no microbatch_size splits every phase with gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps} and leaves the ramp unchanged",
             key="microbatch_size",
         )
     limit = None if topology is None else usable
@@ -201,50 +206,24 @@ def one_shape(config: Config, plan: RampPlan) -> dict[int, Config]:
     """
     found = {}
     for size in unconstrained(plan.splitter).legal_microbatches(plan.ramp.sizes):
-        for accumulation in (config.gradient_accumulation_steps, 1):
-            made = _split_by(config, plan, size, accumulation)
-            if made is not None and size not in found:
-                found[size] = made
+        made = replace(config, rampup_microbatch="fixed", microbatch_size=size)
+        if _can_run(made, plan):
+            found[size] = made
     return found
 
 
-def _split_by(
-    config: Config, plan: RampPlan, size: int, accumulation: int
-) -> Config | None:
-    """Return the configuration with other microbatches if it is legal and leaves the
-    ramp unchanged.
+def _can_run(made: Config, plan: RampPlan) -> bool:
+    """Return whether other microbatches are legal with the configuration's own
+    accumulation, and leave the ramp unchanged.
     """
-    settings: dict[str, Any] = {
-        "rampup_microbatch": "fixed",
-        "microbatch_size": size,
-        "gradient_accumulation_steps": accumulation,
-    }
-    own = config.gradient_accumulation_steps
-    if accumulation != own and config.batch_size_schedule is None:
-        # Every global batch stays as it is.
-        names: Iterable[str] = ("per_device_batch_size",)
-        if config.enable_rampup_batch_size:
-            names = PER_ACCUMULATION_KEYS
-        for name in names:
-            settings[name] = Fraction(own, accumulation) * getattr(config, name)
-    made = replace(config, **settings)
     try:
         found = build_plan(made, plan.num_devices)
     except RampupError:
-        return None
+        return False
     # An evaluation in larger microbatches would be a program that nobody has compiled.
-    evaluation = found.eval_split
+    evaluation, size = found.eval_split, found.splits[0].microbatch_size
     is_small = evaluation is None or evaluation.microbatch_size <= size
-    return made if is_small and found.ramp.phases == plan.ramp.phases else None
-
-
-def _changes(config: Config, made: Config) -> dict[str, Any]:
-    """Return the keys that differ, as they are written in a configuration file."""
-    before, found = config.to_dict(), {}
-    for key, value in made.to_dict().items():
-        if value != before[key]:
-            found[key] = to_yaml_number(value) if isinstance(value, Fraction) else value
-    return found
+    return is_small and found.ramp.phases == plan.ramp.phases
 
 
 def _phases(trial: Trial, times: dict[int, float]) -> list[Facts]:
