@@ -40,7 +40,6 @@ from rampup.data.sources import (
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
 from rampup.engine.mesh import (
-    STAGE,
     BatchAxes,
     auto_view,
     batch_sharding,
@@ -338,27 +337,19 @@ class BatchLoader:
         )
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
-        """Yield the rows of every step: read ahead by Grain's threads, or here if they
-        are few and in memory already.
+        """Yield the rows of every step: the first read here, the others ahead by Grain's
+        threads, or here too if they are few and in memory already.
 
         They read whole steps; `_put` makes microbatches of them.
         """
-
-        def read(step: int) -> StepRows:
-            found = self.read_step(step)
-            if step == start:
-                check_repeatable(self.source, found.numbers, found.rows)
-            return found
-
-        steps = range(start, stop)
-        if getattr(self.source, "are_stored", False):
-            first = read(start)
-            yield first
-            steps = steps[1:]
-            if sum(x.nbytes for x in jax.tree.leaves(first.rows)) <= INLINE_BYTES:
-                yield from map(self.read_step, steps)
-                return
-        if steps:
+        first = self.read_step(start)
+        check_repeatable(self.source, first.numbers, first.rows)
+        yield first
+        steps = range(start + 1, stop)
+        size = sum(x.nbytes for x in jax.tree.leaves(first.rows))
+        if getattr(self.source, "are_stored", False) and size <= INLINE_BYTES:
+            yield from map(self.read_step, steps)
+        elif steps:
             # One thread also reads the rows in their order.
             most = self.options.num_threads
             threads = grain.ReadOptions(
@@ -367,7 +358,7 @@ class BatchLoader:
             )
             yield from (
                 grain.MapDataset.range(steps.start, steps.stop)
-                .map(read)
+                .map(self.read_step)
                 .to_iter_dataset(threads)
             )
 
@@ -561,7 +552,6 @@ def eval_batches(
         )
         splitter = BatchSplitter(
             data_parallel_size=part_axes.num_shards(mesh),
-            num_stages=mesh.shape.get(STAGE, 1),
             **sizes,
         )
         part = RowRange(rows, first, len(rows))

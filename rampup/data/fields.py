@@ -7,7 +7,6 @@ such as `[image, label]`, is a structure. A field has the type of the first batc
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -151,27 +150,22 @@ class FieldTypes:
         return structure.unflatten(found)
 
     def _agreed(self, own: list[np.dtype[Any]]) -> list[np.dtype[Any]]:
-        """Return types that hold the first rows of all processes, which run one
-        program.
+        """Return the types of this process's first rows, or refuse others than those of
+        the other processes: all run one program.
         """
         if self._mesh is None or jax.process_count() == 1:
             return own
         owners = {device.process_index for device in self._mesh.devices.flat}
         if len(owners) < jax.process_count():
             return own
-        known = [
-            json.loads(each)
-            for each in gather_from_all(json.dumps([x.name for x in own]))
-        ]
-        if len(set(map(len, known))) > 1:
+        types = set(gather_from_all(" ".join(x.name for x in own)))
+        if len(types) > 1:
             raise DataError(
-                f"the first rows have {', '.join(str(len(each)) for each in known)}"
-                " fields in the processes",
-                fix=_PAD,
+                f"the fields of the first batch have types {', but '.join(sorted(types))}"
+                " in the processes",
+                fix="give each field one type in all rows",
             )
-        return [
-            np.result_type(*map(np.dtype, each)) for each in zip(*known, strict=True)
-        ]
+        return own
 
 
 def _is_lost(x: np.ndarray, cast: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ from rampup.data.sources import (
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
 
-FULL_HASH_BYTES = 64 * 2**20  # larger files are hashed by evenly spaced blocks
-NUM_BLOCKS = 64
+NUM_BLOCKS = 8  # of a file that are in its fingerprint
 BLOCK_BYTES = 2**20
 _THREADS = 8
 HOLDOUT = 0.05  # the share of the rows that are held out, without evaluation files
@@ -259,59 +258,27 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
     return TokenFile(path, array.dtype, offset=array.offset, size=array.size)
 
 
-def fingerprints(
-    paths: Sequence[str], share: int = 0, num_shares: int = 1
-) -> dict[str, str]:
+def fingerprints(paths: Sequence[str]) -> dict[str, str]:
     """Return size and digest of each file, by its name relative to the folder that all
     of them share.
 
-    Of files above 64 MiB, 64 evenly spaced blocks of 1 MiB are read, the first and the
-    last among them: a few bytes changed in place can go unnoticed. With `num_shares`,
-    only one file of so many, from number `share` on, is read and in the result.
+    Of files above 8 MiB, 8 evenly spaced blocks of 1 MiB are read, the first and the
+    last among them: bytes changed in place elsewhere go unnoticed.
     """
+    whole = [os.path.abspath(path) for path in paths]
+    shared = os.path.commonpath([os.path.dirname(path) for path in whole] or ["."])
+    names = [Path(os.path.relpath(path, shared)).as_posix() for path in whole]
 
     def fingerprint(path: str) -> str:
         with reading(path), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest = hashlib.sha256()
-            if size <= FULL_HASH_BYTES:
-                digest = hashlib.file_digest(file, "sha256")
-            else:
-                # The block number 0 starts at byte 0, and the last one ends at the end
-                # of the file.
-                for number in range(NUM_BLOCKS):
-                    file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-                    digest.update(file.read(BLOCK_BYTES))
+            for number in range(NUM_BLOCKS):
+                # Of a file that is not larger than all blocks, they follow each other.
+                last = max(size, NUM_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES
+                file.seek(last * number // (NUM_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
             return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
 
-    return _of_each(paths, fingerprint, slice(share, None, num_shares))
-
-
-def beginnings(paths: Sequence[str]) -> dict[str, str]:
-    """Return size and a digest of the first 4 KiB of each file, by the names of
-    `fingerprints`: what every process can read.
-    """
-
-    def beginning(path: str) -> str:
-        with reading(path), open(path, "rb") as file:
-            digest = hashlib.sha256(file.read(4096)).hexdigest()[:12]
-            return (
-                f"{os.fstat(file.fileno()).st_size} bytes, SHA-256 {digest} of the"
-                " first 4 KiB"
-            )
-
-    return _of_each(paths, beginning, slice(None))
-
-
-def _of_each(
-    paths: Sequence[str], describe: Callable[[str], str], part: slice
-) -> dict[str, str]:
-    """Return what is said of each file, or of a part of them, by its name relative to
-    the folder that all of them share.
-    """
-    whole = [os.path.abspath(path) for path in paths]
-    shared = os.path.commonpath([os.path.dirname(path) for path in whole] or ["."])
-    names = [Path(os.path.relpath(path, shared)).as_posix() for path in whole]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(describe, paths[part])
-        return dict(zip(names[part], found, strict=True))
+        return dict(zip(names, threads.map(fingerprint, paths), strict=True))

@@ -7,8 +7,6 @@ Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` ->
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ from rampup.config.schema import (
 )
 from rampup.config.stages import adam_base, adam_scaling, hyperparameters
 from rampup.data.batches import BatchLoader, BatchOptions, Loading, SampleOrder
-from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
+from rampup.data.files import fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.evaluation import EvalStep
@@ -41,7 +39,7 @@ from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.engine.multi_steps import multi_steps
 from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.engine.pipeline import permute_layers
-from rampup.engine.processes import gather_from_all, is_primary, wait_for_all
+from rampup.engine.processes import is_primary, wait_for_all
 from rampup.engine.state import TrainState, create_state
 from rampup.engine.step import TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
@@ -417,7 +415,11 @@ class Run:
             setup.step.chunk_size
         )  # also checks the step before data are opened
         train_rows, eval_rows = shared_sources(loading, config)
-        data = shared_fingerprints(train_rows, loading)
+        data = fingerprints(files_of(train_rows))
+        # A process that does not read knows no files.
+        check_consistent(
+            {"num_rows": len(train_rows)} | ({"data": data} if loading.reads else {})
+        )
         # The most samples that the run can take.
         num_samples = (
             plan.consumed_samples if plan.auto is None else plan.auto["max_samples"]
@@ -591,23 +593,6 @@ def loading_of(config: Config) -> Loading:
             nearest=(-1,),
         )
     return Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
-
-
-def shared_fingerprints(rows: Any, loading: Loading) -> dict[str, str]:
-    """Return the fingerprints of the files with the rows, of which every process that
-    reads computes a share; refuse processes with other rows.
-    """
-    # A process that does not read knows no files. Every one that does reads the
-    # beginnings, and its share of the rest.
-    paths = files_of(rows)
-    check_consistent(
-        {"num_rows": len(rows)} | ({"data": beginnings(paths)} if loading.reads else {})
-    )
-    share = jax.process_index() // loading.factor
-    num_shares = jax.process_count() // loading.factor
-    own = fingerprints(paths, share, num_shares) if loading.reads else {}
-    parts = map(json.loads, gather_from_all(json.dumps(own)))
-    return dict(sorted(itertools.chain(*(part.items() for part in parts))))
 
 
 def evaluation_of(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import itertools
 import json
 import os
 import re
@@ -345,20 +344,16 @@ def run_folder(base: str, name: str) -> Path:
     """Return the folder of a run in `base`, created if necessary. Without a name, it is
     new and named after the time.
     """
-    new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
-    names = itertools.chain([name or new], (f"{new}-{n}" for n in itertools.count(2)))
-    for each in names:
-        folder = as_path(base) / each
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(name))
-            break
-        except OSError as error:
-            if not name and folder.exists():
-                continue
-            raise ConfigError(
-                f"cannot make the folder {folder}: {error.strerror or error}",
-                key="run_name" if folder.exists() else "base_output_directory",
-            ) from None
+    # Down to microseconds, so that two runs that start together have two folders.
+    new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S-%f")
+    folder = as_path(base) / (name or new)
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(name))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder}: {error.strerror or error}",
+            key="run_name" if folder.exists() else "base_output_directory",
+        ) from None
     return folder
 
 

@@ -312,8 +312,11 @@ def test_a_source_declares_that_threads_may_read_it(declared, num_threads):
             return 64
 
         def __getitem__(self, row):
+            # The first step is read by the thread that takes it.
+            if threading.current_thread() is threading.main_thread():
+                return np.int32(row)
             found.add(threading.get_ident())
-            # The threads of the first two steps meet here, if there are two.
+            # The threads of the next two steps meet here, if there are two.
             deadline = time.monotonic() + (10 if declared else 0.02)
             while len(found) < 2 and time.monotonic() < deadline:
                 time.sleep(0.001)
