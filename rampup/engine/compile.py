@@ -145,15 +145,9 @@ def compile_program(
     platform = jax.default_backend()
     if platform == "tpu":
         return compile_for_tpu(lowered, jax.devices()[0].device_kind)
-    is_set_already = any(
-        option in os.environ.get("XLA_FLAGS", "") for option in CPU_OPTIONS
-    )
-    options = (
-        None
-        if platform != "cpu" or is_set_already
-        else {"xla_backend_optimization_level": level}
-    )
-    return lowered.compile(compiler_options=options)
+    (name,) = CPU_OPTIONS
+    is_free = platform == "cpu" and name not in os.environ.get("XLA_FLAGS", "")
+    return lowered.compile(compiler_options={name: level} if is_free else None)
 
 
 def compile_for_tpu(
@@ -181,14 +175,9 @@ def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
     from rampup.plan.topology import CHIPS
 
     names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
-    generation = next(
-        (chip.name for chip in CHIPS.values() if kind in chip.kinds), kind
-    )
-    return {
-        name: value
-        for name, value in TPU_OPTIONS.get(generation, {}).items()
-        if name not in names
-    }
+    known = {own: chip.name for chip in CHIPS.values() for own in chip.kinds}
+    options = TPU_OPTIONS.get(known.get(kind, kind), {})
+    return {name: options[name] for name in options if name not in names}
 
 
 def topology_facts(topology: Topology) -> dict[str, Any]:

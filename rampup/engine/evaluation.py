@@ -94,40 +94,34 @@ class EvalStep:
             )
         check_placed(state)
         if self._whole_batch and batch.num_microbatches > 1:
-            problem = (
+            raise DataError(
                 "whole_batch=True evaluates a batch of one microbatch, but this one"
-                f" has {batch.num_microbatches}"
+                f" has {batch.num_microbatches}",
+                fix="make it with plan.with_whole_batches()",
             )
-            raise DataError(f"{problem}; make it with plan.with_whole_batches()")
         args = state, batch.chunks, np.int32(batch.num_microbatches)
         # The rows that are left over are on every device, as if the mesh had no axes
         # for rows; see `batches`.
-        is_shared = (
-            BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
-        )
-        is_whole = (
-            is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
-        )
-        loss = (
-            self._loss
-            if not is_whole
-            else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
-        )
-        view = auto_view(self._mesh)
-        shardings = on_mesh(shardings_of(state), view)
-        own = loss
-        if sees_explicit(loss, self._mesh):
-            own = explicit_loss(loss, view, shardings)
+        axes = BatchAxes.of(self._mesh, self._batch_axes)
+        sharding = jax.tree.leaves(batch.chunks)[0].sharding
+        is_left = axes.num_shards(self._mesh) > 1 and sharding.is_fully_replicated
 
         def lower() -> Any:
+            loss, view = self._loss, auto_view(self._mesh)
+            if is_left:
+                nowhere = BatchAxes(replica=(), rows=())
+                loss = summable(self._loss_fn, self._mesh, nowhere)
+            shardings = on_mesh(shardings_of(state), view)
+            if sees_explicit(loss, self._mesh):
+                loss = explicit_loss(loss, view, shardings)
             with auto_context(self._mesh):
                 run = jax.jit(
-                    functools.partial(eval_sums, own, view, shardings),
+                    functools.partial(eval_sums, loss, view),
                     out_shardings=replicated(self._mesh),
                 )
                 return run.lower(*as_auto(args))
 
-        key = batch.layout, len(batch.chunks), is_whole
+        key = batch.layout, len(batch.chunks), is_left
         return self._compiler.get(key, lower)(*args)
 
     def batches(self, source: Any, batch_size: int) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -30,25 +29,19 @@ class ProgramMemory:
     temporary: int
     code: int
     host: int = 0  # arguments and results in host memory, which the others leave out
-    peak: int | None = (
-        # on a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts
-        # fragmentation twice
-        None
-    )
+    # On a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts fragmentation
+    # twice.
+    peak: int | None = None
 
     @property
     def total(self) -> int:
         """Total bytes of device memory."""
-        total = (
-            self.arguments + self.outputs - self.aliased + self.temporary + self.code
-        )
+        own = self.arguments + self.outputs - self.aliased + self.temporary
         # The peak includes what is in host memory, so it is an upper bound only if
         # nothing is there.
-        return (
-            total
-            if self.peak is None or self.host
-            else min(total, self.peak + self.code)
-        )
+        if self.peak is not None and not self.host:
+            own = min(own, self.peak)
+        return own + self.code
 
 
 def program_memory(compiled: Any) -> ProgramMemory:
@@ -61,12 +54,9 @@ def program_memory(compiled: Any) -> ProgramMemory:
             f"the backend {jax.default_backend()!r} does not report how much memory a"
             " compiled program needs"
         )
-    devices = [
-        device
-        for sharding in jax.tree.leaves(compiled.input_shardings)
-        for device in sharding.device_set
-    ]
-    platform = devices[0].platform if devices else jax.default_backend()
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    platforms = [device.platform for x in shardings for device in x.device_set]
+    has_peak = (platforms or [jax.default_backend()])[0] == "tpu"
     return ProgramMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -76,9 +66,7 @@ def program_memory(compiled: Any) -> ProgramMemory:
         host=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes
         - stats.host_alias_size_in_bytes,
-        peak=(
-            getattr(stats, "peak_memory_in_bytes", None) if platform == "tpu" else None
-        ),
+        peak=getattr(stats, "peak_memory_in_bytes", None) if has_peak else None,
     )
 
 
@@ -104,10 +92,9 @@ def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Return the largest peak memory of the devices so far in bytes, or None if they do
     not report it.
     """
-    peaks = [
-        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
-    ]
-    return max((peak for peak in peaks if peak is not None), default=None)
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
 
 
 def room_to_run(devices: Sequence[jax.Device]) -> int:
@@ -120,21 +107,11 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
         return min(known)
     try:
         memory = Path("/proc/meminfo").read_text(encoding="ascii")
+        free = 1024 * int(re.findall(r"MemAvailable: *(\d+)", memory)[0])
     except OSError:
         # Not Linux: assume that half of the memory is free.
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    else:
-        free = 1024 * int(re.findall(r"MemAvailable: *(\d+)", memory)[0])
-    with contextlib.suppress(OSError, ValueError):
-        # Control groups of version 2, as containers have them. Without a limit,
-        # memory.max contains "max".
-        folder = Path("/sys/fs/cgroup")
-        limit, used = (
-            (folder / name).read_text(encoding="ascii")
-            for name in ("memory.max", "memory.current")
-        )
-        free = min(free, int(limit) - int(used))
-    return int(SHARE_OF_HOST * max(free, 0)) // len(devices)
+    return int(SHARE_OF_HOST * free) // len(devices)
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from rampup.engine.state import check_step_number
+from rampup.engine.tables import look_up
 from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 
@@ -72,16 +73,11 @@ def multi_steps(
             key="should_skip_update_fn",
         )
     check_step_number(plan.ramp.ramp_steps)
-    start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
-    num_microbatches = np.array(
-        [split.num_microbatches for split in plan.splits], np.int32
-    )
+    start_steps = [phase.start_step for phase in plan.ramp.phases]
+    numbers = np.array([split.num_microbatches for split in plan.splits], np.int32)
 
     def every_k(gradient_step: jax.Array) -> jax.Array:
-        phase = (
-            jnp.searchsorted(jnp.asarray(start_steps), gradient_step, side="right") - 1
-        )
-        return jnp.asarray(num_microbatches)[phase]
+        return look_up(start_steps, gradient_step, {"k": numbers})["k"]
 
     options = {"use_grad_mean": use_grad_mean}
     if accumulator_dtype is not None:

@@ -15,6 +15,7 @@ import optax
 
 from rampup.engine.state import MAX_STEPS, check_step_number, gone
 from rampup.engine.sums import as_summed, cast_like
+from rampup.engine.tables import look_up
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.hyperparameters import (
     AdamConstants,
@@ -122,35 +123,21 @@ class LearningRate:
         """Return the learning rate of optimizer step `count`, a traced int32, in a
         segment, which None looks up in the plan.
         """
-        level = None
         if segment is None:
-            segments = [
-                segment
-                for segment in self.plan.clock
-                if segment.start_step <= MAX_STEPS
-            ]
-            start_steps = jnp.asarray(
-                np.array([segment.start_step for segment in segments], np.int32)
-            )
-            index = jnp.searchsorted(start_steps, count, side="right") - 1
-
-            def column(name: str) -> Any:
-                return jnp.asarray(
-                    np.array(
-                        [getattr(segment, name) for segment in segments], np.float32
-                    )
-                )[index]
-
-            names = ("progress", "progress_per_step", "scale")
-            segment = {
-                "start_step": start_steps[index],
-                **{name: column(name) for name in names},
+            clock = [x for x in self.plan.clock if x.start_step <= MAX_STEPS]
+            kinds: dict[str, Any] = dict(_SEGMENT_TYPES)
+            if self.plan.seesaw is not None:
+                kinds["level"] = np.float32
+            columns = {
+                name: np.array([getattr(row, name) for row in clock], kind)
+                for name, kind in kinds.items()
             }
-            level = None if self.plan.seesaw is None else column("level")
+            segment = look_up([x.start_step for x in clock], count, columns)
         progress = (
             segment["progress"]
             + (count - segment["start_step"]) * segment["progress_per_step"]
         )
+        level = segment.get("level")
         return self._rate(count, progress, level, jnp) * segment["scale"]
 
     def at(self, step: int) -> float:
@@ -165,30 +152,30 @@ class LearningRate:
         """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of
         an array.
         """
-        peak = self.peak
-        final = self.peak * self.final_fraction
-        warmup = self.warmup_fraction
+        peak, warmup = self.peak, self.warmup_fraction
         if self.plan.seesaw is None:
-            shape: dict[str, Any] = {
-                "decay_fraction": self.decay_fraction,
-                "decay_style": self.decay_style,
-            }
-            after = peak + (final - peak) * decay_progress(
-                progress, kind=self.kind, warmup_fraction=warmup, **shape, xp=xp
+            done = decay_progress(
+                progress,
+                kind=self.kind,
+                warmup_fraction=warmup,
+                decay_fraction=self.decay_fraction,
+                decay_style=self.decay_style,
+                xp=xp,
             )
+            after = peak + (peak * self.final_fraction - peak) * done
         else:
             after = peak * level
-        where = (
-            xp.where if xp else (lambda condition, yes, no: yes if condition else no)
-        )
+
+        def where(condition: Any, yes: Any, no: Any) -> Any:
+            if xp is not None:
+                return xp.where(condition, yes, no)
+            return yes if condition else no
+
         rate = where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
         # A run with a budget of samples has no step after the end of its schedule.
-        has_end = self.kind != "constant" and self.plan.budget_samples is None
-        return (
-            where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
-            if has_end
-            else rate
-        )
+        if self.kind == "constant" or self.plan.budget_samples is not None:
+            return rate
+        return where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,31 +226,20 @@ class AdamSchedule:
         """Return the constants of optimizer step `count`, a traced int32, and 1 - b1
         and 1 - b2 as `c1` and `c2`.
         """
-        table = [
-            {
-                "b1": c.b1,
-                "c1": 1 - c.b1,
-                "b2": c.b2,
-                "c2": 1 - c.b2,
-                "eps": c.eps,
-                "weight_decay": c.weight_decay,
-            }
-            for segment, c in zip(self.plan.clock, self.constants, strict=True)
-            if segment.start_step <= MAX_STEPS
+        rows = [
+            (row, constants)
+            for row, constants in zip(self.plan.clock, self.constants, strict=True)
+            if row.start_step <= MAX_STEPS
         ]
-        key, value = (
-            ("start_step", count)
-            if segment is None
-            else ("global_batch_size", segment["global_batch_size"])
-        )
-        ordered = np.array(
-            [getattr(row, key) for row in self.plan.clock[: len(table)]], np.int32
-        )
-        index = jnp.searchsorted(jnp.asarray(ordered), value, side="right") - 1
-        return {
-            name: jnp.asarray(np.array([row[name] for row in table]))[index]
-            for name in table[0]
+        columns = {
+            name: np.array([getattr(constants, name) for _, constants in rows])
+            for name in ("b1", "b2", "eps", "weight_decay")
         }
+        columns |= {"c1": 1 - columns["b1"], "c2": 1 - columns["b2"]}
+        if segment is None:
+            return look_up([row.start_step for row, _ in rows], count, columns)
+        sizes = [row.global_batch_size for row, _ in rows]
+        return look_up(sizes, segment["global_batch_size"], columns)
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):
@@ -325,46 +301,34 @@ def scheduled_adamw(
 
         # A constant has the type of the array. c = 1 - b is rounded once: in float32,
         # the difference of 1 and a rounded b of 0.999 has lost four digits.
-        def average(b: Any, c: Any, x: Any, old: Any) -> Any:
+        def average(moment: str, x: Any, old: Any) -> Any:
+            b, c = now[f"b{moment}"], now[f"c{moment}"]
             return c.astype(x.dtype) * x + b.astype(old.dtype) * old
 
-        mu = jax.tree.map(
-            lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu
-        )
-        nu = jax.tree.map(
-            lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old),
-            grads,
-            moments.nu,
-        )
-        one = jnp.ones(())
-        mass = MomentMasses(
-            average(now["b1"], now["c1"], one, masses.b1),
-            average(now["b2"], now["c2"], one, masses.b2),
-        )
-        mu_hat = jax.tree.map(lambda m: m / mass.b1.astype(m.dtype), mu)
-        nu_hat = jax.tree.map(lambda v: v / mass.b2.astype(v.dtype), nu)
-
         def step(m: Any, v: Any, param: Any) -> Any:
-            change = (
-                m / (jnp.sqrt(v) + now["eps"].astype(v.dtype))
-                + now["weight_decay"].astype(param.dtype) * param
-            )
+            m, v = m / mass.b1.astype(m.dtype), v / mass.b2.astype(v.dtype)
+            change = m / (jnp.sqrt(v) + now["eps"].astype(v.dtype))
+            change += now["weight_decay"].astype(param.dtype) * param
             return jnp.asarray(step_size, change.dtype) * change
 
-        new = optax.ScaleByAdamState(
-            count=optax.safe_increment(moments.count), mu=mu, nu=nu
-        )
-        updates = jax.tree.map(step, mu_hat, nu_hat, params)
-        return updates, (
-            new,
-            mass,
-            optax.ScaleByScheduleState(count=optax.safe_increment(clock.count)),
-        )
+        squares = jax.tree.map(lambda g: (g * g.conj()).real, grads)
+        mu = jax.tree.map(functools.partial(average, "1"), grads, moments.mu)
+        nu = jax.tree.map(functools.partial(average, "2"), squares, moments.nu)
+        one = jnp.ones(())
+        mass = MomentMasses(average("1", one, masses.b1), average("2", one, masses.b2))
+        updates = jax.tree.map(step, mu, nu, params)
+        count = optax.safe_increment(moments.count)
+        new = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        count = optax.safe_increment(clock.count)
+        return updates, (new, mass, optax.ScaleByScheduleState(count=count))
 
     return optax.GradientTransformation(init, update)
 
 
-@gone(**dict.fromkeys(_ADAM, "give adam={...}"))
+@gone(
+    **dict.fromkeys(_ADAM, "give adam={...}"),
+    nu_dtype="the second moment has the type of the parameters",
+)
 def make_optimizer(
     learning_rate: float | Callable[[Any], Any],
     *,
@@ -372,7 +336,6 @@ def make_optimizer(
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
     mu_dtype: Any = None,
-    nu_dtype: Any = None,
     adam: Mapping[str, float] | Callable[[Any], dict[str, Any]] | None = None,
     matrices: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
@@ -385,8 +348,8 @@ def make_optimizer(
             matrix.
         weight_decay: of AdamW and Muon, per step, times the learning rate.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
-        mu_dtype, nu_dtype: types in which AdamW stores its moments, updated in float32;
-            None = those of the parameters.
+        mu_dtype: type in which AdamW stores its first moment, updated in float32;
+            None = that of the parameters, which the second has.
         adam: AdamW's constants `b1`, `b2` and `eps` where they are not 0.9, 0.95 and
             1e-8, of which Muon has the same eps, and a momentum of 0.95. Or all of
             them by phase, with the weight decay, such as an `AdamSchedule`.
@@ -412,42 +375,41 @@ def make_optimizer(
         raise TypeError(f"adam has {min(unknown)!r}; it takes {', '.join(_ADAM)}")
     if kind not in KINDS:
         raise choice_error("opt_type", kind, KINDS)
-    # Before the optimizer, so that one huge gradient does not stay in the moments.
-    clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     if kind == "muon":
-        if by_phase is not None or nu_dtype is not None:
-            name = "batch_scaling" if by_phase is not None else "nu_dtype"
+        if by_phase is not None:
             raise ConfigError(
-                f"{name} changes how AdamW works, which opt_type=muon runs for a part"
-                " of the model",
-                key=name,
+                "batch_scaling changes how AdamW works, which opt_type=muon runs for a"
+                " part of the model",
+                key="batch_scaling",
             )
         if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
-            problem = (
-                f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}:"
-                " pip install -U optax"
+            raise MissingDependencyError(
+                f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}",
+                fix="pip install -U optax",
+                key="opt_type",
             )
-            raise MissingDependencyError(problem, key="opt_type")
-        options = {
-            "adam_b1": constants["b1"],
-            "adam_b2": constants["b2"],
-            "adam_weight_decay": weight_decay,
-            "eps": constants["eps"],
-            "weight_decay": weight_decay,
-            "muon_weight_dimension_numbers": matrices,
-            "mu_dtype": mu_dtype,
-            "consistent_rms": MUON_RMS,
-        }
-        return optax.chain(*clipping, optax.contrib.muon(learning_rate, **options))
-    if kind == "sgd":
+        tx = optax.contrib.muon(
+            learning_rate,
+            adam_b1=constants["b1"],
+            adam_b2=constants["b2"],
+            adam_weight_decay=weight_decay,
+            eps=constants["eps"],
+            weight_decay=weight_decay,
+            muon_weight_dimension_numbers=matrices,
+            mu_dtype=mu_dtype,
+            consistent_rms=MUON_RMS,
+        )
+    elif kind == "sgd":
         tx = optax.sgd(learning_rate)
-    elif by_phase is not None:
-        tx = scheduled_adamw(learning_rate, by_phase)
     else:
         tx = optax.adamw(learning_rate, weight_decay=weight_decay, **constants)
-    return optax.chain(
-        *clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype)
-    )
+        if by_phase is not None:
+            tx = scheduled_adamw(learning_rate, by_phase)
+        if mu_dtype is not None:
+            tx = _store_first_moment(tx, mu_dtype)
+    # Before the optimizer, so that one huge gradient does not stay in the moments.
+    clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    return optax.chain(*clipping, tx)
 
 
 def optimizer_from_config(
@@ -457,48 +419,43 @@ def optimizer_from_config(
     arguments without such a key.
     """
     constants = {name: getattr(config, f"adam_{name}") for name in _ADAM}
-    others |= {"kind": config.opt_type, "clip_norm": config.gradient_clipping_threshold}
-    others |= {"weight_decay": config.adam_weight_decay}
-    make = functools.partial(make_optimizer, **others)
+    make = functools.partial(
+        make_optimizer,
+        kind=config.opt_type,
+        clip_norm=config.gradient_clipping_threshold,
+        weight_decay=config.adam_weight_decay,
+        **others,
+    )
     if not rate.plan.follows:
-        return make(learning_rate=rate, adam=constants if adam is None else adam)
+        return make(rate, adam=constants if adam is None else adam)
 
     def of_step(segment: SegmentNumbers | None) -> optax.GradientTransformation:
         own: Any = constants
         if adam is not None:
             own = functools.partial(adam, segment=segment)
-        return make(learning_rate=functools.partial(rate, segment=segment), adam=own)
+        return make(functools.partial(rate, segment=segment), adam=own)
 
     return FollowingOptimizer.of(of_step)
 
 
-def _store_moments(
-    tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any
+def _store_first_moment(
+    tx: optax.GradientTransformation, dtype: Any
 ) -> optax.GradientTransformation:
-    """Return AdamW with its moments stored in other types than those of the
+    """Return AdamW with its first moment stored in another type than that of the
     parameters.
     """
-    if mu_dtype is None and nu_dtype is None:
-        return tx
 
     def init(params: Any) -> Any:
         moments, *others = tx.init(params)
-        return (
-            moments._replace(
-                mu=optax.tree.cast(moments.mu, mu_dtype),
-                nu=optax.tree.cast(moments.nu, nu_dtype),
-            ),
-            *others,
-        )
+        return moments._replace(mu=optax.tree.cast(moments.mu, dtype)), *others
 
     # Only what is kept between steps is rounded; the update itself reads float32
     # moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moments, *others = state
         mu, nu, grads = jax.tree.map(as_summed, (moments.mu, moments.nu, grads))
-        updates, new = tx.update(
-            grads, (moments._replace(mu=mu, nu=nu), *others), params
-        )
+        exact = moments._replace(mu=mu, nu=nu), *others
+        updates, new = tx.update(grads, exact, params)
         return updates, cast_like(new, state)
 
     return optax.GradientTransformation(init, update)

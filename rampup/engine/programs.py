@@ -145,15 +145,14 @@ class ByMicrobatch:
 
     def compiled(self, state: Any, batch: Batch) -> Callable[[], tuple[Any, Metrics]]:
         """Compile the program of a microbatch, and return what runs all of them."""
+        R, part, number = batch.layout.num_rows, Update.multi_steps, np.int32(0)
         if self._zeros is None:
-            with auto_context(self._programs.mesh):
-                self._zeros = self._programs.update.zero_metrics(
-                    *as_auto((state, batch.chunks[0]))
-                )
-        R = batch.layout.num_rows
-        part = Update.multi_steps
+            # Those of the first microbatch, as all calls have the same arguments.
+            alone = self._programs.lower(part, state, None, batch.chunks[0], number)
+            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), alone.out_info)
+            self._zeros = jax.device_put(zeros[1], replicated(self._programs.mesh))
         zeros = self._zeros
-        first = (zeros, batch.chunks[0], np.int32(0))
+        first = (zeros, batch.chunks[0], number)
         program = self._programs.get(R, part, state, *first)
 
         def run() -> tuple[Any, Metrics]:

@@ -23,14 +23,13 @@ from rampup.engine.contract import Counts, SummableLoss
 from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.keys import per_row_keys, random_key
-from rampup.engine.mesh import BatchAxes, constrain, replicated
+from rampup.engine.mesh import BatchAxes, constrain
 from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
 from rampup.engine.state import (
     carried,
     join_frozen,
     replace_carried,
     replace_fields,
-    shardings_of,
     split_frozen,
 )
 from rampup.engine.sums import (
@@ -84,7 +83,6 @@ class Update:
         """
         state = join_frozen(state, frozen)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
-        keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
         # The shardings of the gradients are those of the parameters, or with ZeRO-1
         # those of each replica's own part.
         grad_shardings = state_shardings.params
@@ -97,35 +95,12 @@ class Update:
             )
             grad_shardings = scattered_shardings(placed, self.mesh, scatter_axes)
         recipe = self._recipe(state, state_shardings, grad_shardings)
-        loss = self.bound_loss(state, state_shardings)
         with jax.named_scope("accumulate"):
-            options = {"mesh": self.mesh, "param_shardings": grad_shardings}
-            sums, grads = loss.sums_and_grads(
-                state.params, batch_KR, keys_KR, counts, recipe, **options
+            sums, grads = self._sums_and_grads(
+                state, state_shardings, batch_KR, 0, counts, recipe, grad_shardings
             )
-            if recipe.noise is None:
-                measured = {"grad_norm": optax.tree.norm(grads)}
-            elif sums.noise is None:
-                problem = (
-                    f"`sums_and_grads` of {type(loss).__name__} does not use"
-                    " `recipe.noise`"
-                )
-                problem = (
-                    f"measure_gradient_noise=true: {problem}; see"
-                    " rampup.engine.contract.SummableLoss"
-                )
-                raise ConfigError(
-                    problem, key="measure_gradient_noise", nearest=(False,)
-                )
-            else:
-                with jax.named_scope("gradient_noise"):
-                    measured = recipe.noise.metrics(sums.noise, grads, sums.weight)
-        metrics = {
-            "loss": sums.mean_loss,
-            "weight": sums.weight,
-            "aux": sums.aux,
-            **measured,
-        }
+            metrics = {"loss": sums.mean_loss, "weight": sums.weight, "aux": sums.aux}
+            metrics |= self._measured(recipe.noise, sums, grads)
         if isinstance(sums.loss, tuple):
             metrics["loss_parts"] = jax.tree.map(sum_of_means, sums.loss, sums.weight)
         if scatter_axes is not None:
@@ -167,47 +142,38 @@ class Update:
         state_shardings: Any,
         state: Any,
         frozen: Any,
-        so_far: Metrics,
+        so_far: Metrics | None,
         chunk: Any,
         first_row: jax.Array,
     ) -> tuple[Any, Metrics]:
         """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are
-        metrics of the step's earlier ones.
+        metrics of the step's earlier ones, zeros for the first one, and None where only
+        their shapes are asked for.
         """
         state = join_frozen(state, frozen)
-        keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
-        loss = self.bound_loss(state, state_shardings)
-        recipe = self._recipe(state)
+        counts = np.int32(1), np.int32(1)
+        recipe, shardings = self._recipe(state), state_shardings.params
         with jax.named_scope("accumulate"):
-            options = {
-                "mesh": self.mesh,
-                "param_shardings": state_shardings.params,
-            }
-            counts = np.int32(1), np.int32(1)
-            sums, grads = loss.sums_and_grads(
-                state.params, chunk, keys_KR, counts, recipe, **options
+            sums, grads = self._sums_and_grads(
+                state, state_shardings, chunk, first_row, counts, recipe, shardings
             )
-            if isinstance(sums.loss, tuple):
-                problem = "a loss of several parts needs gradient_accumulation=fused"
-                reason = (
-                    "multi_steps averages microbatches that do not know the weights of"
-                    " the step"
-                )
-                raise ConfigError(
-                    f"{problem}: {reason}",
-                    key="gradient_accumulation",
-                    nearest=("fused",),
-                )
+        if isinstance(sums.loss, tuple):
+            raise ConfigError(
+                "a loss of several parts needs gradient_accumulation=fused: multi_steps"
+                " averages microbatches that do not know the weights of the step",
+                key="gradient_accumulation",
+                nearest=("fused",),
+            )
+        own = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
+        before = so_far or jax.tree.map(jnp.zeros_like, own | {"skipped": False})
         # The loss is the weighted mean over the microbatches so far. MultiSteps
         # averages the gradients with equal weights.
-        weight = so_far["weight"] + sums.weight
+        weight = before["weight"] + sums.weight
+        loss = before["loss"] * before["weight"] + sums.loss
         metrics = {
-            "loss": (
-                (so_far["loss"] * so_far["weight"] + sums.loss)
-                * safe_reciprocal(weight)
-            ),
+            "loss": loss * safe_reciprocal(weight),
             "weight": weight,
-            "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
+            "aux": jax.tree.map(jnp.add, before["aux"], sums.aux),
         }
         mutable = sums.mutable
         if self.skip_nonfinite:
@@ -218,52 +184,58 @@ class Update:
                 lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), grads
             )
             mutable = select_step(is_finite, mutable, carried(state))
-            metrics["skipped"] = so_far["skipped"] | ~is_finite
+            metrics["skipped"] = before["skipped"] | ~is_finite
         with jax.named_scope("update"):
             new = self.run_optimizer(state, grads, metrics["loss"])
         opt_state = new.opt_state
-        if self.skip_nonfinite or hasattr(state, "apply_gradients"):
-            # Before the last microbatch updates are zero, but a state may do more than
-            # apply them. The counters always advance.
-            keep = self.tx.has_updated(opt_state)
-            if self.skip_nonfinite:
-                keep &= ~metrics["skipped"] & (weight != 0)
-            inner = select_step(
-                keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state
-            )
-            opt_state = opt_state._replace(inner_opt_state=inner)
-            new = select_step(
-                keep,
-                replace_fields(new, opt_state=opt_state),
-                replace_fields(state, opt_state=opt_state),
-            )
-        return (
-            split_frozen(replace_carried(new, mutable, step=opt_state.gradient_step))[
-                0
-            ],
-            metrics,
+        # Before the last microbatch updates are zero, but a state may do more than
+        # apply them. The counters always advance.
+        keep = self.tx.has_updated(opt_state)
+        if self.skip_nonfinite:
+            keep &= ~metrics["skipped"] & (weight != 0)
+        inner = opt_state.inner_opt_state
+        inner = select_step(keep, inner, state.opt_state.inner_opt_state)
+        opt_state = opt_state._replace(inner_opt_state=inner)
+        new, old = (replace_fields(x, opt_state=opt_state) for x in (new, state))
+        new = select_step(keep, new, old)
+        new = replace_carried(new, mutable, step=opt_state.gradient_step)
+        return split_frozen(new)[0], metrics
+
+    def _sums_and_grads(
+        self,
+        state: Any,
+        state_shardings: Any,
+        batch_KR: Any,
+        first_row: Any,
+        counts: Counts,
+        recipe: Recipe,
+        grad_shardings: Any,
+    ) -> tuple[Sums, Any]:
+        """Return the sums over microbatches, and the gradient of their mean loss."""
+        loss = self.bound_loss(state, state_shardings)
+        return loss.sums_and_grads(
+            state.params,
+            batch_KR,
+            per_row_keys(self.key, state.step, _row_numbers(batch_KR, first_row)),
+            counts,
+            recipe,
+            mesh=self.mesh,
+            param_shardings=grad_shardings,
         )
 
-    def zero_metrics(self, state: Any, chunk: Any) -> Metrics:
-        """Return the metrics before the first microbatch of `multi_steps`: zeros, as
-        all its calls have the same arguments.
-        """
-        keys_KR = jax.eval_shape(
-            lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0))
-        )
-        shardings = shardings_of(state)
-        eval_sums = functools.partial(
-            self.bound_loss(state, shardings).eval_sums,
-            mesh=self.mesh,
-            mutable=carried(state),
-        )
-        sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
-        shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        return jax.device_put(
-            zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}),
-            replicated(self.mesh),
-        )
+    def _measured(self, meter: NoiseMeter | None, sums: Sums, grads: Any) -> Metrics:
+        """Return the norm of the gradient, and its noise if that is measured."""
+        if meter is None:
+            return {"grad_norm": optax.tree.norm(grads)}
+        if sums.noise is None:
+            raise ConfigError(
+                f"measure_gradient_noise=true: {type(self.loss).__name__} does not use"
+                " `recipe.noise`; see rampup.engine.contract.SummableLoss",
+                key="measure_gradient_noise",
+                nearest=(False,),
+            )
+        with jax.named_scope("gradient_noise"):
+            return meter.metrics(sums.noise, grads, sums.weight)
 
     def _recipe(
         self, state: Any, state_shardings: Any = None, grad_shardings: Any = None
@@ -293,15 +265,10 @@ class Update:
         """Return the loss with the frozen arrays of a state, if it has any, as an
         argument, and with the axes that it needs.
         """
-        has_axes = self.has_explicit and state_shardings is not None
-        return _bind_frozen(
-            (
-                explicit_loss(self.loss, self.mesh, state_shardings)
-                if has_axes
-                else self.loss
-            ),
-            state,
-        )
+        loss = self.loss
+        if self.has_explicit and state_shardings is not None:
+            loss = explicit_loss(loss, self.mesh, state_shardings)
+        return _bind_frozen(loss, state)
 
     def run_optimizer(
         self,
@@ -355,7 +322,6 @@ def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLos
 def eval_sums(
     loss: SummableLoss,
     mesh: Mesh,
-    state_shardings: Any,
     state: Any,
     chunks: tuple[Any, ...],
     num_microbatches: jax.Array,
@@ -366,9 +332,13 @@ def eval_sums(
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
-    options = {"mesh": mesh, "mutable": carried(state)}
     sums = _bind_frozen(loss, state).eval_sums(
-        state.params, batch_KR, keys_KR, num_microbatches, **options
+        state.params,
+        batch_KR,
+        keys_KR,
+        num_microbatches,
+        mesh=mesh,
+        mutable=carried(state),
     )
     return sums.loss, sums.weight
 
