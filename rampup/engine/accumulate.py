@@ -215,10 +215,9 @@ class AccumulatedLoss(SumsOfMicrobatches):
         )
         # jit caches the trace: the loss function is traced once for the shapes of the
         # sums and for the body of the loop.
-        loss_of = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
+        plain = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
         loss_of = jax.jit(
-            jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of,
-            inline=True,
+            jax.value_and_grad(plain, has_aux=True) if has_grads else plain, inline=True
         )
 
         def sum_replica(
@@ -231,9 +230,14 @@ class AccumulatedLoss(SumsOfMicrobatches):
             recipe: Recipe,
         ) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
+            rows, start = (batch_KR, keys_KR), recipe.mutable
 
-            def sums_of(results: Any) -> Sums:
-                (_, sums), grads = results if has_grads else (results, None)
+            def sums_of(i: Any, mutable: Any, weights: Any) -> Sums:
+                """Return the sums over microbatch i; `weights` are those of the whole
+                step if the loss has several parts.
+                """
+                args = params, *take(rows, i), mutable, recipe.scale, weights
+                (_, sums), grads = run(*args) if has_grads else (run(*args), None)
                 if recipe.noise and isinstance(sums.weight, tuple):
                     raise ConfigError(
                         "measure_gradient_noise=true needs a loss with one weight, but"
@@ -249,68 +253,41 @@ class AccumulatedLoss(SumsOfMicrobatches):
                 noise = recipe.noise and recipe.noise.block(
                     grads, sums.weight, varying=sums.loss
                 )
-                grads = jax.tree.map(
-                    lambda g: as_summed(g, self.accumulator_dtype), grads
-                )
+                dtype = self.accumulator_dtype
+                grads = jax.tree.map(lambda g: as_summed(g, dtype), grads)
                 return sums._replace(grads=grads, noise=noise)
 
-            def add(i: jax.Array, sums: Sums) -> Sums:
-                mutable = sums.mutable if has_grads else recipe.mutable
-                with jax.named_scope("microbatch"):
-                    new = sums_of(
-                        run(
-                            params,
-                            *take((batch_KR, keys_KR), i),
-                            mutable,
-                            recipe.scale,
-                            weights,
-                        )
-                    )
-                added = jax.tree.map(
-                    jnp.add, sums._replace(mutable=None), new._replace(mutable=None)
-                )
-                return added._replace(
-                    grads=constrain_leaves(added.grads, shardings), mutable=new.mutable
-                )
-
-            first = (
-                params,
-                *take((batch_KR, keys_KR), 0),
-                recipe.mutable,
-                recipe.scale,
-            )
-            # None while shapes are found; of a loss of several parts then the weights
-            # of the whole step, which `sums_of` reads.
-            weights = None
-            traced, results = jax.make_jaxpr(loss_of, return_shape=True)(*first, None)
+            first = params, *take(rows, 0), start, recipe.scale, None
+            traced = jax.make_jaxpr(loss_of)(*first)
             replicas.check(traced)
             run = replicas.partitioned(loss_of, traced)
-            shapes = jax.eval_shape(sums_of, results)
+            shapes = jax.eval_shape(sums_of, 0, start, None)
+            weights = None
             if has_grads and isinstance(shapes.weight, tuple):
                 weights = psum(
-                    _weights(
-                        self.loss_fn,
-                        mesh,
-                        first,
-                        (batch_KR, keys_KR),
-                        number,
-                        shapes.weight,
-                    )
+                    _weights(plain, params, rows, start, number, shapes.weight)
                 )
             if has_one:
                 with jax.named_scope("microbatch"):
-                    return reduce(sums_of(run(*first, weights)), recipe)
+                    return reduce(sums_of(0, start, weights), recipe)
             # The sums over no microbatch: zeros shaped as those over one, and `mutable`
             # as it is, if it is carried.
-            zeros = jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None)
-            )
+            zeros = _zeros(shapes._replace(mutable=None))
             # Without the constraints, the compiler may replicate the carried gradients
             # over fsdp and tensor.
             zeros = zeros._replace(
                 grads=constrain_leaves(zeros.grads, shardings),
-                mutable=recipe.mutable if has_grads else None,
+                mutable=start if has_grads else None,
             )
+
+            def add(i: jax.Array, sums: Sums) -> Sums:
+                with jax.named_scope("microbatch"):
+                    new = sums_of(i, sums.mutable if has_grads else start, weights)
+                mutable, own = new.mutable, new._replace(mutable=None)
+                added = jax.tree.map(jnp.add, sums._replace(mutable=None), own)
+                grads = constrain_leaves(added.grads, shardings)
+                return added._replace(grads=grads, mutable=mutable)
+
             # In an iteration, parameters and gradients cross fsdp but not data, unless
             # the replicas run in the way `compiled`.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
@@ -458,28 +435,16 @@ def accumulate(
 
 
 def _loss_of(
-    loss_fn: LossFn,
-    mesh: Mesh,
-    *,
-    keeps_mutable: bool = True,
+    loss_fn: LossFn, mesh: Mesh, *, keeps_mutable: bool
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function of one microbatch that returns what `Sums.grads` is the
     gradient of, or with a scale its scaled mean, and the sums.
     """
 
     def loss_of(
-        params: Any,
-        batch_R: Any,
-        keys_R: Any,
-        mutable: Any,
-        scale: Any,
-        weights: Any = None,
+        params: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any
     ) -> tuple[Any, Sums]:
-        args = (
-            (params, batch_R, keys_R)
-            if mutable is None
-            else (params, batch_R, keys_R, mutable)
-        )
+        args = (params, batch_R, keys_R) + (() if mutable is None else (mutable,))
         check_signature(loss_fn, len(args))
         with explained(len(args), mesh.axis_names):
             results = loss_fn(*args)
@@ -506,26 +471,29 @@ def _loss_of(
 
 
 def _weights(
-    loss_fn: LossFn,
-    mesh: Mesh,
-    first: tuple[Any, ...],
+    plain: Callable[..., tuple[Any, Sums]],
+    params: Any,
     rows: tuple[Any, Any],
+    mutable: Any,
     number: Any,
     shapes: tuple[Any, ...],
 ) -> Any:
     """Return the weights of the parts over `number` microbatches: known before the
     gradients, one backward pass serves all.
     """
-    loss_of = jax.jit(_loss_of(loss_fn, mesh), inline=True)
+    loss_of = jax.jit(plain, inline=True)
 
     def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
         weights, mutable = so_far
-        _, sums = loss_of(first[0], *take(rows, i), mutable, None)
+        _, sums = loss_of(params, *take(rows, i), mutable, None, None)
         return jax.tree.map(jnp.add, weights, sums.weight), sums.mutable
 
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     with jax.named_scope("weights"):
-        return jax.lax.fori_loop(0, number, add, (zeros, first[3]))[0]
+        return jax.lax.fori_loop(0, number, add, (_zeros(shapes), mutable))[0]
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def take(tree: Any, i: Any) -> Any:

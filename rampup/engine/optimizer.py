@@ -427,13 +427,14 @@ def optimizer_from_config(
         **others,
     )
     if not rate.plan.follows:
-        return make(rate, adam=constants if adam is None else adam)
+        return make(learning_rate=rate, adam=constants if adam is None else adam)
 
     def of_step(segment: SegmentNumbers | None) -> optax.GradientTransformation:
         own: Any = constants
         if adam is not None:
             own = functools.partial(adam, segment=segment)
-        return make(functools.partial(rate, segment=segment), adam=own)
+        own_rate = functools.partial(rate, segment=segment)
+        return make(learning_rate=own_rate, adam=own)
 
     return FollowingOptimizer.of(of_step)
 

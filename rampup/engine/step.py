@@ -195,8 +195,8 @@ def train_step(
         plan=plan,
         mesh=mesh,
     )
-    has_multi_steps = isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps)
-    if has_multi_steps and getattr(tx, "plan", None) != plan:
+    own_k = isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps)
+    if own_k and getattr(tx, "plan", None) != plan:
         raise ConfigError(
             "tx is an optax.MultiSteps that does not follow this plan, and would"
             " average the gradients of several of its steps",
@@ -204,15 +204,16 @@ def train_step(
             " rampup.multi_steps(tx, plan)",
             key="tx",
         )
+    has_multi_steps = isinstance(tx, optax.MultiSteps)
     whole_batch = plan.splitter.whole_batch or getattr(loss_fn, "whole_batch", False)
     given = {
-        "tx=multi_steps": isinstance(tx, optax.MultiSteps),
+        "tx=multi_steps": has_multi_steps,
         "whole batches": whole_batch,
         "measure_gradient_noise": measure_gradient_noise,
     }
-    if sum(map(bool, given.values())) > 1:
+    if sum(given.values()) > 1:
         raise ConfigError(
-            f"{' and '.join(name for name in given if given[name])} exclude each other",
+            f"{' and '.join(filter(given.get, given))} exclude each other",
             fix="multi_steps runs microbatches that count equally, whole batches are"
             " one microbatch, and the noise is measured between microbatches",
             key="gradient_accumulation",
@@ -224,10 +225,10 @@ def train_step(
     users_mesh, mesh = mesh, auto_view(mesh)
     check_plan_fits(plan, mesh, getattr(loss_fn, "batch_axes", None))
     loss = summable(loss_fn, mesh, reduce_once=reduce_once, whole_batch=whole_batch)
-    loss.check(mesh, "multi_steps" if isinstance(tx, optax.MultiSteps) else "fused")
-    axes = BatchAxes.of(mesh, getattr(loss, "batch_axes", None))
+    loss.check(mesh, "multi_steps" if has_multi_steps else "fused")
     planned = plan.splitter.num_repeats
-    if planned != (repeats := getattr(loss, "num_repeats", planned)):
+    repeats = getattr(loss, "num_repeats", planned)
+    if planned != repeats:
         raise ConfigError(
             f"the plan has num_repeats={planned}, but the loss has"
             f" num_repeats={repeats}",
@@ -235,7 +236,8 @@ def train_step(
             key="num_pipeline_repeats",
             nearest=(repeats,),
         )
-    num_replicas = axes.num_replicas(mesh)
+    batch_axes = getattr(loss, "batch_axes", None)
+    num_replicas = BatchAxes.of(mesh, batch_axes).num_replicas(mesh)
     if measure_gradient_noise:
         raise_together(noise_problems(plan, num_replicas))
     has_explicit = sees_explicit(loss, users_mesh)
@@ -254,19 +256,14 @@ def train_step(
         loss=loss,
         tx=tx,
         mesh=mesh,
-        batch_axes=getattr(loss, "batch_axes", None),
+        batch_axes=batch_axes,
         key=run_key,
         skip_nonfinite=skip_nonfinite,
         measures_noise=measure_gradient_noise,
         has_explicit=has_explicit,
     )
-    return TrainStep(
-        update,
-        plan,
-        users_mesh,
-        donate=donate,
-        check_loss=check_loss and not whole_batch,
-    )
+    check_loss &= not whole_batch
+    return TrainStep(update, plan, users_mesh, donate=donate, check_loss=check_loss)
 
 
 class TrainStep:
@@ -316,7 +313,6 @@ class TrainStep:
         self._batch_axes = update.batch_axes
         self._checks_loss = check_loss
         self._programs = Programs(update, mesh, donate=donate)
-        self._compiler = self._programs.compiler
         self._fused = Fused(self._programs)
         self._engine: Engine = self._fused
         if isinstance(self.tx, optax.MultiSteps):
@@ -337,18 +333,18 @@ class TrainStep:
     @property
     def num_compilations(self) -> int:
         """Executables built so far."""
-        return self._compiler.num_compilations
+        return self._programs.compiler.num_compilations
 
     @property
     def waited_seconds(self) -> float:
         """Seconds that calls have waited for a trace or a compilation."""
-        return self._compiler.waited_seconds
+        return self._programs.compiler.waited_seconds
 
     def close(self) -> None:
         """Cancel the compilations that have not started. The step can still be called,
         and requests them again.
         """
-        self._compiler.close()
+        self._programs.compiler.close()
         self._requested_in = None
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
@@ -413,14 +409,8 @@ class TrainStep:
                 `rampup.data`.
         """
         # Imported here: the engine needs nothing that reads data.
-        from rampup.data.batches import BatchOptions, step_batches
+        from rampup.data.batches import step_batches
 
-        options = BatchOptions(
-            num_threads=num_threads,
-            read_ahead=read_ahead,
-            batch_axes=self._batch_axes,
-            chunk_size=self.chunk_size,
-        )
         return step_batches(
             source,
             self._plan,
@@ -429,7 +419,7 @@ class TrainStep:
             stop=stop,
             seed=seed,
             num_epochs=num_epochs,
-            options=options,
+            options=self._options(num_threads=num_threads, read_ahead=read_ahead),
         )
 
     def stream(
@@ -451,7 +441,7 @@ class TrainStep:
             batched: whether an element has several rows; see `stream_batches`.
             drop_remainder: see `stream_batches`.
         """
-        from rampup.data.batches import BatchOptions, stream_batches
+        from rampup.data.batches import stream_batches
 
         return stream_batches(
             source,
@@ -461,11 +451,15 @@ class TrainStep:
             stop=stop,
             batched=batched,
             drop_remainder=drop_remainder,
-            options=BatchOptions(
-                batch_axes=self._batch_axes,
-                chunk_size=self.chunk_size,
-            ),
+            options=self._options(),
         )
+
+    def _options(self, **given: Any) -> Any:
+        """Return how batches of this step are read, as `BatchOptions`."""
+        from rampup.data.batches import BatchOptions
+
+        axes, size = self._batch_axes, self.chunk_size
+        return BatchOptions(batch_axes=axes, chunk_size=size, **given)
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
         """Return the batch of a step, by default that after the last call, from arrays
@@ -481,24 +475,23 @@ class TrainStep:
         step = self._returned[1] if step is None else int(step)
         stop_step(self._plan, step, step + 1)
         position = self._plan.position(step)
-        split = position.split
-        needed = split.num_microbatches * len(
-            process_rows(self._mesh, _num_rows(split), self._batch_axes)
-        )
+        number = position.split.num_microbatches
+        R = _num_rows(position.split)
+        needed = number * len(process_rows(self._mesh, R, self._batch_axes))
         from rampup.data.fields import own_arrays
 
         # Copied: the caller may fill the same arrays with the next rows while the
         # devices still read these.
         rows = own_arrays(rows, batched=True)
-        found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
-        if found != {(needed,)}:
-            lengths = ", ".join(str(*shape) or "no" for shape in sorted(found)) or "no"
+        lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
+        if lengths != {(needed,)}:
+            found = ", ".join(str(*length) or "no" for length in sorted(lengths))
             raise DataError(
                 f"step {step} takes arrays of {needed} rows, but the given ones have"
-                f" {lengths} rows"
+                f" {found or 'no'} rows"
             )
         return put_batch(
-            in_microbatches(rows, split.num_microbatches),
+            in_microbatches(rows, number),
             position,
             self._plan,
             self._mesh,
@@ -515,26 +508,20 @@ class TrainStep:
             split: the split, such as one of `plan.splits`.
         """
         layout = layout_of(self._plan, split, row_size(row))
-        array = functools.partial(
-            jax.ShapeDtypeStruct,
-            sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes),
-        )
+        C, R = layout.chunk_size, layout.num_rows
+        by_rows = batch_sharding(self._mesh, leading=1, axes=self._batch_axes)
+        shape = jax.ShapeDtypeStruct
         chunk = jax.tree.map(
-            lambda x: array(
-                (layout.chunk_size, layout.num_rows, *np.shape(x)), np.result_type(x)
-            ),
+            lambda x: shape((C, R, *np.shape(x)), np.result_type(x), sharding=by_rows),
             row,
         )
+        numbers = (np.int32(0), np.int32(0)), self.segment_of(self._plan.clock[0])
+        whole = replicated(self._mesh)
+        counts, segment = jax.tree.map(
+            lambda x: shape((), x.dtype, sharding=whole), numbers
+        )
         chunks = (chunk,) * layout.num_chunks
-        scalar = functools.partial(
-            jax.ShapeDtypeStruct, (), sharding=replicated(self._mesh)
-        )
-        segment = jax.tree.map(
-            lambda x: scalar(x.dtype), self.segment_of(self._plan.clock[0])
-        )
-        return self._programs.lower(
-            Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment
-        )
+        return self._programs.lower(Update.fused, state, chunks, counts, segment)
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, if it
@@ -544,38 +531,29 @@ class TrainStep:
             state: a state, or its shapes.
             row: a row, or its shapes.
         """
+        shape = jax.ShapeDtypeStruct
+        own = jax.tree.map(lambda x: shape(np.shape(x), x.dtype), state)
+        rows = jax.tree.map(lambda x: shape((2, *np.shape(x)), np.result_type(x)), row)
+        mutable = [x for x in [carried(own)] if x is not None]
 
-        def loss(state: Any, rows: Any, keys: Any) -> Any:
+        def loss(state: Any, *args: Any) -> Any:
             bound: Any = self._update.bound_loss(state)
-            mutable = carried(state)
-            return bound.loss_fn(
-                state.params, rows, keys, *(() if mutable is None else (mutable,))
-            )
+            return bound.loss_fn(state.params, *args)
 
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((2, *np.shape(x)), np.result_type(x)), row
-        )
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state
-        )
         found = {}
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
-            optimizer_args = (
-                shapes,
-                shapes.params,
-                jax.ShapeDtypeStruct((), np.float32),
-                self.segment_of(self._plan.clock[0]),
-            )
+            segment = self.segment_of(self._plan.clock[0])
+            value = shape((), np.float32)
             traces = {
-                "optimizer": (self._update.run_optimizer, optimizer_args),
-                "loss": (loss, (shapes, rows, keys)),
+                "optimizer": (self._update.run_optimizer, own.params, value, segment),
+                "loss": (loss, rows, keys, *mutable),
             }
-            for name, (function, args) in traces.items():
+            for name, (function, *args) in traces.items():
                 # Whatever a function of the user's raises, the step itself has another
                 # place to say it.
                 with contextlib.suppress(Exception):
-                    found[name] = jax.make_jaxpr(function)(*args)
+                    found[name] = jax.make_jaxpr(function)(own, *args)
         return found
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
@@ -593,22 +571,20 @@ class TrainStep:
         Args:
             split: a split of the plan.
         """
-        splitter = self._plan.splitter
-        if splitter.num_stages == 1:
+        p, v = self._plan.splitter.num_stages, self._plan.splitter.num_repeats
+        if p == 1:
             return (split.num_microbatches,)
-        ticks = pass_ticks(
-            splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats
-        )
+        ticks = pass_ticks(p, split.num_pipeline_microbatches, v)
         return split.accumulation_steps, ticks
 
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""
         if not isinstance(batch, Batch):
-            fix = (
-                "get batches from step.batches(source), or make one of arrays with"
-                " step.batch(arrays)"
+            raise DataError(
+                f"a step takes a Batch and not {a_type(batch)}",
+                fix="get batches from step.batches(source), or make one of arrays with"
+                " step.batch(arrays)",
             )
-            raise DataError(f"a step takes a Batch and not {a_type(batch)}; {fix}")
         known, done = self._returned
         # A state with the `step` that the last call returned needs no check. Before the
         # first call, `known` is None.
@@ -629,26 +605,25 @@ class TrainStep:
                 " step.batch(arrays, step=state.step)"
             )
         phase = batch.position.phase
-        phases = self._plan.ramp.phases[phase.index : phase.index + 1]
         # A plan with reserved sizes grows during the run: its batches may be of a
         # longer one.
-        if not self._plan.reserved_sizes and phase not in phases:
+        if not self._plan.reserved_sizes and phase not in self._plan.ramp.phases:
             raise DataError(
                 f"the batch is of another plan: {phase}, with {phase.global_batch_size}"
-                " samples per step, is not in the plan of this step; make both with the"
-                " same plan"
+                " samples per step, is not in the plan of this step",
+                fix="make both with the same plan",
             )
         if batch.layout not in self._layouts:
-            size = row_size(batch.row)
+            size, chunk_size = row_size(batch.row), self.chunk_size
             layouts = {
-                layout_of(self._plan, split, size, chunk_size=self.chunk_size)
+                layout_of(self._plan, split, size, chunk_size=chunk_size)
                 for split in self._plan.splits_to_come
             }
             if batch.layout not in layouts:
                 raise DataError(
                     f"the batch has the layout {batch.layout}, but this step takes"
-                    f" {', '.join(map(str, layouts))}; take its own batches:"
-                    " step.batches(...), stream or batch"
+                    f" {', '.join(map(str, layouts))}",
+                    fix="take its own batches: step.batches(...), stream or batch",
                 )
             self._layouts.add(batch.layout)
 
@@ -657,8 +632,7 @@ class TrainStep:
         does.
         """
         most = max(split.num_microbatches for split in self._plan.splits)
-        numbers = filter(is_floating, jax.tree.leaves(carried(state)))
-        if most > 1 and any(True for _ in numbers):
+        if most > 1 and any(map(is_floating, jax.tree.leaves(carried(state)))):
             warnings.warn(
                 f"the loss changes `mutable` once per microbatch, up to {most} times in"
                 " a step, where a step by hand changes it once; if it is a running"
@@ -675,19 +649,14 @@ class TrainStep:
         if index == self._requested_in or self._engine is not self._fused:
             return
         self._requested_in = index
-        splits = [
-            self._plan.splits[phase.index]
-            for phase in self._plan.ramp.phases[index + 1 :][:PHASES_AHEAD]
-            if phase.start_step < self._plan.total_steps
-        ]
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
-        for split in splits:
-            self._compiler.compile_async(
-                _num_rows(split),
-                functools.partial(self.lower, shapes, batch.row, split),
-            )
+        for phase in self._plan.ramp.phases[index + 1 :][:PHASES_AHEAD]:
+            if phase.start_step < self._plan.total_steps:
+                split = self._plan.splits[phase.index]
+                lower = functools.partial(self.lower, shapes, batch.row, split)
+                self._programs.compiler.compile_async(_num_rows(split), lower)
 
 
 def _num_rows(split: BatchSplit) -> int:

@@ -88,7 +88,7 @@ def run(step, state, rows, plan, check=lambda state, batch, metrics: None):
 
 def program_of(step):
     """Return the one program that a step has compiled."""
-    (program,) = step._compiler._programs.values()
+    (program,) = step._programs.compiler._programs.values()
     return program
 
 

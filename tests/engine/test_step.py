@@ -178,7 +178,11 @@ def test_every_phase_runs_in_its_planned_shape():
         [8] * 2 + [16] * 3 + [32] * 5
     )
     state, _ = step(state, batches[0])
-    assert {*step._compiler._programs, *step._compiler._pending} == {8, 16, 32}
+    assert {*step._programs.compiler._programs, *step._programs.compiler._pending} == {
+        8,
+        16,
+        32,
+    }
     toy.history(step, state, batches[1:])
     assert step.num_compilations == 3
 
