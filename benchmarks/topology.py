@@ -185,7 +185,6 @@ def compile_system(
             for key, (shape, dtype) in shapes.items()
         }
 
-    chip = topology.chip.name
     if name == FIXED:
         step = train_step(problem.model.loss, tx, plan, mesh)
         state = TrainState(
@@ -194,7 +193,7 @@ def compile_system(
         row = {"tokens": np.zeros(problem.tokens + 1, np.int32), "length": np.int32(0)}
         lowered = step.lower(place(state, replicated(mesh)), row, plan.splits[-1])
         return (
-            compile_for(lowered, kind=chip),
+            compile_for(lowered),
             1,
             (*step.loop_trips(plan.splits[-1]), layers),
             plan.num_compiled_shapes,
@@ -220,7 +219,7 @@ def compile_system(
     lowered = jax.jit(made, donate_argnums=0, out_shardings=replicated(mesh)).lower(
         state, arguments, *more
     )
-    return compile_for(lowered, kind=chip), calls, trips, executables
+    return compile_for(lowered), calls, trips, executables
 
 
 def hours() -> BenchResult:

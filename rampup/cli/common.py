@@ -21,7 +21,6 @@ from rich.console import Console
 from rampup.config.build import build_plan, with_slices
 from rampup.config.load import COMMAND_LINE, load_config, names_in
 from rampup.config.schema import KEYS, Config
-from rampup.engine.compile import tpu_options
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.numbers import AUTO, GIB
@@ -204,24 +203,16 @@ def accelerator_plugins() -> bool:
 
 
 def describe_topology(topology: Topology) -> str:
-    """Return some lines about the devices of a plan."""
+    """Return a line about the devices of a plan."""
     product = (
         topology.product_name
         if topology.num_slices == 1
         else f"{topology.num_slices}*{topology.product_name}"
     )
-    lines = [
+    return (
         f"planned for {topology.name} ({product}): {topology.num_devices:,} devices"
         f" with {topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology"
         f" {shlex.quote(topology.name)}` compiles for it"
-    ]
-    if options := tpu_options(topology.chip.name):
-        lines.append(
-            "`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS"
-            " sets them:"
-        )
-    return "\n".join(
-        [*lines, *(f"  {name}={value}" for name, value in options.items())]
     )
 
 

@@ -20,7 +20,6 @@ from rampup.config.notes import hyperparameter_notes, run_notes
 from rampup.config.resume import possible_devices
 from rampup.config.schema import Config
 from rampup.config.stages import global_batch_to_load
-from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError
 from rampup.plan.describe import MAX_PHASES
 from rampup.plan.pipeline import SCHEDULES, Timetable
@@ -81,7 +80,7 @@ def _phases(args: argparse.Namespace) -> Result:
     if notes:
         facts["notes"] = list(notes)
     if topology is not None:
-        facts["topology"] = topology_facts(topology)
+        facts["topology"] = topology.to_dict()
     rows: list[dict[str, float]] = []
     if args.hyperparameters:
         from rampup.lm.train import phase_hyperparameters

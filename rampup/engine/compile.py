@@ -1,50 +1,25 @@
 """Compiles programs once, on request or in a background thread before they are needed,
 and with which options.
 
-JAX is imported only where something is compiled, so that a plan can name the options,
-and the table of TPUs only for one.
+JAX is imported only where something is compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rampup.plan.topology import Topology
+from typing import Any
 
 Lower = Callable[[], Any]
 # Level 2 compiles a fifth faster than level 3, and the steps of the models here run
 # equally fast.
-CPU_OPTIONS = {"xla_backend_optimization_level": 2}
-# Layouts in which the reduce-scatter of a gradient needs no transpose and no padding.
-# Without them the compiler exchanges padded buffers, or reduces whole gradients and
-# slices them.
-_SCATTER = {
-    "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
-    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
-    "xla_tpu_assign_all_reduce_scatter_layout": "true",
-}
-# Collectives run on the SparseCores, asynchronously, while the TensorCore computes.
-_SPARSE_CORE = {
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-}
-# They change how a program communicates and when, not what it computes. Programs were
-# compiled for these chips with them, not run on them. v5e has no SparseCores: there,
-# asynchronous fusions of collectives are the compiler's default.
-TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"v5e": _SCATTER, "v5p": _SCATTER | _SPARSE_CORE, "v6e": _SCATTER | _SPARSE_CORE}
-)
+CPU_LEVEL, _LEVEL = 2, "xla_backend_optimization_level"
 
 
 class Compiler:
@@ -134,57 +109,16 @@ class Compiler:
         return program
 
 
-def compile_program(
-    lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optimization_level"]
-) -> Any:
-    """Compile a `jax.stages.Lowered` with the options of the backend. What `XLA_FLAGS`
-    and `LIBTPU_INIT_ARGS` set wins.
+def compile_program(lowered: Any, *, level: int = CPU_LEVEL) -> Any:
+    """Compile a `jax.stages.Lowered`, on a CPU at a level, unless `XLA_FLAGS` has
+    one.
     """
     import jax
 
-    platform = jax.default_backend()
-    if platform == "tpu":
-        return compile_for_tpu(lowered, jax.devices()[0].device_kind)
-    (name,) = CPU_OPTIONS
-    is_free = platform == "cpu" and name not in os.environ.get("XLA_FLAGS", "")
-    return lowered.compile(compiler_options={name: level} if is_free else None)
-
-
-def compile_for_tpu(
-    lowered: Any, kind: str, options: Mapping[str, str] | None = None
-) -> Any:
-    """Compile for a TPU generation, with further options and the `tpu_options` that
-    this version of the compiler knows.
-    """
-    chosen = tpu_options(kind, os.environ.get("LIBTPU_INIT_ARGS", ""))
-    while True:
-        try:
-            return lowered.compile(
-                compiler_options=(chosen | dict(options or {})) or None
-            )
-        except RuntimeError as error:
-            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-            if unknown is None or chosen.pop(unknown[1], None) is None:
-                raise
-
-
-def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
-    """Return the options for a TPU generation such as `v5p`, or JAX's name of it, but
-    those set in the `flags` of libtpu.
-    """
-    from rampup.plan.topology import CHIPS
-
-    names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
-    known = {own: chip.name for chip in CHIPS.values() for own in chip.kinds}
-    options = TPU_OPTIONS.get(known.get(kind, kind), {})
-    return {name: options[name] for name in options if name not in names}
-
-
-def topology_facts(topology: Topology) -> dict[str, Any]:
-    """Return a topology for JSON, with the options that its programs are compiled
-    with.
-    """
-    return topology.to_dict() | {"compiler_options": tpu_options(topology.chip.name)}
+    options = None
+    if jax.default_backend() == "cpu" and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
+        options = {_LEVEL: level}
+    return lowered.compile(compiler_options=options)
 
 
 def enable_compilation_cache(folder: str | None) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 import rampup
 from rampup.contrib.lab.topology import topology_devices
-from rampup.engine.compile import compile_for_tpu
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 from rampup.plan.topology import Topology
@@ -58,7 +57,7 @@ def operations_of(lowered, disabled):
     names, which differ from compilation to compilation.
     """
     options = {"xla_disable_hlo_passes": PASS} if disabled else None
-    text = compile_for_tpu(lowered, "v5e", options).as_text()
+    text = lowered.compile(compiler_options=options).as_text()
     found = (
         collections.Counter(re.findall(r" = (\S+) ([\w-]+)\(", block))
         for block in text.split("\n}\n")

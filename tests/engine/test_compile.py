@@ -11,13 +11,9 @@ import pytest
 from helpers import processes, toy
 
 from rampup.engine.compile import (
-    TPU_OPTIONS,
     Compiler,
-    compile_for_tpu,
     compile_program,
-    tpu_options,
 )
-from rampup.plan.topology import CHIPS
 
 
 def lowering(function, *args):
@@ -194,46 +190,3 @@ def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
         compile_program(Lowered())
     assert given == [{"xla_backend_optimization_level": 2}, None, None]
-
-
-def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(
-    monkeypatch,
-):
-    """Options that an older compiler refuses are left out, and those of the user win.
-    Other errors are raised.
-    """
-    known, asked = (
-        {"xla_tpu_assign_all_reduce_scatter_layout", "xla_tpu_max_hbm_size_mib"},
-        [],
-    )
-
-    class Lowered:
-        def compile(self, *, compiler_options):
-            asked.append(compiler_options)
-            for name in compiler_options:
-                if name not in known:
-                    raise RuntimeError(
-                        f"INVALID_ARGUMENT: No such compile option: '{name}'"
-                    )
-            return compiler_options
-
-    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    found = compile_for_tpu(Lowered(), "v6e", {"xla_tpu_max_hbm_size_mib": "256"})
-    assert found == {
-        "xla_tpu_assign_all_reduce_scatter_layout": "true",
-        "xla_tpu_max_hbm_size_mib": "256",
-    }
-    assert asked[0] == tpu_options("v6e") | {"xla_tpu_max_hbm_size_mib": "256"}
-    with pytest.raises(RuntimeError, match="No such compile option: 'mine'"):
-        compile_for_tpu(Lowered(), "v5e", {"mine": "1"})
-    monkeypatch.setenv(
-        "LIBTPU_INIT_ARGS", "--xla_tpu_assign_all_reduce_scatter_layout=false --other=1"
-    )
-    assert compile_for_tpu(
-        Lowered(), "TPU v5 lite", {"xla_tpu_max_hbm_size_mib": "1"}
-    ) == {"xla_tpu_max_hbm_size_mib": "1"}
-
-
-def test_generations_with_options_are_chips():
-    """A misspelled one would have none."""
-    assert set(TPU_OPTIONS) <= set(CHIPS)

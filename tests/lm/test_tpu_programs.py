@@ -64,10 +64,7 @@ def compile_step(config, topology):
     )
     row = jax.tree.map(lambda x: x[0], source.read(np.arange(1)))
     return (
-        compile_for(
-            setup.step.lower(setup.state_shapes(), row, plan.splits[0]),
-            kind=topology.chip.name,
-        ),
+        compile_for(setup.step.lower(setup.state_shapes(), row, plan.splits[0])),
         setup,
     )
 

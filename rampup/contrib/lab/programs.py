@@ -68,8 +68,7 @@ class Trial:
             if topology is None:
                 self.program = compile_program(lowered)
             else:
-                kind = topology.chip.name
-                self.program = compile_for(lowered, kind=kind, hbm_bytes=limit)
+                self.program = compile_for(lowered, hbm_bytes=limit)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

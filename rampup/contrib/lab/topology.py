@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from rampup.engine.compile import compile_for_tpu
 from rampup.errors import MissingDependencyError
 from rampup.plan.topology import Topology
 
@@ -116,11 +115,10 @@ def _devices(topology: Topology) -> Sequence[Any]:
     return tuple(found.devices)
 
 
-def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
-    """Compile a program for a topology, with the options that `rampup train` has for a
-    kind of TPU.
+def compile_for(lowered: Any, *, hbm_bytes: int | None = None) -> Any:
+    """Compile a program for a topology.
 
     `hbm_bytes` limits the memory of a device that it may use, rounded down to MiB.
     """
     options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
-    return compile_for_tpu(lowered, kind, options)
+    return lowered.compile(compiler_options=options or None)

@@ -7,7 +7,6 @@ import argparse
 from rich.console import Console
 
 from rampup.cli.common import Result
-from rampup.engine.compile import topology_facts
 from rampup.plan.topology import known_topologies
 from rampup.show.console import print_table
 from rampup.show.format import format_bytes, format_value
@@ -15,7 +14,7 @@ from rampup.show.format import format_bytes, format_value
 
 def explain(args: argparse.Namespace) -> Result:
     """List the topologies."""
-    slices = [topology_facts(topology) for topology in known_topologies()]
+    slices = [topology.to_dict() for topology in known_topologies()]
 
     def show(console: Console) -> None:
         rows = [
