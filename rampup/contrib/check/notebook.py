@@ -5,15 +5,15 @@ its syntax. Nothing is imported or executed.
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rampup.config.yaml import Located, read_text
+from rampup.contrib.check.shell.values import mark
 from rampup.errors import ConfigError
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
@@ -22,36 +22,11 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-    ast.Not: operator.not_,
     ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{call.__name__: call for call in (int, float, bool, str, round, min, max, len)},
-    **{call.__name__: call for call in (tuple, list, dict)},
-}
-# What counts the devices of the machine, or lists them.
-_COUNTS = ("device_count", "local_device_count")
-_LISTS = ("devices", "local_devices")
 _MAX = 10**12
-_BLOCKS = (ast.ClassDef, ast.With, ast.For, ast.While, ast.Try)
 
 
-# What arithmetic on parts that do not fit raises.
-_OPEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-
-class _UnknownError(Exception):
-    """The syntax does not say what an expression is."""
-
-
-@dataclass
 class Constants:
     """What the syntax of a program says.
 
@@ -61,162 +36,126 @@ class Constants:
             and its value.
     """
 
-    path: str
-    devices: int | None  # those of the machine; None if unknown
-    constants: dict[str, Located] = field(default_factory=dict)
-    arguments: list[tuple[str, str, Located]] = field(default_factory=list)
-    _names: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, path: str, devices: int | None) -> None:
+        self.path = path
+        self.devices = devices  # those of the machine; None if unknown
+        self.constants: dict[str, Located] = {}
+        self.arguments: list[tuple[str, str, Located]] = []
+        self._names: dict[str, Any] = {}
 
-    def run(self, statements: Sequence[ast.stmt], *, local: bool = False) -> None:
-        """Follow statements; `local` ones are those of a function, and do not change
-        what the program says outside.
-        """
+    def run(self, statements: Sequence[ast.stmt]) -> None:
+        """Follow statements in their order."""
         for statement in statements:
-            if isinstance(statement, ast.If):
-                self._branch(statement, local)
-            elif isinstance(statement, ast.FunctionDef):
-                outside = dict(self._names)
-                self.run(statement.body, local=True)
-                self._names = outside
-            elif isinstance(statement, _BLOCKS):
-                self.run(statement.body, local=local)
-            else:
-                if isinstance(statement, ast.Assign):
-                    for target in statement.targets:
-                        self._assign(target, statement.value, local)
-                elif isinstance(statement, ast.AnnAssign) and statement.value:
-                    self._assign(statement.target, statement.value, local)
-                self._record_calls(statement)
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._record_calls(statement)
+                    self._assign(name, value)
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    self._assign(name, value)
+                case ast.ClassDef(body=body):
+                    self.run(body)
+                case ast.If(test=test, body=body, orelse=other) if (
+                    holds := self._value(test)
+                ) is not None:
+                    self.run(body if holds else other)
+                case _:
+                    self._follow(statement)
 
-    def _branch(self, statement: ast.If, local: bool) -> None:
-        """Follow the branch that is taken; if that is not known, both, and forget what
-        they assign.
+    def _follow(self, statement: ast.stmt) -> None:
+        """Follow the blocks of a function, a loop or an open branch, and forget what
+        they or another statement assign: it may happen once, often, or never.
         """
-        branches = (statement.body, statement.orelse)
-        try:
-            self.run(branches[not self._value(statement.test)], local=local)
-        except _UnknownError:
-            for branch in branches:
-                self.run(branch, local=local)
-            for node in ast.walk(statement):
-                is_set = isinstance(getattr(node, "ctx", None), ast.Store)
-                name = getattr(node, "id", getattr(node, "attr", ""))
-                if is_set and name in self._names:
-                    self._forget(name, local)
+        children = [*ast.iter_child_nodes(statement)]
+        blocks = [child for child in children if isinstance(child, ast.stmt)]
+        for child in children:
+            if isinstance(child, ast.ExceptHandler):
+                blocks += child.body
+        self.run(blocks)
+        if not blocks:
+            self._record_calls(statement)
+        for node in ast.walk(statement):
+            if isinstance(getattr(node, "ctx", None), ast.Store):
+                for part in ast.walk(node):
+                    self._forget(getattr(part, "id", ""))
 
-    def _assign(self, target: ast.expr, value: ast.expr, local: bool) -> None:
-        if not isinstance(target, ast.Name | ast.Attribute):
-            return
-        name = _name(target)
-        try:
-            found = self._names[name] = self._value(value)
-        except _UnknownError:
-            self._forget(name, local)
-            return
+    def _assign(self, name: str, value: ast.expr) -> None:
+        self._forget(name)
+        self._names[name] = found = self._value(value)
         for key, part in _parts(name, found):
-            if not local or key not in self.constants:
-                self.constants[key] = self._at(part, value)
+            self.constants[key] = self._at(part, value)
 
-    def _forget(self, name: str, local: bool) -> None:
+    def _forget(self, name: str) -> None:
         """Take a name for unknown, with the keys of its dictionary."""
         for key, _ in _parts(name, self._names.pop(name, None)):
-            if not local:
-                self.constants.pop(key, None)
+            self.constants.pop(key, None)
 
-    def _at(self, value: Any, node: ast.AST) -> Located:
-        line = getattr(node, "lineno", None)
-        return Located(value=value, path=self.path, line=line)
+    def _at(self, value: Any, node: ast.expr) -> Located:
+        return Located(value=value, path=self.path, line=node.lineno)
 
     def _record_calls(self, statement: ast.stmt) -> None:
         for call in ast.walk(statement):
             if not isinstance(call, ast.Call):
                 continue
-            name = _name(call.func)
-            if name == "add_argument":
-                self._add_option(call)
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
             given = [(str(place), value) for place, value in enumerate(call.args)]
             given += [(key.arg or "", key.value) for key in call.keywords]
             for key, value in given:
-                with contextlib.suppress(_UnknownError):
-                    if isinstance(value, ast.Starred):
-                        first = self._value(value.value)[0]
-                        self.arguments.append((name, key, self._at(first, value)))
-                    else:
-                        found = self._at(self._value(value), value)
-                        self.arguments.append((name, key, found))
-
-    def _add_option(self, call: ast.Call) -> None:
-        """Take the default of an option of argparse as a constant of its name."""
-        words = [part.value for part in call.args if isinstance(part, ast.Constant)]
-        defaults = [key.value for key in call.keywords if key.arg == "default"]
-        if words and defaults:
-            name = str(words[-1]).lstrip("-").replace("-", "_")
-            self._assign(ast.Name(name), defaults[0], local=False)
+                found = self._value(value)
+                if found is None and not isinstance(value, ast.Constant):
+                    found = mark(f"${{{ast.unparse(value)}}}")  # it is asked for
+                self.arguments.append((name, key, self._at(found, value)))
 
     def _value(self, node: ast.expr) -> Any:
-        """Return what an expression is, if constants and arithmetic say it."""
-        try:
-            return self._see(node)
-        except _OPEN as error:
-            raise _UnknownError from error
-
-    def _see(self, node: ast.expr) -> Any:
+        """Return what an expression is; None if constants and arithmetic do not say
+        it.
+        """
         see = self._value
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name() | ast.Attribute():
-                return self._names[_name(node)]
+            case ast.Name(id=name):
+                return self._names.get(name)
+            case ast.Starred(value=whole):
+                return see(whole)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return tuple(map(see, parts))
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return {see(key): self._or_none(part) for key, part in pairs if key}
-            case ast.IfExp(test=test, body=body, orelse=other):
-                return see(body if see(test) else other)
-            case ast.Subscript(value=value, slice=place):
-                return see(value)[see(place)]
-            case ast.UnaryOp(op=op, operand=part):
-                return _calculate(op, see(part))
+                values = tuple(map(see, parts))
+                return None if None in values else values
+            case ast.Dict(keys=keys, values=parts):
+                pairs = zip(keys, parts, strict=True)
+                return {
+                    key.value: see(part)
+                    for key, part in pairs
+                    if isinstance(key, ast.Constant)
+                }
+            case ast.Subscript(value=whole, slice=ast.Constant(value=key)):
+                found = see(whole)
+                return found.get(key) if isinstance(found, dict) else None
             case ast.BinOp(op=op, left=left, right=right):
                 return _calculate(op, see(left), see(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 return _calculate(op, see(left), see(right))
-            case ast.Call(func=func, args=args):
-                return self._see_call(_name(func), isinstance(func, ast.Name), args)
-        raise _UnknownError
-
-    def _see_call(self, name: str, is_plain: bool, args: Sequence[ast.expr]) -> Any:
-        if name in (*_COUNTS, *_LISTS):
-            if self.devices is None:
-                raise _UnknownError
-            return self.devices if name in _COUNTS else (0,) * self.devices
-        if name in ("get", "getenv") and len(args) == 2:
-            return self._value(args[1])  # the environment counts as empty
-        if not is_plain:
-            raise _UnknownError
-        return _FUNCTIONS[name](*map(self._value, args))
-
-    def _or_none(self, node: ast.expr) -> Any:
-        with contextlib.suppress(_UnknownError):
-            return self._value(node)
+            case ast.Call(func=ast.Name(id="int"), args=[part]):
+                number = see(part)
+                return int(number) if _is_number(number) else None
+            case ast.Call(func=ast.Name(id="len"), args=[ast.Call() as call]):
+                is_list = getattr(call.func, "attr", "") == "devices"
+                return self.devices if is_list else None
+            case ast.Call(func=ast.Attribute(attr="device_count")):
+                return self.devices
         return None
 
 
-def _calculate(op: ast.AST, *sides: Any) -> Any:
-    """Return the value of an operator of numbers, or of a comparison."""
-    is_test = isinstance(op, ast.Eq | ast.NotEq)
-    if not is_test and not all(isinstance(side, int | float) for side in sides):
-        raise _UnknownError
-    found = _OPERATORS[type(op)](*sides)
-    if abs(found) > _MAX:
-        raise _UnknownError
-    return found
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) <= _MAX
 
 
-def _name(called: ast.expr) -> str:
-    """Return the last part of the name of what is called."""
-    return str(getattr(called, "attr", getattr(called, "id", "")))
+def _calculate(op: ast.AST, left: Any, right: Any) -> Any:
+    """Return the value of an operator of numbers, or whether they are equal."""
+    if type(op) not in _OPERATORS or not _is_number(left) or not _is_number(right):
+        return None
+    if right == 0 and isinstance(op, ast.Div | ast.FloorDiv):
+        return None
+    return _OPERATORS[type(op)](left, right)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -239,29 +178,24 @@ def read_constants(path: Path, *, devices: int | None = None) -> Constants:
         ConfigError: the file is no notebook, or a program that is not Python.
     """
     found = Constants(str(path), devices)
-    text, cells = read_text(path), list[str]()
-    if path.suffix == ".ipynb":
-        try:
-            rows = json.loads(text)["cells"]
-            cells = [
-                "".join(row["source"]) for row in rows if row["cell_type"] == "code"
-            ]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"this is no notebook: {error}", path=str(path)) from None
-    for cell in cells or [text]:
+    text = read_text(path)
+    is_notebook = path.suffix == ".ipynb"
+    for cell in _cells(text, path) if is_notebook else [text]:
         # Lines of the notebook's own language say nothing about the run.
-        own = ("%", "!")
-        lines = [
-            line[: -len(line.lstrip())] + "pass"
-            if line.lstrip().startswith(own)
-            else line
-            for line in cell.splitlines()
-        ]
+        plain = re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", cell)
         try:
-            tree = ast.parse("\n".join(lines))
+            found.run(ast.parse(plain).body)
         except SyntaxError as error:
-            if cells:
-                continue  # a cell of another language
-            raise ConfigError(f"this is not Python: {error}", path=str(path)) from None
-        found.run(tree.body)
+            if not is_notebook:  # a cell may be of another language
+                said = f"this is not Python: {error}"
+                raise ConfigError(said, path=str(path)) from None
     return found
+
+
+def _cells(text: str, path: Path) -> list[str]:
+    """Return the code of a notebook's cells."""
+    try:
+        rows = json.loads(text)["cells"]
+        return ["".join(row["source"]) for row in rows if row["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"this is no notebook: {error}", path=str(path)) from None

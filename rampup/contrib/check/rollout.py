@@ -1,5 +1,5 @@
-"""One training step on rollouts, as SkyRL, veRL, trlX and MaxText RL all run it: its
-numbers, its plan and its words.
+"""One training step on rollouts, as SkyRL, veRL, trlX, Tunix and MaxText RL all run it:
+from prompts to responses, updates and passes, in numbers and in words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 from rampup.contrib.check.rules import Job, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, Term, counted, times
-from rampup.contrib.rl.plan import RolloutPlan, Size, Training, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +21,6 @@ class TrainedModel:
     mini_batch: int  # size of an optimizer step, whole job, in the unit of the system
     mini_samples: int  # the same in samples
     replicas: int
-    micro: int | None  # samples of a pass and replica; None if unknown
-    tokens: int | None = (
-        None  # token budget of a pass and replica, which replaces `micro`
-    )
     epochs: int  # passes over a step's samples
 
     @property
@@ -43,23 +38,6 @@ class TrainedModel:
         """Empty samples that fill a mini batch up to a multiple of the replicas."""
         return -self.mini_samples % self.replicas
 
-    def training(self, unit: Unit) -> Training:
-        """Return the same for rampup's plan of a step."""
-        size = (
-            None
-            if self.micro is None
-            else Size(count=self.micro, unit="samples", scope="replica")
-        )
-        if self.tokens is not None:
-            size = Size(count=self.tokens, unit="tokens", scope="replica")
-        mini = Size(count=self.mini_batch, unit=unit)
-        return Training(
-            mini_batch=mini,
-            microbatch=size,
-            data_parallel_size=self.replicas,
-            num_epochs=self.epochs,
-        )
-
 
 class RolloutJob(Job):
     """The numbers of a file whose training step generates samples and trains on
@@ -68,22 +46,20 @@ class RolloutJob(Job):
 
     prompts: int  # those of a training step
     samples_per_prompt: int
-    passes: int | None = (
-        # those of a policy update and replica; None with a token budget, or if no key
-        # sets their size
-        None
-    )
+    micro: int | None = None  # samples of a policy pass and replica; None if unknown
+    tokens: int | None = None  # token budget of such a pass, which replaces `micro`
+    # Passes of a policy update and replica; None with a token budget, or if no key sets
+    # their size.
+    passes: int | None = None
     padded_samples: int = 0  # artificial samples of a training step
-    training_steps: int | None = (
-        None  # those of the run; None if the size of the data set is unknown
-    )
+    # Those of the run; None if the size of the data set is unknown.
+    training_steps: int | None = None
     lost_prompts: int = 0  # prompts that fill no training step
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.trained: dict[
-            str, TrainedModel
-        ] = {}  # the policy first, then the critic if there is one
+        # The policy first, then the critic if there is one.
+        self.trained: dict[str, TrainedModel] = {}
 
     @property
     def samples(self) -> int:
@@ -100,30 +76,23 @@ class RolloutJob(Job):
         """The critic, or None without one."""
         return self.trained.get("critic")
 
-    def train(self, name: str, mini_batch: int, replicas: int, **sizes: Any) -> None:
-        """Add a model that is trained; `mini_batch` counts prompts, and the `sizes` are
-        those of `TrainedModel`.
-        """
-        samples = mini_batch * self.samples_per_prompt
+    def train(self, name: str, mini_batch: int, replicas: int, epochs: int) -> None:
+        """Add a model that is trained; `mini_batch` counts prompts."""
         self.trained[name] = TrainedModel(
             name=name,
             mini_batch=mini_batch,
-            mini_samples=samples,
+            mini_samples=mini_batch * self.samples_per_prompt,
             replicas=replicas,
-            **sizes,
+            epochs=epochs,
         )
 
-    def read_data(
-        self, epochs: int, *, joined: bool = False, most: int | None = None
-    ) -> None:
-        """Count training steps, and what each pass over the data set leaves over, or
-        all passes together if they are joined; `most` ends the run.
+    def read_data(self, epochs: int, most: int | None) -> None:
+        """Count training steps, and what each pass over the data set leaves over;
+        `most` ends the run.
         """
         if self["num_prompts"] is not None:
-            rounds = 1 if joined else epochs
-            prompts = self["num_prompts"] * epochs // rounds
-            steps, self.lost_prompts = divmod(prompts, self.prompts)
-            self.training_steps = steps * rounds
+            steps, self.lost_prompts = divmod(self["num_prompts"], self.prompts)
+            self.training_steps = steps * epochs
         if most is not None:
             self.training_steps = min(self.training_steps or most, most)
 
@@ -148,9 +117,9 @@ class RolloutJob(Job):
         """A step may be padded; the last, incomplete step of the data set is
         dropped.
         """
-        return (
-            "pads" if self.padded_samples else "drops" if self.lost_prompts else "runs"
-        )
+        if self.padded_samples:
+            return "pads"
+        return "drops" if self.lost_prompts else "runs"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -177,52 +146,33 @@ class RolloutJob(Job):
 
     def summary(self) -> str:
         """Return the numbers of a step in one line."""
-        policy = self.policy
         samples = (
             f"{times(counted(self.prompts, 'prompt'), self.samples_per_prompt)} ="
             f" {counted(self.samples, 'sample')}"
         )
         if self.padded_samples:
             samples += f" + {self.padded_samples:,} of padding"
-        passes = (
-            self.passes_text
-            if policy.tokens is None
-            else f"passes of up to {policy.tokens:,} tokens"
-        )
-        if (
-            policy.tokens is None
-            and policy.micro is not None
-            and self.passes is not None
-        ):
-            passes = times(passes, min(policy.micro, policy.padded_share))
-        steps = (
-            f"{counted(self.updates(policy), 'optimizer step')} of"
-            f" {policy.mini_samples:,}"
-        )
-        return (
-            f"{samples}; {steps}; {times(counted(policy.replicas, 'replica'), passes)}"
-        )
+        steps = counted(self.updates(self.policy), "optimizer step")
+        return f"{samples}; {steps} of {self.policy.mini_samples:,}; {self.shares()}"
 
-    def rollout_plan(self, unit: Unit = "prompts", *, pad: bool = False) -> RolloutPlan:
-        """Return rampup's plan of one training step."""
-        return RolloutPlan(
-            rollout_batch=Size(count=self.prompts, unit=unit),
-            samples_per_prompt=self.samples_per_prompt,
-            policy=self.policy.training(unit),
-            critic=None if self.critic is None else self.critic.training(unit),
-            pad=pad,
-        )
+    def shares(self) -> str:
+        """Return how replicas and passes divide a policy update."""
+        replicas = counted(self.policy.replicas, "replica")
+        if self.tokens is not None:
+            return times(replicas, f"passes of up to {self.tokens:,} tokens")
+        if self.micro is None or self.passes is None:
+            return times(replicas, self.passes_text)
+        size = min(self.micro, self.policy.padded_share)
+        return times(replicas, self.passes_text, size)
 
     @property
     def passes_text(self) -> str:
         """The passes of a policy update."""
         if self.passes is not None:
             return counted(self.passes, "pass")
-        return (
-            "passes of unknown size"
-            if self.policy.tokens is None
-            else "as many passes as the token budget needs"
-        )
+        if self.tokens is not None:
+            return "as many passes as the token budget needs"
+        return "passes of unknown size"
 
 
 def batch_meanings(
@@ -232,31 +182,21 @@ def batch_meanings(
     has.
     """
     yield prompts, f"{counted(job.prompts, 'prompt')} per training step"
-    yield (
-        responses,
-        f"{counted(job.samples, 'sample')} per training step, generated together",
-    )
-    for model in job.trained.values():
-        size = counted(model.mini_samples, "sample")
-        if model is job.policy:
-            number = counted(job.num_mini_batches(model), "mini batch")
-            yield (
-                mini_batch,
-                (
-                    f"prompts, whole job: {size} per optimizer step, {number} per pass"
-                    " over the step's samples"
-                ),
-            )
-            yield (
-                epochs,
-                f"{counted(job.updates(model), 'optimizer step')} per training step",
-            )
-        else:
-            updates = counted(job.updates(model), "critic update")
-            yield (
-                f"mini batch of the critic = {model.mini_batch:,}",
-                f"prompts: {size} per update, {updates} per training step",
-            )
+    samples = counted(job.samples, "sample")
+    yield responses, f"{samples} per training step, generated together"
+    size = counted(job.policy.mini_samples, "sample")
+    number = counted(job.num_mini_batches(job.policy), "mini batch")
+    each = f"{size} per optimizer step, {number} per pass over the step's samples"
+    yield mini_batch, f"prompts, whole job: {each}"
+    steps = counted(job.updates(job.policy), "optimizer step")
+    yield epochs, f"{steps} per training step"
+    if (critic := job.critic) is not None:
+        size = counted(critic.mini_samples, "sample")
+        updates = counted(job.updates(critic), "critic update")
+        yield (
+            f"mini batch of the critic = {critic.mini_batch:,}",
+            f"prompts: {size} per update, {updates} per training step",
+        )
 
 
 def dropped_prompts(job: RolloutJob) -> Iterator[str]:

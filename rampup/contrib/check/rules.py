@@ -2,7 +2,7 @@
 legal values of broken rules.
 
 The rules of a system are a function that yields what each of them says about a job. A
-rule is written with the methods of `Job`: `multiple`, `at_least`, `equal`, `positive`,
+rule is written with the methods of `Job`: `multiple`, `at_least`, `equal`,
 or `broken` for a rule of another kind that a job breaks.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from rampup.plan.plan import RampPlan
 
 MAX_TRIED = 512
 _WINDOW = 64
-_NUM_MULTIPLES = 40
+_NUM_MULTIPLES = 20
 _MAX_RATIO = 16
 
 
@@ -76,12 +75,6 @@ class Job:
 
     def __getitem__(self, key: str) -> Any:
         return self.settings.values[key]
-
-    def effective(self, key: str) -> Any:
-        """Return the value that a key has in effect: an unset one may follow another
-        key.
-        """
-        return self[key]
 
     def term(self, side: Side) -> Term:
         """Return a side of a comparison; that of a key is its name and its value."""
@@ -141,17 +134,6 @@ class Job:
         if names:
             said = f"{', '.join(names[:4])} must be {why}"
             yield self.broken("known_keys", [key], said, candidates=None)
-
-    def positive(
-        self, keys: Iterable[str], why: str, **options: Any
-    ) -> Iterator[Ruling]:
-        """Yield the rules that counts are unset or at least 1; `why` says what happens
-        otherwise.
-        """
-        for key in keys:
-            if self[key] is not None and self[key] < 1:
-                said = f"{key}={self[key]:,} must be at least 1: {why}"
-                yield self.broken(f"positive.{key}", (key,), said, **options)
 
     @property
     def outcome(self) -> Run:
@@ -300,41 +282,34 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     satisfies the rule and breaks no other.
     """
     rulings = [*dialect.rules(job)]
-    broken = [ruling for ruling in rulings if not ruling.holds]
-    names = {ruling.name for ruling in broken}
+    broken = {ruling.name for ruling in rulings if not ruling.holds}
     divisions = [ruling.division for ruling in rulings if ruling.division]
 
     def attempts(rule: Ruling) -> Iterator[tuple[str, Iterable[Any]]]:
         yield rule.keys[0], rule.candidates or ()
         for key in rule.keys if rule.candidates is not None else ():
             if dialect.launch.entries[key].key.kind == "int":
-                own_division = [rule.division] if rule.division else []
-                yield key, _whole_numbers(job.effective(key), own_division, divisions)
+                yield key, _whole_numbers(job[key], divisions)
 
     def violation(rule: Ruling) -> Violation:
         found = (
-            (key, _nearest_values(dialect, job, rule.name, key, tried, names))
+            (key, _nearest_values(dialect, job, rule.name, key, tried, broken))
             for key, tried in attempts(rule)
         )
         first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
-        ordered = (first, *(key for key in rule.keys if key != first))
-        message = rule.message
-        words = {True: "true", False: "false", None: "null"}
-        if nearest:
-            shown = (
-                words[value] if value is None or isinstance(value, bool) else str(value)
-                for value in nearest
-            )
-            message += f"; nearest {first}: {', '.join(shown)}"
+        words = {"True": "true", "False": "false", "None": "null"}
+        shown = ", ".join(words.get(str(value), str(value)) for value in nearest)
         return Violation(
             rule=rule.name,
-            keys=ordered,
-            message=message,
+            keys=(first, *(key for key in rule.keys if key != first)),
+            message=f"{rule.message}; nearest {first}: {shown}"
+            if nearest
+            else rule.message,
             nearest=nearest,
             found_by=rule.found_by,
         )
 
-    return tuple(map(violation, broken))
+    return tuple(violation(ruling) for ruling in rulings if not ruling.holds)
 
 
 # The derived numbers that say what an optimizer step learns from; all others say how it
@@ -386,21 +361,26 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
     ratio = Fraction(
         before.derived()["num_devices"], max(after.derived()["num_devices"], 1)
     )
-    factors = {Fraction(1), ratio, 1 / ratio}
-    factors |= {Fraction(n) for n in range(2, _MAX_PARTS + 1)}
-    factors |= {1 / factor for factor in factors} | {ratio * n for n in factors}
-    ordered = sorted(factors, key=lambda factor: max(factor, 1 / factor))
-    for together, alone in itertools.product(ordered, ordered):
-        groups = ((dialect.by_device, together), (dialect.by_pass, alone))
+    parts = {Fraction(n) for n in range(1, _MAX_PARTS + 1)}
+    parts |= {1 / part for part in parts}
+
+    def change(part: Fraction) -> Fraction:
+        """Return how much the sizes change that are to change least."""
+        factor = ratio / part if dialect.by_device else part
+        return max(factor, 1 / factor)
+
+    for part in sorted(parts, key=change):
+        # What the passes take on, the devices need not have.
+        groups = ((dialect.by_device, ratio / part), (dialect.by_pass, part))
         values = {
-            key: after[key] * factor
+            key: Fraction(after[key] * factor)
             for keys, factor in groups
             for key in keys
             if key in after.settings.given and factor != 1
         }
         whole = {
             key: int(value) if value.denominator == 1 else value
-            for key, value in ((key, Fraction(value)) for key, value in values.items())
+            for key, value in values.items()
         }
         try:
             changed = after.settings
@@ -420,43 +400,30 @@ def _nearest_values(
     rule: str,
     key: str,
     candidates: Iterable[Any],
-    broken: Collection[str],
+    broken: set[str],
 ) -> tuple[Any, ...]:
     """Return up to one legal value of a key below the given one and one above;
     of the `broken` rules, others than `rule` may stay broken.
     """
     before = job[key]
     is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
-    # The nearest values below and above that fix the whole file, and those that leave
-    # only other broken rules broken.
-    fixing: dict[bool, Any] = {}
-    helping: dict[bool, Any] = {}
+    found: dict[bool, Any] = {}  # by whether it is below the given one
     for value in candidates:
         is_below = is_number and value is not None and value < before
-        if (
-            value == before
-            or is_below in fixing
-            or (isinstance(value, int) and value > MAX_COUNT)
-        ):
+        if value == before or is_below in found:
             continue
         try:
             changed = dialect.job(job.settings.with_value(key, value))
             still_broken = broken_names(dialect, changed)
         except RampupError:
             continue
-        if rule in still_broken:
-            continue
-        if not still_broken:
-            fixing[is_below] = value
-            if False in fixing and (True in fixing or not is_number):
+        if still_broken <= broken - {rule}:
+            found[is_below] = value
+            if False in found and (True in found or not is_number):
                 break
-        elif still_broken.issubset(broken):
-            helping.setdefault(is_below, value)
-    found = fixing or helping
-    nearest = [found[is_below] for is_below in (True, False) if is_below in found]
     return tuple(
         to_yaml_number(value) if isinstance(value, Fraction) else value
-        for value in nearest
+        for _, value in sorted(found.items(), reverse=True)
     )
 
 
@@ -464,51 +431,41 @@ _divisors = functools.cache(divisors)
 
 
 def _whole_numbers(
-    value: int | None,
-    divisions: Sequence[tuple[int, int]],
-    others: Sequence[tuple[int, int]],
+    value: int | None, divisions: Sequence[tuple[int, int]]
 ) -> list[int]:
     """Return positive whole numbers that divisibility rules are likely to accept,
     nearest to `value` first.
 
-    `divisions` are dividend and divisor of the broken rule, if it has them: `value` may
-    be a factor or a summand of the dividend, or a factor of the divisor. Of the
-    `others`, fewer multiples are returned.
+    `divisions` are dividend and divisor of the rules: `value` may be a factor or a
+    summand of a dividend, or a factor of a divisor.
     """
     size = max(value or 1, 1)
     found = {
         *range(max(size - _WINDOW, 1), size + _WINDOW + 1),
         *(2**power for power in range(13)),
     }
-    found |= {*(size * n for n in range(2, 9)), *(size // n for n in range(2, 17))}
-    steps = {1: 1}
-    for pairs, number in ((divisions, _NUM_MULTIPLES), (others, _NUM_MULTIPLES // 4)):
-        for left, right in pairs:
-            if not 1 <= left <= MAX_COUNT or not 1 <= right <= MAX_COUNT:
-                continue
+    steps = {1}
+    for left, right in divisions:
+        if 1 <= left <= MAX_COUNT and 1 <= right <= MAX_COUNT:
             found |= {left, right, *_divisors(left)}
-            found.update(_multiples(size, right, number, shift=(size - left) % right))
+            found.update(_multiples(size, right, shift=(size - left) % right))
             factor = left // size if left % size == 0 else 1
-            for step in (right, right // math.gcd(right, factor)):
-                steps[step] = max(steps.get(step, 0), number)
-    common = math.lcm(*steps)
-    for step, number in {**steps, common: _NUM_MULTIPLES}.items():
-        found.update(_multiples(size, step, number))
-    # A value far away that fixes the whole file is worse advice than a near one that
-    # fixes this rule.
-    largest = min(
-        max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO, MAX_COUNT
-    )
+            steps |= {right, right // math.gcd(right, factor)}
+    for step in (*steps, math.lcm(*steps), size):
+        found.update(_multiples(size, step))
+    # A value far away is bad advice.
+    largest = max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO
     given = 1 if value is None else value
     return sorted(
-        (n for n in found if 1 <= n <= largest), key=lambda n: (abs(n - given), n)
+        (n for n in found if 1 <= n <= min(largest, MAX_COUNT)),
+        key=lambda n: (abs(n - given), n),
     )
 
 
-def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
-    """Return `number` multiples of `step` (plus `shift`) on each side of `value`."""
+def _multiples(value: int, step: int, *, shift: int = 0) -> range:
+    """Return multiples of `step` (plus `shift`) on each side of `value`."""
     below = (value - shift) // step * step + shift
-    return range(below - (number - 1) * step, below + number * step + 1, step)
+    return range(below - _NUM_MULTIPLES * step, below + _NUM_MULTIPLES * step + 1, step)
 
 
 def around(

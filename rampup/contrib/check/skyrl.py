@@ -29,7 +29,6 @@ from rampup.contrib.check.rollout import (
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, Term, counted, product, rounded_down
-from rampup.contrib.rl.plan import RolloutPlan
 
 TRAIN = "trainer.train_batch_size"
 MINI = "trainer.policy_mini_batch_size"
@@ -37,7 +36,6 @@ CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO = "trainer.micro_train_batch_size_per_gpu"
 FORWARD = "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES = "generator.n_samples_per_prompt"
-WORKERS = "trainer.fully_async.num_parallel_generation_workers"
 LAST = "trainer.max_training_steps"
 STRATEGY = "trainer.strategy"
 # Of 2025, when its module was `skyrl_train`, and of August 2026, when it is `skyrl`.
@@ -45,7 +43,6 @@ WORD, OLD, NEWEST = "skyrl_version", "legacy", "head"
 CRITIC = "trainer.critic.model.path"
 EPOCHS = "trainer.update_epochs_per_batch"
 TOKENS = "trainer.max_tokens_per_microbatch"
-STALENESS = "trainer.fully_async.max_staleness_steps"
 COLOCATE = "trainer.placement.colocate_all"
 COLOCATE_REF = "trainer.placement.colocate_policy_ref"
 MODELS = ("policy", "critic", "ref")
@@ -81,10 +78,11 @@ KEYS = load_entries("skyrl")
 LAUNCH = Launch(
     system="SkyRL",
     program=re.compile(
-        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="
+        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|async)\w*|trainer\.policy_mini_batch_size="
     ),
     others=re.compile(
-        r"[\w.]*main_(?:sft\w*|(?:\w+_)?gen(?:erate)?)\b|tinker|entrypoints\.serve"
+        r"[\w.]*main_(?:sft\w*|fully_async\w*|(?:\w+_)?gen(?:erate)?)\b|tinker"
+        r"|entrypoints\.serve"
     ),
     example="python -m skyrl.train.entrypoints.main_base key=value",
     entries=KEYS,
@@ -105,20 +103,6 @@ LAUNCH = Launch(
     follows=f"{WORD}={NEWEST}",
     unread=load_unread("skyrl"),
 )
-COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
-TRAINED = (
-    EPOCHS,
-    "trainer.epochs",
-    "trainer.eval_batch_size",
-    "num_prompts",
-)
-MODEL_COUNTS: dict[str, tuple[str, ...]] = {
-    model: (*DEVICES[model][::-1], SEQUENCE[model]) for model in MODELS
-}
-MODEL_COUNTS |= {
-    model: (*MODEL_COUNTS[model], *MEGATRON[model]) for model in ("policy", "ref")
-}
-MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
 _KNOWN = load_known_keys("skyrl")
 _SECTIONS = (
     "data",
@@ -166,7 +150,6 @@ class SkyRLJob(RolloutJob):
         self.samples_per_prompt: int = self[RESPONSES]
         # The number of passes depends on lengths with a token budget.
         self.tokens: int | None = self[TOKENS] if self[TOKENS] > 0 else None
-        self.megatron: bool = self[STRATEGY] == "megatron"
         self.models = ["policy"]
         if self[CRITIC] is not None:
             self.models.append("critic")
@@ -174,35 +157,26 @@ class SkyRLJob(RolloutJob):
         if kl or self["trainer.algorithm.use_kl_in_reward"]:
             self.models.append("ref")
         self._count_replicas()
-        counts = [*COUNTS, *(key for name in self.models for key in MODEL_COUNTS[name])]
-        self.usable = min(self[key] for key in counts) >= 1 and not self.uneven
-        self.usable = self.usable and all(self.replicas[name] for name in self.models)
+        self.usable = all(self.replicas[name] for name in self.models)
         if self.usable:
             self._count_step()
 
     def _count_replicas(self) -> None:
-        """Count devices that share a sample, and replicas, rounded down. The critic
-        never has Megatron's sizes.
-        """
+        """Count devices that share a sample, and replicas, rounded down."""
         self.devices = {
             model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS
         }
-        self.model_sizes = {model: self[SEQUENCE[model]] for model in MODELS}
-        if self.megatron:
-            self.model_sizes |= {
-                model: math.prod(self[key] for key in MEGATRON[model])
-                for model in ("policy", "ref")
-            }
-        sizes = {model: max(size, 1) for model, size in self.model_sizes.items()}
-        self.replicas = {model: self.devices[model] // sizes[model] for model in MODELS}
-        # Models that take part and whose devices are no multiple of their size, which
-        # Megatron refuses.
-        self.rounded = [
-            model for model in self.models if self.devices[model] % sizes[model]
-        ]
-        self.uneven = [
-            model for model in self.rounded if self.megatron and model != "critic"
-        ]
+        self.model_sizes = {
+            model: math.prod(
+                self[key] for key in MEGATRON[model] if self.has_megatron(model)
+            )
+            * self[SEQUENCE[model]]
+            for model in MODELS
+        }
+        self.replicas = {
+            model: self.devices[model] // size
+            for model, size in self.model_sizes.items()
+        }
         self.engine_devices: int | None = None
         if self.settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
             pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
@@ -210,38 +184,31 @@ class SkyRLJob(RolloutJob):
                 self[new] if self[old] is None else self[old] for new, old in pairs
             )
 
+    def has_megatron(self, model: str) -> bool:
+        """Return whether Megatron runs a model, which is never the critic."""
+        return self[STRATEGY] == "megatron" and model != "critic"
+
     def _count_step(self) -> None:
         """Count the updates of a step and their passes, with padding."""
         for name in self.models:
             if name != "ref":
-                self.train(
-                    name,
-                    self[f"trainer.{name}_mini_batch_size"],
-                    self.replicas[name],
-                    micro=self[MICRO],
-                    tokens=self.tokens,
-                    epochs=self[EPOCHS],
-                )
+                mini = self[f"trainer.{name}_mini_batch_size"]
+                self.train(name, mini, self.replicas[name], self[EPOCHS])
+        self.micro = self[MICRO]
         # Passes per update and replica; the last may be smaller.
         if self.tokens is None:
             self.passes = -(-self.policy.padded_share // self[MICRO])
         self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
-        self.read_data(self["trainer.epochs"], most=self[LAST])
+        self.read_data(self["trainer.epochs"], self[LAST])
 
     @property
     def outcome(self) -> Run:
         """Mini batches are padded to the replicas; the last, incomplete step of the
         data set is dropped.
         """
-        return (
-            "pads"
-            if any(model.padding for model in self.trained.values())
-            else super().outcome
-        )
-
-    def plan(self) -> RolloutPlan:
-        """Return the plan of one training step."""
-        return self.rollout_plan(pad=self.outcome == "pads")
+        if any(model.padding for model in self.trained.values()):
+            return "pads"
+        return super().outcome
 
 
 def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
@@ -273,10 +240,11 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
         "a mini batch is consecutive samples, those of a prompt next to each other;"
         " replicas take consecutive parts of it."
     )
-    for model in job.rounded:
-        devices = f"the {model}'s {job.devices[model]:,} devices"
-        size, replicas = job.model_sizes[model], job.replicas[model]
-        yield f"{rounded_down(devices, size, 'SkyRL', replicas)}, without a warning."
+    for model in job.models:
+        if job.devices[model] % job.model_sizes[model] and not job.has_megatron(model):
+            devices = f"the {model}'s {job.devices[model]:,} devices"
+            size, replicas = job.model_sizes[model], job.replicas[model]
+            yield f"{rounded_down(devices, size, 'SkyRL', replicas)}, without a warning."
     for trained in job.trained.values():
         if trained.padding:
             yield (
@@ -335,15 +303,6 @@ def _rules(job: SkyRLJob) -> Iterator[Ruling]:
         "left out: SkyRL refuses them as invalid fields. For a fork with keys of its"
         " own, give one of them on rampup's command line as well",
     )
-    why = "SkyRL's check divides by it or compares it with 0"
-    yield from job.positive((*COUNTS, *MODEL_COUNTS["policy"]), why)
-    if "critic" in job.models:
-        yield from job.positive(MODEL_COUNTS["critic"], "the critic needs it")
-    if "ref" in job.models:
-        why = "the reference model needs it"
-        yield from job.positive(MODEL_COUNTS["ref"], why, found_by="run")
-    why = "nothing would be trained or evaluated"
-    yield from job.positive(TRAINED, why, found_by="run")
     for model in job.models:
         yield from _device_rules(job, model)
     if job.usable:
@@ -364,12 +323,14 @@ def _device_rules(job: SkyRLJob, model: str) -> Iterator[Ruling]:
     """
     per_node, size = DEVICES[model][0], job.model_sizes[model]
     devices = _devices(job, model)
-    if job.megatron and model != "critic":
+    if job.has_megatron(model):
         keys = (per_node, *MEGATRON[model])
         sizes = dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))
         name = f"megatron_divides_{model}_devices"
         yield job.multiple(name, keys, devices, product(sizes))
-    if model not in job.uneven:
+        key, note = SEQUENCE[model], " with trainer.strategy=megatron"
+        yield job.equal(f"megatron_{model}_sequence_parallel", [key], key, 1, note)
+    else:
         yield job.at_least(
             f"{model}_has_a_replica",
             (SEQUENCE[model], per_node),
@@ -390,10 +351,7 @@ def _mini_batch_rules(job: SkyRLJob, name: str) -> Iterator[Ruling]:
         " replica",
         model.share,
     )
-    note = "; both count prompts"
-    yield job.at_least(f"{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note)
-    if job.prompts >= job[key]:
-        yield job.multiple(f"{name}_mini_divides_train", (TRAIN, key), TRAIN, key)
+    yield job.multiple(f"{name}_mini_divides_train", (TRAIN, key), TRAIN, key)
     rule = f"{name}_mini_reaches_every_replica"
     yield job.at_least(rule, (key, RESPONSES), samples, replicas)
     if model.share > 0:
@@ -437,20 +395,6 @@ def _step_rules(job: SkyRLJob) -> Iterator[Ruling]:
         found_by="run",
     )
     yield from job.data_set_rule(TRAIN)
-    if not job["trainer.fully_async.enabled"]:
-        return
-    note = " in fully asynchronous training"
-    yield job.equal("async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, note)
-    mini = job.policy.mini_batch
-    most = mini * (job[STALENESS] + 1)
-    if not mini <= job[WORKERS] <= most:
-        yield job.broken(
-            "async_workers",
-            (WORKERS, STALENESS),
-            f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={mini:,} and that times"
-            f" (max_staleness_steps + 1) = {most:,}",
-            division=(most, mini),
-        )
 
 
 def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
@@ -468,17 +412,13 @@ def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
             policy,
             f" with {COLOCATE}",
         )
-    if job.megatron and "critic" in job.models:
+    if job[STRATEGY] == "megatron" and "critic" in job.models:
         yield job.broken(
             "megatron_has_no_critic",
             (STRATEGY, CRITIC),
             f"trainer.strategy=megatron trains no critic: {CRITIC} must be null",
             candidates=["fsdp"],
         )
-    for model in ("policy", "ref"):
-        if job.megatron:
-            key, note = SEQUENCE[model], " with trainer.strategy=megatron"
-            yield job.equal(f"megatron_{model}_sequence_parallel", [key], key, 1, note)
     for model in job.models[1:]:
         if job[COLOCATE] and job.settings.given & set(DEVICES[model]):
             yield job.equal(

@@ -7,7 +7,6 @@ Sizes count samples of one process.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +26,7 @@ from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.verdict import Term, counted, times
-from rampup.contrib.rl.plan import RolloutPlan
+from rampup.contrib.check.verdict import Term, counted
 from rampup.errors import ConfigError
 
 TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
@@ -71,7 +69,7 @@ LAUNCH = Launch(
     groups=("model", "optimizer", "scheduler", "tokenizer"),
     read=read_words,
 )
-MAX_LISTED = 10_000
+MOST = 10_000  # generate calls and passes that are counted
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -113,45 +111,40 @@ class TrlxJob(RolloutJob):
                 key="train.trainer",
             )
         self.batch: int = self[TRAIN]
-        self.micro_given: int = self[MICRO] or 0
-        self.micro = self.micro_given or self.batch
+        self.micro: int = self[MICRO] or self.batch
         self.replicas: int = self["num_processes"]
-        self.usable = all(rule.holds for rule in _counts(self))
-        if not self.usable:
-            return
         self.passes: int = self.batch // self.micro  # those of an optimizer step
         self.global_batch = self.batch * self.replicas
-        self._collect()
-
-    def _collect(self) -> None:
-        """Count what PPO collects before it trains: whole chunks until there are enough
-        samples. A single process meets a short chunk at the end of each pass over the
-        prompts. With several, Accelerate completes it from the beginning.
-        """
-        self.chunk: int = self[CHUNK]
-        self.one_pass: int = self[ROLLOUTS] + self.chunk
-        if self.replicas == 1 and self["num_prompts"] is not None:
-            self.one_pass = self["num_prompts"]
-        rounds, rest = divmod(self[ROLLOUTS] - 1, self.one_pass)
-        last = -(-(rest + 1) // self.chunk)
-        self.num_chunks = rounds * -(-self.one_pass // self.chunk) + last
-        collected = rounds * self.one_pass + min(last * self.chunk, self.one_pass)
-        self.collected = collected
+        self.chunks = self._collect()
+        self.collected = sum(self.chunks)
         self.prompts = self.collected * self.replicas
         self.samples_per_prompt = 1
-        self.train(
-            "policy",
-            self.global_batch,
-            self.replicas,
-            micro=self.micro,
-            epochs=self[INNER],
-        )
+        self.train("policy", self.global_batch, self.replicas, self[INNER])
         self.mini_batches: int = -(-self.collected // self.batch)
         self.last_batch = self.collected - (self.mini_batches - 1) * self.batch
         steps = self[EPOCHS] * self.mini_batches * self[INNER]
         self.planned_steps: int = min(steps, self[STEPS])
-        # The first optimizer step is short if fewer samples than a batch are collected.
-        self.first_passes = -(-min(self.batch, self.collected) // self.micro)
+
+    def _collect(self) -> list[int]:
+        """Return the prompts of each generate call before PPO trains: whole chunks until
+        there are enough samples. A single process meets a short chunk at the end of each
+        pass over the prompts. With several, Accelerate completes it from the beginning.
+        """
+        chunk, wanted, one_pass = self[CHUNK], self[ROLLOUTS], self["num_prompts"]
+        if one_pass is None or self.replicas > 1:
+            one_pass = wanted + chunk
+        if max(wanted // min(chunk, one_pass), self.passes) > MOST:
+            raise ConfigError(
+                f"more than {MOST:,} generate calls or passes",
+                fix=f"the rules of trlX count each of them; check with a smaller {ROLLOUTS}",
+                key=ROLLOUTS,
+            )
+        chunks, left = list[int](), one_pass
+        while wanted > 0:
+            chunks.append(min(chunk, left))
+            wanted -= chunks[-1]
+            left = left - chunks[-1] or one_pass
+        return chunks
 
     def num_mini_batches(self, _: TrainedModel) -> int:
         """Return the updates of a pass over a round's samples; the last one may be
@@ -159,71 +152,32 @@ class TrlxJob(RolloutJob):
         """
         return self.mini_batches
 
-    def summary(self) -> str:
-        """Return the numbers of a round, or of an optimizer step, in one line."""
-        processes = counted(self.replicas, "process")
-        step = times(processes, counted(self.passes, "pass"), self.micro)
-        samples = counted(self.samples, "sample")
-        updates = counted(self.updates(self.policy), "optimizer step")
-        return (
-            f"{times(processes, self.collected)} = {samples}; {updates} of"
-            f" {self.global_batch:,}; {step}"
-        )
-
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
         evaluated = self["num_prompts"] or self.global_batch
-        derived: dict[str, Any] = {
-            "data_parallel_size": self.replicas,
+        full, rest = divmod(self.last_batch, self.micro)
+        return super().derived() | {
             "micro_batch_samples_per_process": self.micro,
-            "accumulation_steps": self.passes,
-            "mini_batch_samples": self.global_batch,
             "rollouts_per_process": self.collected,
-            "samples_per_step": self.samples,
-            "num_chunks": self.num_chunks,
-            "mini_batches": self.mini_batches,
-            "optimizer_steps": self.updates(self.policy),
+            "num_chunks": len(self.chunks),
+            "chunks": self.chunks,
             "total_optimizer_steps": self.planned_steps,
             # Without evaluation prompts of its own, trlX takes a global batch of the
             # training prompts.
             "eval_prompts": min(self.global_batch, evaluated),
+            "last_mini_batch_microbatches": [self.micro] * full
+            + ([rest] if rest else []),
         }
-        if self.num_chunks <= MAX_LISTED:
-            # The prompts of each generate call, in order.
-            left = min(self.one_pass, self.collected)
-            calls = _split(left, self.chunk, self.num_chunks)
-            repeated = itertools.islice(itertools.cycle(calls), self.num_chunks)
-            derived["chunks"] = list(repeated)
-        if self.passes <= MAX_LISTED:
-            passes = _split(self.last_batch, self.micro, self.passes)
-            derived["last_mini_batch_microbatches"] = passes
-        return derived
-
-    def plan(self) -> RolloutPlan | None:
-        """Return the plan of one round of collecting and training."""
-        if self.planned_steps < 1:
-            return None
-        return self.rollout_plan("samples", pad=self.last_batch < self.batch)
-
-
-def _split(total: int, size: int, most: int) -> list[int]:
-    """Return up to `most` parts of a size; the last may be smaller."""
-    full, rest = divmod(total, size)
-    parts = [size] * min(full, most)
-    return [*parts, rest] if rest else parts
 
 
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     size = counted(job.global_batch, "sample")
-    yield f"{TRAIN} = {job.batch:,}", f"samples per process: {size} per optimizer step"
-    passes = f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')}"
+    yield TRAIN, f"samples per process: {size} per optimizer step"
+    passes = f"{job.passes_text} of {counted(job.micro, 'sample')}"
     yield MICRO, f"{passes} per process and optimizer step"
-    over = job.collected - job[ROLLOUTS]
-    more = f", {over:,} more than requested" if over else ""
-    collected = f"{counted(job.collected, 'sample')} are collected{more}"
-    yield ROLLOUTS, f"at least this many per process: {collected}"
-    calls = counted(job.num_chunks, "generate call")
-    yield CHUNK, f"{calls} of {counted(job.chunk, 'prompt')} per process"
+    collected = counted(job.collected, "sample")
+    yield ROLLOUTS, f"at least this many per process: {collected} are collected"
+    yield CHUNK, f"{counted(len(job.chunks), 'generate call')} per process"
     batches = counted(job.mini_batches, "mini batch")
     steps = counted(job.updates(job.policy), "optimizer step")
     yield INNER, f"{batches} per pass over the samples, {steps} per round"
@@ -261,44 +215,11 @@ def _notes(job: TrlxJob) -> Iterator[str]:
     yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process."
 
 
-def _counts(job: TrlxJob) -> Iterator[Ruling]:
-    """Yield the rules without which there are no numbers."""
-    yield from job.positive([TRAIN], "the trainer divides by it")
-    why = "nothing would be collected or trained"
-    yield from job.positive([ROLLOUTS, CHUNK, INNER], why, found_by="run")
-    why = "there would be nothing to train"
-    yield from job.positive(["num_processes", "num_prompts"], why, found_by="run")
-    if job.micro_given < 0:
-        said = (
-            f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made"
-        )
-        yield job.broken(
-            "micro_not_negative", [MICRO], said, candidates=[0], found_by="run"
-        )
-
-
 def _rules(job: TrlxJob) -> Iterator[Ruling]:
     """Yield what trlX's check and its run ask."""
-    yield from _counts(job)
-    if not job.usable:
-        return
     batch = Term(f"{TRAIN}={job.batch:,}", job.batch)
     micro = Term(f"{MICRO}={job.micro:,}", job.micro)
     yield job.multiple("micro_divides_batch", (MICRO, TRAIN), batch, micro)
-    # The first optimizer step must not exceed the limit.
-    is_short = 0 < job.first_passes < job.passes
-    if job[STEPS] < (0 if is_short else 1):
-        yield job.broken(
-            "total_steps_reached",
-            [STEPS],
-            f"{STEPS}={job[STEPS]:,} must be at least 1: the first optimizer step"
-            " already exceeds it, and trlX stops in the middle of that step",
-            found_by="run",
-        )
-    yield job.at_least(
-        *("epochs_train", [EPOCHS], EPOCHS, 1, ": nothing would be trained"),
-        found_by="run",
-    )
 
 
 DIALECT = Dialect(

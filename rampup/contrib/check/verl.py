@@ -30,7 +30,7 @@ from rampup.contrib.check.known import (
     load_unread,
     with_lines,
 )
-from rampup.contrib.check.launch import Launch, Reading, load_entries, program_of
+from rampup.contrib.check.launch import Launch, Reading, load_entries
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
     RolloutJob,
@@ -42,7 +42,6 @@ from rampup.contrib.check.rollout import (
 from rampup.contrib.check.rules import Dialect, Ruling, found_by_run
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Term, counted, product, rounded_down
-from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors
 
@@ -72,9 +71,7 @@ DYNAMICS = {
 }
 BUDGETS = {kind: f"{start}max_token_len_per_gpu" for kind, start in _PASSES.items()}
 MODEL = {"actor": "actor", "rollout": "actor", "ref": "ref", "critic": "critic"}
-MICRO, OLD_MICRO, DYNAMIC, BUDGET = (
-    keys["actor"] for keys in (MICROS, OLD_MICROS, DYNAMICS, BUDGETS)
-)
+MICRO, DYNAMIC, BUDGET = MICROS["actor"], DYNAMICS["actor"], BUDGETS["actor"]
 LOG_PROB = MICROS["rollout"]
 WORKERS = f"{ROLLOUT}.agent.num_workers"
 # Devices that share a sequence with FSDP: the key of today and its deprecated name.
@@ -100,7 +97,6 @@ ROLLOUT_SIZES = tuple(
 )
 # The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron"}
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
 ESTIMATOR = "algorithm.adv_estimator"
 # Those of veRL, of which `gae` alone has a critic (trainer/ppo/core_algos.py).
 ESTIMATORS = (
@@ -111,6 +107,10 @@ ESTIMATORS = (
 FILTER = "algorithm.filter_groups.enable"
 LOSS = f"{ACTOR}.loss_agg_mode"
 SUM = "token-sum"
+_LOSSES = (
+    "token-mean",
+    *(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm")),
+)
 DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
 ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
@@ -120,6 +120,8 @@ PACKING = {
 }
 LAST = "trainer.total_training_steps"
 WORD = "verl_version"
+# Tokens of the critic's passes since 0.8, whatever the file says.
+CRITIC_BUDGET = 32_768
 
 
 class Generation(NamedTuple):
@@ -143,13 +145,6 @@ GENERATIONS = {
     "0.9": Generation(9, (8,)),
 }
 NEWEST = 9
-# The rules of a version, by its number: those with rules of their own, and the nearest.
-_OWN_RULES = {row.number: name for name, row in GENERATIONS.items()}
-_NEAREST_RULES = _OWN_RULES | {
-    number: name for name, row in GENERATIONS.items() for number in row.nearest_to
-}
-
-
 KEYS = load_entries("verl")
 # The base files that programs start from if no `--config-name` names another.
 PROGRAMS = {
@@ -160,11 +155,6 @@ PROGRAMS = {
     "main_sppo": "sppo_trainer",
     "": "ppo_trainer",
 }
-# The programs of veRL and of its recipes; a fork has others beside them.
-_PROGRAMS = re.compile(
-    r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
-    r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
-)
 LAUNCH = Launch(
     system="veRL",
     program=re.compile(
@@ -185,6 +175,12 @@ LAUNCH = Launch(
     version="August 2026",
     programs=PROGRAMS,
     keys="verl",
+    # The programs of veRL and of its recipes; a fork has others beside them.
+    own=re.compile(
+        r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
+        r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
+    ),
+    follows=f"{WORD}=0.4 (or 0.2, or 0.9: the version from which it was made)",
     unread=load_unread("verl"),
     repeats=(
         "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt,"
@@ -192,7 +188,7 @@ LAUNCH = Launch(
         " large"
     ),
 )
-_NUMBER = re.compile(r"v?(\d+)\.(\d+)([\w.]*)")
+_NUMBER = re.compile(r"v?0\.(\d+)([\w.]*)")
 _PIN = re.compile(
     r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)"
 )
@@ -206,65 +202,54 @@ _PINNED = (
 )
 _MANY = 50  # a file with so many keys is a base file of its version
 _LAST_OF_OLD_WORKERS = 7
-
-
-class Evidence(NamedTuple):
-    """The versions that a source may be for, the likeliest first, and why."""
-
-    numbers: Sequence[int]
-    why: str
+# The versions that a source may be for, the likeliest first, and why.
+_Evidence = tuple[Sequence[int], str]
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source as Hydra does, by the rules of its version. A trainer of a fork and
-    a version without rules are asked about; the user's word answers both.
+    """Read a source as Hydra does, by the rules of its version. A version without
+    rules is asked about; the user's word answers that.
     """
-    stated = [text for text in overrides if text.startswith(f"{WORD}=")]
-    others = [text for text in overrides if text not in stated]
+    is_stated = any(text.startswith(f"{WORD}=") for text in overrides)
     keys_of = NEWEST  # the version whose keys the source may have
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
         nonlocal keys_of
-        (keys_of, *_), why = evidence = _find_versions(reading, beside)
-        covered = [_OWN_RULES[n] for n in evidence.numbers if n in _OWN_RULES]
-        version = [*covered, _NEAREST_RULES[keys_of]][0]
-        fork = _fork(reading)
-        words = [text.partition("=")[2] for text in stated]
-        if WORD in reading.leaves:
-            words.insert(0, str(reading.leaves[WORD].value))
-        questions = []
-        if not words and (fork or not covered):
-            what = fork and f"a fork: {fork}"
-            what = what or f"this is for veRL 0.{keys_of} ({why})"
-            questions.append(
-                ConfigError(
-                    f"unknown: {what}, and rampup has the rules of"
-                    f" {', '.join(GENERATIONS)}",
-                    fix=f"if it follows one of them, say which: {WORD}={version}",
-                    key=WORD,
-                    path=reading.path,
-                    line=(reading.command and reading.command.line) or None,
-                )
-            )
-        if words:
-            # A word that answers a question chooses rules; the keys are those of the
-            # source.
-            version, why = _stated_version(words[-1]), f"{WORD} says so"
+        numbers, why = _find_versions(reading, beside)
+        keys_of = numbers[0]
+        rules = {row.number: name for name, row in GENERATIONS.items()}
+        covered = [rules[number] for number in numbers if number in rules]
+        stated = [str(at.value) for key, at in reading.leaves.items() if key == WORD]
+        settings = [text.partition("=") for text in overrides]
+        stated += [value for key, _, value in settings if key == WORD]
+        if stated:
+            # A word chooses rules; the keys are those of the source.
+            version, why = _chosen(stated[-1]), f"{WORD} says so"
             keys_of = GENERATIONS[version].number if covered else keys_of
-        notes = [f"the rules are those of veRL {version}: {why}."] if why else []
-        notes += [f"{fork}: its rules may differ from those of veRL."] if fork else []
+        elif covered:
+            version = covered[0]
+        else:
+            version = _nearest(keys_of)
+        question = ConfigError(
+            f"unknown: this is for veRL 0.{keys_of} ({why}), and rampup has the rules of"
+            f" {', '.join(GENERATIONS)}",
+            fix=f"if it follows one of them, say which: {WORD}={version}",
+            key=WORD,
+            path=reading.path,
+            line=(reading.command and reading.command.line) or None,
+        )
         return Version(
-            defaults={WORD: version, **GENERATIONS[version].defaults},
-            notes=notes,
-            others=() if words else tuple(covered[1:]),
-            is_fork=bool(fork),
-            questions=tuple(questions),
+            defaults={WORD: float(version), **GENERATIONS[version].defaults},
+            notes=[f"the rules are those of veRL {version}: {why}."] if why else [],
+            others=() if stated else tuple(covered[1:]),
+            is_fork=reading.is_fork,
+            questions=() if stated or covered or reading.questions else (question,),
         )
 
-    settings = read_hydra(source, others, launch, choose)
+    settings = read_hydra(source, overrides, launch, choose)
     known = load_known_keys("verl")
     # A source without a stated version may be of a day between two versions.
-    versions = [keys_of] if stated else [keys_of - 1, keys_of, keys_of + 1]
+    versions = [keys_of] if is_stated else [keys_of - 1, keys_of, keys_of + 1]
     unknown = {
         name: place
         for name, place in settings.looked_up.items()
@@ -273,30 +258,24 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     return dataclasses.replace(settings, looked_up=unknown)
 
 
-def _fork(reading: Reading) -> str:
-    """Return that a source starts a trainer that is none of veRL's; empty if not."""
-    program = "" if reading.command is None else program_of(reading.command)
-    if _PROGRAMS.fullmatch(program):
-        return ""
-    return f"this starts {program}, a trainer of a fork"
-
-
-def _stated_version(text: str) -> str:
-    """Return the version that a user states, such as `0.4.1` or `head`."""
-    match = _NUMBER.fullmatch(text)
-    name = "0.9" if text == "head" else f"0.{match[2]}" if match else text
-    if name not in GENERATIONS or (match and match[1] != "0"):
+def _chosen(text: str) -> str:
+    """Return the version that the user chooses, if it has rules."""
+    if text not in GENERATIONS:
         raise ConfigError(
             f"{WORD}={text} must be one of {', '.join(GENERATIONS)}",
-            fix="0.9 or head is that of August 2026; those between are nearest to 0.4,"
-            " and 0.8 to 0.9",
+            fix="0.9 is that of August 2026",
             key=WORD,
             nearest=tuple(GENERATIONS),
         )
-    return name
+    return text
 
 
-def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> Evidence:
+def _nearest(number: int) -> str:
+    """Return the rules that are nearest to those of a version without its own."""
+    return next(name for name, row in GENERATIONS.items() if number in row.nearest_to)
+
+
+def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
     """Return the version of a source: that of its version file, a pin, its base file,
     or what its keys fit.
     """
@@ -312,20 +291,19 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> Evidence:
         )
         for version in range(1, NEWEST + 1)
     }
-    if file := next(_statements(reading.path), None):
-        numbers = sorted(file.numbers, key=lambda n: (len(misfits[n]), -n))
-        return file._replace(numbers=numbers)
+    for numbers, why in _statements(reading.path):
+        return sorted(numbers, key=lambda n: (len(misfits[n]), -n)), why
     leaves = beside or (reading.leaves if reading.command is None else {})
     own = {known.name(key) for key in leaves}
     if len(own) >= _MANY:
         files = {version: known.in_version(version) for version in misfits}
         best = max(files, key=lambda n: len(own & files[n]) / len(own | files[n]))
         file_name = _short(Path(next(iter(leaves.values())).path or ""))
-        return Evidence([best], f"{file_name} has the keys of that version")
+        return [best], f"{file_name} has the keys of that version"
     return _by_keys(reading, misfits)
 
 
-def _by_keys(reading: Reading, misfits: Mapping[int, Sequence[str]]) -> Evidence:
+def _by_keys(reading: Reading, misfits: Mapping[int, Sequence[str]]) -> _Evidence:
     """Return the versions that the keys of a source fit, the newest first."""
     versions, why = [*misfits], ""
     given = {key for key, place in reading.leaves.items() if place.value is not None}
@@ -343,59 +321,38 @@ def _by_keys(reading: Reading, misfits: Mapping[int, Sequence[str]]) -> Evidence
         others = misfits[fitting[0]]
         unfit = next(name for name in misfits[NEWEST] if name not in others)
         why = f"{unfit} does not fit later versions"
-    return Evidence(fitting, why)
+    return fitting, why
 
 
-def _statements(path: str) -> Iterator[Evidence]:
+def _statements(path: str) -> Iterator[_Evidence]:
     """Yield the versions that files say, from the source upwards."""
     for file in find_in_repository(path, "verl/version/version"):
         if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
-            numbers = _of_version_file(int(match[1]), int(match[2]), match[3])
-            yield Evidence(numbers, f"{_short(file)} says {text}")
+            yield (
+                _of_version_file(int(match[1]), match[2]),
+                f"{_short(file)} says {text}",
+            )
     for folder in repository_folders(path):
         for file in (file for name in _PINNED for file in sorted(folder.glob(name))):
             if file.is_file() and (match := _PIN.search(read_text(file))):
                 number = min(max(int(match[2]), 1), NEWEST)
-                yield Evidence([number], f"{_short(file)} pins {match[1]}")
+                yield [number], f"{_short(file)} pins {match[1]}"
 
 
-def _of_version_file(major: int, minor: int, rest: str) -> Sequence[int]:
+def _of_version_file(minor: int, rest: str) -> Sequence[int]:
     """Return what a version file may mean: until 0.5 its `.dev` came after a release,
     since 0.6 before one.
     """
-    if major > 0 or minor > NEWEST:
-        return [NEWEST]
     if minor <= 1:  # unchanged until February 2025, when most of 0.2 was there
         return [1, 2]
     if "dev" not in rest:
-        return [minor]
+        return [min(minor, NEWEST)]
     first = minor if minor < 6 else minor - 1
-    return range(first, first + (3 if minor == 2 else 2))
+    return range(first, min(first + (3 if minor == 2 else 2), NEWEST + 1))
 
 
 def _short(file: Path) -> str:
     return "/".join(file.parts[-3:])
-
-
-_LOSSES = (
-    "token-mean",
-    *(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm")),
-)
-CRITIC_BUDGET = (
-    32_768  # tokens of the critic's passes since 0.8, whatever the file says
-)
-COUNTS = (
-    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS),
-    *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], OLD_SEQUENCE["ref"], SEQUENCE["ref"]),
-    *(*MEGATRON["actor"], *MEGATRON["ref"], *ROLLOUT_SIZES, WORKERS),
-)
-STATIC_COUNTS = tuple(
-    keys[kind] for kind in ("actor", "rollout", "ref") for keys in (OLD_MICROS, MICROS)
-)
-CRITIC_COUNTS = (
-    *(CRITIC_MINI, OLD_MICROS["critic"], MICROS["critic"], "critic.ppo_epochs"),
-    *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], *MEGATRON["critic"]),
-)
 
 
 class VerlJob(RolloutJob):
@@ -405,85 +362,74 @@ class VerlJob(RolloutJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.of = GENERATIONS[self[WORD]]
-        newest = self.of.number == NEWEST
-        self.version = f"veRL {'of August 2026 (1dda039)' if newest else self[WORD]}"
+        self.of = GENERATIONS[str(self[WORD])]
+        self.version = f"veRL {self[WORD]}"
+        if self.of.number == NEWEST:
+            self.version = "veRL of August 2026 (1dda039)"
         # Keys that Hydra looks up and no base file has.
         self.unknown_keys = with_lines(settings.looked_up)
         self._choose_trainer()
         self._choose_backends()
         self._count_replicas()
+        self.usable = all(self.replicas[model] for model in self.models)
         if self.usable:
             self._count_step()
             self._count_updates()
 
     def _choose_trainer(self) -> None:
         """Decide which trainer runs, and which models and passes it has."""
-        sections = {name.rpartition(".")[0] for name in self.settings.others}
-        if sections & {"actor_rollout_ref.teacher", "teacher"}:
-            raise ConfigError(
-                "the recipe gkd has a trainer of its own, which the rules of veRL do"
-                " not cover",
-                key="teacher",
-            )
         self.dynamic = {
             kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
         }
-        gae = self[ESTIMATOR] == "gae"
-        self.has_critic = bool(self._or("critic.enable", gae))
+        self.has_critic = self._or("critic.enable", self[ESTIMATOR] == "gae")
         kl = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
         self.models = ["actor"]
         self.models += ["critic"] if self.has_critic else []
         self.models += ["ref"] if kl or self.of.early else []
         # The newer trainer, which pads.
-        self.v1: bool = self["trainer.use_v1"]
-        self.v1 = self.v1 and not self.of.old_workers
-        # Whether processes generate, each an equal share of the samples.
-        self.has_agents = not (self.v1 or self.of.old_workers)
+        self.v1: bool = self["trainer.use_v1"] and not self.of.old_workers
         # Whether the check looks at the samples of a step.
         self.checks_step = self.of.old_workers or not self.dynamic["actor"]
 
     def _choose_backends(self) -> None:
-        """Decide the backend of each model."""
-        # That of the base files; None if the source has none, or chooses those of a
-        # model by `actor@...=`.
-        engine, strategies = (
-            self["model_engine"],
-            (f"{ACTOR}.strategy", "critic.strategy"),
-        )
-        for key, names in (
-            ("model_engine", ENGINES),
-            *((key, STRATEGIES) for key in strategies),
-        ):
-            if self[key] is not None and self[key] not in names:
-                raise ConfigError(
-                    f"unknown: {key}={self[key]}, and the rules of veRL cover FSDP and"
-                    " Megatron",
-                    fix=f"those of another backend start with {key}={next(iter(names))}",
-                    key=key,
-                    nearest=tuple(names),
-                )
+        """Decide the backend of each model: that of the base files, or, if the source
+        has none or chooses those of a model by `actor@...=`, of its strategy.
+        """
         grouped = any("@" in name for name in self.settings.others)
-        self.engine = None if grouped or engine is None else ENGINES[engine]
-        # Only FSDP's base files, or none, leave the backend to the strategy. The
-        # critic's default is then the actor's.
-        actor, critic = (
-            self[key] if self.engine in (None, "fsdp") else None for key in strategies
-        )
-        actor = actor or self.engine or "fsdp"
-        critic = critic or self.engine or actor
+        engine = None if grouped else ENGINES.get(self["model_engine"])
+        actor = self[f"{ACTOR}.strategy"] or engine or "fsdp"
+        critic = self["critic.strategy"] or engine or actor
         self.strategies = {"actor": actor, "critic": critic, "ref": actor}
+        if engine and (mixed := self._keys_of_another(engine)):
+            raise ConfigError(
+                f"{' and '.join(mixed[:2])} must not be set with"
+                f" model_engine={self['model_engine']}: its base files are those of"
+                f" {engine} alone",
+                fix=f"set model_engine={next(name for name in ENGINES if name != engine)}",
+                key="model_engine",
+            )
         if self.of.early and "megatron" in self.strategies.values():
             raise ConfigError(
                 f"the rules of veRL {self[WORD]} cover FSDP, not Megatron",
                 fix=f"{WORD}=0.4 or later covers both",
                 key=f"{ACTOR}.strategy",
             )
-        # Whether veRL's check, which reads the strategy alone, expects Megatron's
-        # sizes.
-        read = self[f"{ACTOR}.strategy"]
-        self.checked_as_megatron = actor == "megatron" and read in (None, "megatron")
-        self.checks_megatron = self.checked_as_megatron and self.checks_step
+
+    def _keys_of_another(self, engine: str) -> list[str]:
+        """Return the keys of another backend than that of the base files."""
+        parts = ("megatron.",) if engine == "fsdp" else ("fsdp_config.", "fsdp.")
+        sections = tuple(
+            f"{PREFIXES[model]}.{part}" for model in self.models for part in parts
+        )
+        others = self.settings.others
+        names = [key for key in sorted(self.settings.given) if self[key] is not None]
+        names += [key for key in sorted(others) if others[key].value is not None]
+        strategies = [
+            f"{PREFIXES[model]}.strategy"
+            for model in self.models
+            if self.is_fsdp(model) != (engine == "fsdp")
+        ]
+        return strategies + [name for name in names if name.startswith(sections)]
 
     def is_fsdp(self, model: str) -> bool:
         """Return whether FSDP runs a model."""
@@ -494,37 +440,30 @@ class VerlJob(RolloutJob):
         that does not divide is rounded down.
         """
         self.devices: int = self[DEVICES] * self["trainer.nnodes"]
-        self.rollout_devices = self.devices  # those of the inference engines
-        own = (self[ROLLOUT_NODES], self[ROLLOUT_DEVICES])
-        if own != (None, None):
-            nodes, each = self._or(ROLLOUT_NODES, 1), self._or(ROLLOUT_DEVICES, 8)
-            self.rollout_devices = nodes * each
+        # Those of the inference engines, which may have nodes of their own.
+        self.rollout_devices = self.devices
+        if self[ROLLOUT_NODES] or self[ROLLOUT_DEVICES]:
+            each = self._or(ROLLOUT_DEVICES, 8)
+            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * each
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
-        # Since 0.8 the critic's deprecated key is read by the check alone. The older
-        # workers read no other, and the actor's for the reference.
-        actor = self[OLD_SEQUENCE["actor"]]
-        shared = {
-            "actor": actor,
-            "critic": 1,
-            "ref": self._or(OLD_SEQUENCE["ref"], actor),
-        }
-        if self.of.old_workers:
-            shared |= {"critic": self[OLD_SEQUENCE["critic"]], "ref": actor}
-        self.model_sizes: dict[str, int] = {}
-        for model, size in shared.items():
-            if not self.is_fsdp(model):
-                pairs = zip(MEGATRON[model], MEGATRON["actor"], strict=True)
-                size = math.prod(self._or(key, self[other]) for key, other in pairs)
-            elif size <= 1 and not self.of.old_workers:
-                size = self[SEQUENCE[model]]
-            self.model_sizes[model] = size
+        self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
         self.replicas: dict[str, int] = {
-            model: self.devices // max(size, 1)
-            for model, size in self.model_sizes.items()
+            model: self.devices // size for model, size in self.model_sizes.items()
         }
-        has_counts = all(rule.holds for rule in _counts(self))
-        has_replicas = all(self.replicas[model] >= 1 for model in self.models)
-        self.usable = has_counts and has_replicas
+
+    def _model_size(self, model: str) -> int:
+        """Return the devices that share one sample of a model."""
+        if not self.is_fsdp(model):
+            pairs = zip(MEGATRON[model], MEGATRON["actor"], strict=True)
+            return math.prod(self._or(key, self[other]) for key, other in pairs)
+        of_actor: int = self[OLD_SEQUENCE["actor"]]
+        old: int = self._or(OLD_SEQUENCE[model], of_actor)
+        if self.of.old_workers:
+            # They read no other key, and the actor's for the reference.
+            return of_actor if model == "ref" else old
+        # Since 0.8 the critic's deprecated key is read by the check alone.
+        new: int = self[SEQUENCE[model]]
+        return new if model == "critic" or old == 1 else old
 
     def _count_step(self) -> None:
         """Count the prompts and samples of a step, with padding."""
@@ -537,18 +476,12 @@ class VerlJob(RolloutJob):
         # The newer trainer fetches prompts one by one where the number that it needs is
         # not known before.
         self.fetches_one = self.v1 and self[FILTER]
-        # The check wants the samples of a step to be a multiple of this; None if it
-        # cannot compute it.
-        self.minimal_batch: int | None = self.devices
-        if self.checked_as_megatron:
-            micro = self[MICRO]
-            self.minimal_batch = micro and self.replicas["actor"] * micro
         # The newer trainer pads a step to what all mini batches and replicas need
         # (trainer_base.py).
         needed = 1
         if self.v1:
             minis = [self[MINI]]
-            minis += [self.effective(CRITIC_MINI)] if self.has_critic else []
+            minis += [self._or(CRITIC_MINI, self[MINI])] if self.has_critic else []
             sizes = [mini * self.samples_per_prompt for mini in minis]
             needed = math.lcm(self.replicas["actor"], *sizes)
         self.padded: int = -(-self.samples // needed) * needed
@@ -558,48 +491,37 @@ class VerlJob(RolloutJob):
         """Count what the actor and the critic train on in an update, and the actor's
         passes.
         """
-        # Samples of a training pass and replica; None with a token budget, or if no key
-        # that is used sets it.
-        self.micro = None if self.dynamic["actor"] else self.pass_size("actor")
         self.mini_shares: dict[str, int] = {}  # samples of an update and replica
         epochs = 1 if self.of.early else self[EPOCHS]
-        tokens = self.token_budget("actor") if self.dynamic["actor"] else None
-        self._train("actor", self[MINI], self.micro, tokens, epochs)
+        self._train("actor", self[MINI], epochs)
         if self.has_critic:
-            micro, tokens = None, CRITIC_BUDGET
-            if self.of.old_workers and self.dynamic["critic"]:
-                tokens = self.token_budget("critic")
-            elif self.of.old_workers:
-                micro, tokens = self.pass_size("critic"), None
             if not self.of.early:
                 epochs = self._or("critic.ppo_epochs", epochs)
-            self._train("critic", self.effective(CRITIC_MINI), micro, tokens, epochs)
+            self._train("critic", self._or(CRITIC_MINI, self[MINI]), epochs)
+        if self.dynamic["actor"]:
+            self.tokens = self.token_budget("actor")
+        else:
+            self.micro = self.pass_size("actor")
         if self.micro:
             share = self.policy.share
             whole = share // self.micro
             self.passes = -(-share // self.micro) if self.of.old_workers else whole
-        self.read_data(self["trainer.total_epochs"], most=self[LAST])
+        self.read_data(self["trainer.total_epochs"], self[LAST])
 
-    def _train(
-        self, name: str, mini: int, micro: int | None, tokens: int | None, epochs: int
-    ) -> None:
+    def _train(self, name: str, mini: int, epochs: int) -> None:
         """Add a model that is trained. The older workers round its share of a mini
         batch down, and cut what there is.
         """
         replicas = self.replicas[name]
-        counts_samples = name == "critic" and self.of.early
-        samples = mini if counts_samples else mini * self.samples_per_prompt
+        self.train(name, mini, replicas, epochs)
+        samples = self.trained[name].mini_samples
+        if name == "critic" and self.of.early:  # its mini batch counts samples
+            samples = mini
         self.mini_shares[name] = samples // replicas
         if self.of.old_workers:
             samples = min(self.mini_shares[name], self.step_share(name)) * replicas
-        self.trained[name] = TrainedModel(
-            name=name,
-            mini_batch=mini,
-            mini_samples=samples,
-            replicas=replicas,
-            micro=micro,
-            tokens=tokens,
-            epochs=epochs,
+        self.trained[name] = dataclasses.replace(
+            self.trained[name], mini_samples=samples
         )
 
     def token_budget(self, kind: str) -> int:
@@ -621,7 +543,7 @@ class VerlJob(RolloutJob):
         own: int | None = self[MICROS[kind]]
         old: int | None = self[OLD_MICROS[kind]]
         if self.of.old_workers and old is not None:
-            return old // self.replicas[MODEL[kind]]
+            own = old // self.replicas[MODEL[kind]]
         return own
 
     def is_static(self, kind: str) -> bool:
@@ -629,35 +551,12 @@ class VerlJob(RolloutJob):
         decides = "critic" if kind == "critic" else "actor"
         return MODEL[kind] in self.models and not self.dynamic[decides]
 
-    def effective(self, key: str) -> Any:
-        """Return the value that a key has in effect: the critic's mini batch follows
-        the actor's.
-        """
-        return self._or(CRITIC_MINI, self[MINI]) if key == CRITIC_MINI else self[key]
-
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
 
-    def is_foreign(self, strategy: str) -> bool:
-        """Return whether a model's strategy is another backend than FSDP's base files
-        have; Megatron's have their own, whatever the strategy.
-        """
-        return self.engine == "fsdp" and self[strategy] == "megatron"
-
-    def foreign_keys(self) -> list[str]:
-        """Return the keys of the backend that is not that of the base files."""
-        if self.engine is None:
-            return []
-        other = ("megatron.",) if self.engine == "fsdp" else ("fsdp_config.", "fsdp.")
-        starts = [
-            f"{PREFIXES[model]}.{part}" for model in self.models for part in other
-        ]
-        names = {*self.settings.given, *self.settings.others}
-        return sorted(name for name in names if name.startswith(tuple(starts)))
-
     def at_version(self, version: str) -> VerlJob:
         """Return the job of the same file with the rules of another version."""
-        values = {**self.settings.values, WORD: version}
+        values = {**self.settings.values, WORD: float(version)}
         for key in _OLD.keys() - self.settings.given:
             values[key] = GENERATIONS[version].defaults.get(key, KEYS[key].default)
         return VerlJob(dataclasses.replace(self.settings, values=values))
@@ -674,78 +573,42 @@ class VerlJob(RolloutJob):
         """Return the samples of a step that one replica of a model gets."""
         return self.padded // self.replicas[model]
 
-    def plan(self) -> RolloutPlan | None:
-        """Return the plan of a step that is trained on as generated."""
-        is_cut = any(
-            model.mini_samples != model.mini_batch * self.samples_per_prompt
-            for model in self.trained.values()
-        )
-        if self.padded_samples or is_cut:
-            return None
-        return self.rollout_plan()
-
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
-    actor, share = job.policy, job.step_share()
     prompts = TRAIN if job.prompts == job[TRAIN] else GEN
     yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
+    actor = job.policy
+    devices = counted(job.devices, "device")
     shared = f"{job.model_sizes['actor']:,} that share a sample"
+    share = counted(actor.share, "sample")
     yield (
-        f"{counted(job.devices, 'device')} / {shared} ({job.strategies['actor']})",
-        f"{counted(actor.replicas, 'replica')}; each has"
-        f" {counted(actor.share, 'sample')} of a mini batch",
+        f"{devices} / {shared} ({job.strategies['actor']})",
+        f"{counted(actor.replicas, 'replica')}; each has {share} of a mini batch",
     )
-    if job.dynamic["actor"]:
-        tokens = f"about {job.token_budget('actor'):,} tokens per replica and pass"
+    if job.tokens is not None:
+        tokens = f"about {job.tokens:,} tokens per replica and pass"
         yield BUDGET, f"{tokens}: {job.passes_text}"
     else:
         each = "samples per replica (not per device)"
         yield MICRO, f"{each}: {job.passes_text} per optimizer step"
-        size = job[LOG_PROB]
-        passes = counted(-(-share // size), "pass") if size else "not set"
-        yield (
-            LOG_PROB,
-            f"samples per replica in log-probability passes: {passes} over"
-            f" {counted(share, 'sample')}",
-        )
-    if job.padded_samples:
-        added = counted(job.padded_samples, "short artificial sample")
-        yield "", f"{added} added to each step"
-    engines, rest = divmod(job.rollout_devices, job.rollout_size)
-    if ROLLOUT_SIZES[0] in job.settings.given and not rest:
-        yield ROLLOUT_SIZES[0], f"{counted(engines, 'engine')} that generate"
-    if job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices:
-        copies = counted(job.devices // job[FSDP_SIZE], "copy")
-        each = counted(job[FSDP_SIZE], "device")
-        yield FSDP_SIZE, f"{copies} of the model, each over {each}"
 
 
 def _outcome(job: VerlJob) -> str:
-    """Return what a run does, in a few words."""
+    """Return what a run does, in a line."""
     broken = [rule.name.partition(".")[2] for rule in _rules(job) if not rule.holds]
-    if broken:
-        return f"{', '.join(broken[:2])} broken"
-    updates = counted(job.updates(job.policy), "update")
-    said = f"{counted(job.samples, 'sample')}, {updates} of {job.policy.mini_samples:,}"
-    if job.passes is not None:
-        said += f", {counted(job.passes, 'pass')}"
-    if job.padded_samples:
-        said += f", {job.padded_samples:,} artificial samples"
-    return said
+    return f"{', '.join(broken[:2])} broken" if broken else job.summary()
 
 
 def _other_versions(job: VerlJob) -> Iterator[str]:
-    """Yield a note on versions that are possible and decide otherwise."""
-    own, found = _outcome(job), []
+    """Yield a note on each version that is possible and decides otherwise."""
+    own = _outcome(job)
     for version in job.settings.other_versions:
         with contextlib.suppress(RampupError):
             if (text := _outcome(job.at_version(version))) != own:
-                found.append(f"{version}: {text}")
-    if found:
-        yield (
-            "the source fits other versions of veRL, which decide otherwise"
-            f" ({'; '.join(found)}); {WORD}=... chooses one."
-        )
+                yield (
+                    f"the source fits veRL {version} too, which decides otherwise:"
+                    f" {text}. {WORD}={version} chooses it."
+                )
 
 
 def _old_worker_notes(job: VerlJob) -> Iterator[str]:
@@ -758,14 +621,12 @@ def _old_worker_notes(job: VerlJob) -> Iterator[str]:
     elif share < mini:
         samples = counted(job.samples, "sample")
         yield f"{MINI} is more than there is: a step's {samples} are one update."
-        if not job.dynamic["actor"] and job.micro:
-            planned, made = mini // job.micro, -(-share // job.micro)
-            if made < planned:
-                yield (
-                    f"each pass is divided by the {planned:,} of a full mini batch, and"
-                    f" there are {made:,}: the gradient is {planned / made:.3g} times"
-                    " too small."
-                )
+        if job.micro and (mini // job.micro > -(-share // job.micro)):
+            yield (
+                f"each pass is divided by the {mini // job.micro:,} of a full mini batch,"
+                f" and there are {-(-share // job.micro):,}: the gradient is too small by"
+                " this ratio."
+            )
     if job.of.early and job[EPOCHS] > 1:
         yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
     if job.of.early and 0 < job[FSDP_SIZE] < job.devices:
@@ -777,30 +638,25 @@ def _old_worker_notes(job: VerlJob) -> Iterator[str]:
         yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
 
 
-def _estimator_note(job: VerlJob) -> Iterator[str]:
-    """Yield that a fork's estimator may need a critic, unless the file says."""
+def _critic_notes(job: VerlJob) -> Iterator[str]:
+    """Yield whether there is a critic where the file does not say, and how the newer
+    engine fills its passes.
+    """
     if job[ESTIMATOR] not in (None, *ESTIMATORS) and job["critic.enable"] is None:
         yield (
             f"{ESTIMATOR}={job[ESTIMATOR]} is none of veRL's: that of a fork, or"
             " misspelled. If it needs a critic, the numbers leave it out: no critic is"
             " counted; critic.enable=true counts one."
         )
-
-
-def _critic_notes(job: VerlJob) -> Iterator[str]:
-    if not job.of.old_workers:
+    if job.has_critic and not job.settings.given & {"critic.enable", ESTIMATOR}:
+        yield "there is a critic because algorithm.adv_estimator is gae by default."
+    if job.has_critic and not job.of.old_workers:
         yield (
             "the critic's micro sizes and token budget never reach its engine: it fills"
             f" its passes by tokens, {CRITIC_BUDGET:,} of them, regardless of"
-            f" {MICROS['critic']} and {DYNAMICS['critic']}."
+            f" {MICROS['critic']} and {DYNAMICS['critic']}. {OLD_SEQUENCE['critic']} is"
+            f" read by the check alone; the engine reads {SEQUENCE['critic']}."
         )
-        if job[OLD_SEQUENCE["critic"]] > 1:
-            yield (
-                f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's"
-                f" engine reads {SEQUENCE['critic']}."
-            )
-    if not job.settings.given & {"critic.enable", ESTIMATOR}:
-        yield "there is a critic because algorithm.adv_estimator is gae by default."
 
 
 def _budget_notes(job: VerlJob) -> Iterator[str]:
@@ -837,18 +693,14 @@ def _device_notes(job: VerlJob) -> Iterator[str]:
             f" {ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default, which does"
             f" not divide {counted(job.rollout_devices, 'device')}."
         )
-    strategy, key = job.strategies["actor"], f"{ACTOR}.strategy"
-    if job[key] not in (None, strategy) and not job.is_foreign(key):
-        yield (
-            f"{key}={job[key]} is read by the check alone; the engine is {strategy}, by"
-            " model_engine."
-        )
-    sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
-    if sequence > 1 and strategy == "megatron":
-        yield (
-            f"ulysses_sequence_parallel_size={sequence:,} has no effect with megatron;"
-            f" devices share a sequence by {MEGATRON['actor'][2]}."
-        )
+    if max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]]) > 1:
+        if not job.is_fsdp("actor"):
+            yield (
+                "ulysses_sequence_parallel_size has no effect with megatron; devices"
+                f" share a sequence by {MEGATRON['actor'][2]}."
+            )
+        elif OLD_SEQUENCE["actor"] in job.settings.given and not job.of.old_workers:
+            yield f"{OLD_SEQUENCE['actor']} is deprecated; use {SEQUENCE['actor']}."
 
 
 def _data_notes(job: VerlJob) -> Iterator[str]:
@@ -859,7 +711,7 @@ def _data_notes(job: VerlJob) -> Iterator[str]:
         yield f"{FILTER} sets {GEN} to 1, regardless of the file."
     elif job[FILTER] and not job.v1:
         yield (
-            f"DAPO generates for {generated or wanted:,} prompts at a time, until"
+            f"DAPO generates for {job._or(GEN, wanted):,} prompts at a time, until"
             f" {TRAIN}={wanted:,} of them have responses that are not all alike; the"
             " rest are dropped."
         )
@@ -891,19 +743,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
             f"the newer trainer adds {added} so that every mini batch is full; the loss"
             " still divides by full mini batches. trainer.use_v1=false fails instead."
         )
-    yield from _estimator_note(job)
+    yield from _critic_notes(job)
     yield from _budget_notes(job)
-    if job.critic is not None:
-        yield from _critic_notes(job)
-    renamed = [(OLD_MICROS[kind], MICROS[kind]) for kind in MICROS]
-    renamed.append((OLD_SEQUENCE["actor"], SEQUENCE["actor"]))
-    for old, new in renamed:
-        if (
-            old in job.settings.given
-            and job[old] is not None
-            and not job.of.old_workers
-        ):
-            yield f"{old} is deprecated; use {new}."
     yield from _data_notes(job)
     yield group_note(job.samples_per_prompt)
     yield (
@@ -913,34 +754,29 @@ def _notes(job: VerlJob) -> Iterator[str]:
     yield "the learning rate advances once per training step, not per optimizer step."
 
 
-def _counts(job: VerlJob) -> Iterator[Ruling]:
-    """Yield the rules that all counts are positive, without which there are no
-    numbers.
-    """
-    empty = "the run divides by it or stays empty"
-    yield from job.positive([TRAIN], empty, found_by="run")
-    # The check looks at these.
-    yield from job.positive(("trainer.nnodes", DEVICES), empty)
-    yield from job.positive(COUNTS, empty, found_by="run")
-    if job.is_static("actor"):
-        yield from job.positive(STATIC_COUNTS, "the run divides by it", found_by="run")
-    if job.has_critic:
-        yield from job.positive(CRITIC_COUNTS, "the critic needs it", found_by="run")
-
-
 def _rules(job: VerlJob) -> Iterator[Ruling]:
     """Yield what veRL's check, the classes of its settings, and its run ask."""
-    yield from _counts(job)
-    run = ("num_prompts", "trainer.total_epochs", LAST)
-    yield from job.positive(run, "nothing would be trained", found_by="run")
-    yield from found_by_run(_model_starts(job))
+    yield from found_by_run(_starts(job))
     if not job.usable:
         return
     yield from _check_step(job)
-    for name in ("actor", "critic"):
+    for name in job.trained:
         yield from _check_model(job, name)
-    yield from _check_settings(job)
-    yield from found_by_run(_run_models(job))
+    for kind in MICROS:
+        if job.is_static(kind):
+            yield from _one_of_two(job, kind)
+    losses = _LOSSES if job.of.old_workers else (*_LOSSES, SUM)
+    if job[LOSS] not in losses:
+        said = f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}"
+        yield job.broken("loss_is_known", [LOSS], said, candidates=_LOSSES)
+    yield from job.unknown(
+        job.unknown_keys,
+        TRAIN,
+        f"written with `+`, or left out: no base file of veRL {job[WORD]} has it. A fork"
+        " with keys of its own: give one on rampup's command line",
+    )
+    workers = _old_workers if job.of.old_workers else _new_workers
+    yield from found_by_run(workers(job))
     yield from found_by_run(_run_step(job))
 
 
@@ -959,13 +795,13 @@ def _model_size(job: VerlJob, model: str) -> Term:
     return Term(text, size)
 
 
-def _model_starts(job: VerlJob) -> Iterator[Ruling]:
+def _starts(job: VerlJob) -> Iterator[Ruling]:
     """Yield the rules that a model has a replica, and Megatron full ones, which the
     check tests of an actor alone.
     """
     for model in job.models:
-        size = job.model_sizes[model]
         if job.is_fsdp(model):
+            size = job.model_sizes[model]
             yield job.at_least(
                 f"{model}_has_a_replica",
                 (DEVICES, SEQUENCE[model]),
@@ -973,34 +809,29 @@ def _model_starts(job: VerlJob) -> Iterator[Ruling]:
                 Term(f"the {size:,} that share a sample", size),
                 ": there is no replica",
             )
-        elif model != "actor" or not job.checks_megatron:
+        elif model != "actor" or not job.checks_step:
             name, size_of = f"megatron_starts_{model}", _model_size(job, model)
             yield job.multiple(name, [DEVICES], _devices(job), size_of)
 
 
 def _check_step(job: VerlJob) -> Iterator[Ruling]:
     """Yield what the check asks of a step. A token budget skips most of it."""
-    if job.checks_megatron:
+    if not job.checks_step:
+        return
+    least, text = job.devices, "the devices, although a run needs only its replicas"
+    if not job.is_fsdp("actor"):
         keys, size = (DEVICES, MEGATRON["actor"][0]), _model_size(job, "actor")
         yield job.multiple("megatron_divides_devices", keys, _devices(job), size)
-    if job.checks_step:
-        sizes = {TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}
+        # 0 if the check cannot compute it.
+        least = job.replicas["actor"] * (job[MICRO] or 0)
         text = "the replicas times the micro batch size"
-        if job.is_fsdp("actor"):
-            text = "the devices"
-        if job.is_fsdp("actor") and job.replicas["actor"] != job.devices:
-            text += (
-                " (the run itself would need only the"
-                f" {job.replicas['actor']:,} replicas: the check ignores that devices"
-                " share a sequence)"
-            )
-        least = job.minimal_batch or 0
-        yield job.multiple(
-            "samples_fill_minimal_batch",
-            (TRAIN, RESPONSES),
-            product(sizes, "samples"),
-            Term(f"{least:,}, {text}", least),
-        )
+    sizes = {TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}
+    yield job.multiple(
+        "samples_fill_minimal_batch",
+        (TRAIN, RESPONSES),
+        product(sizes, "samples"),
+        Term(f"{least:,}, {text}", least),
+    )
 
 
 def _check_model(job: VerlJob, name: str) -> Iterator[Ruling]:
@@ -1023,61 +854,17 @@ def _check_model(job: VerlJob, name: str) -> Iterator[Ruling]:
             reached = product({old: job[old], sequence: shares})
             rule = f"{name}_old_micro_reaches_every_device"
             yield job.at_least(rule, (old, sequence), reached, _devices(job))
-    # Until 0.4 it is read only with the strategy `fsdp` itself.
+    # Until 0.4 it is read only with the strategy `fsdp` itself, and since then of the
+    # actor alone.
     reads = job.is_fsdp(name) and name == "actor"
     if job.of.old_workers:
-        reads = job.strategies[name] == "fsdp" and name in job.models
+        reads = job.strategies[name] == "fsdp"
     if reads and job[sequence] > 1 and not job[packing]:
         yield job.broken(
             f"{prefix}sequence_parallel_needs_packing",
             (packing, sequence),
             f"{sequence}={job[sequence]:,} needs {packing}=true",
             candidates=[True],
-        )
-
-
-def _check_settings(job: VerlJob) -> Iterator[Ruling]:
-    """Yield what the classes of veRL's settings check."""
-    yield from _strategy_fits(job, "actor")
-    if keys := job.foreign_keys():
-        yield job.broken(
-            "keys_fit_engine",
-            ["model_engine"],
-            f"{' and '.join(keys[:2])} must not be set with"
-            f" model_engine={job['model_engine']}, whose configuration has no such keys",
-            candidates=ENGINES,
-        )
-    for kind in MICROS:
-        if job.is_static(kind):
-            yield from _one_of_two(job, kind)
-    losses = [*_LOSSES]
-    if not job.of.old_workers:
-        losses.append(SUM)
-    if job[LOSS] not in losses:
-        said = f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}"
-        yield job.broken("loss_is_known", [LOSS], said, candidates=_LOSSES)
-    yield from job.unknown(
-        job.unknown_keys,
-        TRAIN,
-        f"written with `+`, or left out: no base file of veRL {job[WORD]} has it. A fork"
-        " with keys of its own: give one on rampup's command line",
-    )
-
-
-def _strategy_fits(job: VerlJob, name: str) -> Iterator[Ruling]:
-    """Yield the rule that a strategy is one of the engine's; the check finds only the
-    actor's, with a static batch.
-    """
-    key = f"{PREFIXES[name]}.strategy"
-    if name in job.models and job.is_foreign(key):
-        is_checked = name == "actor" and job.is_static(name)
-        yield job.broken(
-            f"{name}_strategy_fits_engine",
-            ("model_engine", key),
-            f"{key}={job[key]} is not a backend of model_engine={job['model_engine']},"
-            " whose configuration has none of its sizes",
-            candidates=["megatron"],
-            found_by="validator" if is_checked else "run",
         )
 
 
@@ -1091,17 +878,15 @@ def _one_of_two(job: VerlJob, kind: str) -> Iterator[Ruling]:
     if kind == "critic" and not job.of.old_workers:
         value = value or job[old]
     if job[old] is None and value is None:
-        # The samples that its passes divide; the largest divisor up to 8 is a good
-        # start.
-        total = job.step_share(MODEL[kind])
+        # What its passes divide; the largest divisor up to 8 is a good start.
+        share = job.step_share(MODEL[kind])
         if kind in job.trained:
-            model = job.trained[kind]
-            total = model.share if kind == "actor" else model.mini_batch
+            share = job.trained[kind].share
         yield job.broken(
             f"{kind}_micro_given",
             [new],
             f"{new} must be set (or a token budget used, {DYNAMIC})",
-            candidates=sorted(divisors(total), key=lambda n: (n > 8, -n * (n <= 8))),
+            candidates=[n for n in divisors(share) if n <= 8][::-1],
         )
     if job[old] is not None and value is not None:
         yield job.broken(
@@ -1113,72 +898,8 @@ def _one_of_two(job: VerlJob, kind: str) -> Iterator[Ruling]:
         )
 
 
-def _run_models(job: VerlJob) -> Iterator[Ruling]:
-    """Yield what the workers ask of the passes and mini batches of each model."""
-    for kind in ("actor", "critic", "rollout", "ref"):
-        trains, old = kind in MINIS, OLD_MICROS[kind]
-        is_set = MODEL[kind] in job.models and job[old] is not None
-        if job.of.old_workers and is_set and (trains or not job.dynamic[kind]):
-            replicas = _replicas(job, kind if trains else "actor")
-            rule = f"{kind}_old_micro_reaches_every_replica"
-            yield job.at_least(rule, [old], old, replicas)
-    trained = [name for name in ("actor", "critic") if name in job.models]
-    if job.of.old_workers:
-        for name in trained:
-            yield from _old_worker(job, name)
-    yield from _strategy_fits(job, "critic")
-    if not job.of.old_workers:
-        yield from _dynamic_everywhere(job)
-        for kind in ("actor", "rollout", "ref"):
-            is_static = MODEL[kind] in job.models and not job.dynamic["actor"]
-            if kind == "ref":
-                is_static = "ref" in job.models and not job.dynamic["ref"]
-            old, new = OLD_MICROS[kind], MICROS[kind]
-            if is_static and job[old] is not None and job[new] is None:
-                yield job.broken(
-                    f"{kind}_micro_per_gpu_needed",
-                    (new, old),
-                    f"{new} must be set: {old}={job[old]:,} passes the check, but"
-                    " nothing reads it and the workers stop silently",
-                    division=(job.policy.share, 1),
-                )
-        for name in trained:
-            yield from _mini_divides(job, name)
-        if job.micro is not None:
-            share = job.policy.share
-            text = (
-                f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} //"
-                f" {job.policy.replicas:,} = {share:,} samples"
-            )
-            yield job.multiple(
-                "micro_divides_mini", (MICRO, MINI), Term(text, share), MICRO
-            )
-        for kind in ("rollout", "ref"):
-            model, key = MODEL[kind], MICROS[kind]
-            is_set = model in job.models and job[key] is not None
-            if is_set and not job.dynamic[kind]:
-                share = job.step_share(model)
-                yield job.multiple(
-                    f"{kind}_micro_divides_share",
-                    (key, TRAIN),
-                    Term(f"each replica's {share:,} samples of a step", share),
-                    key,
-                    " when log-probabilities are computed",
-                )
-    samples = Term(f"{job.padded:,} samples", job.padded)
-    for model in ("actor", "critic", "ref"):
-        if model in job.models:
-            yield job.multiple(
-                f"samples_divide_over_{model}_replicas",
-                (TRAIN, RESPONSES),
-                samples,
-                _replicas(job, model),
-                ": only equal chunks are dispatched",
-            )
-
-
-def _dynamic_everywhere(job: VerlJob) -> Iterator[Ruling]:
-    """Yield the rule that all passes are filled by tokens, or none."""
+def _new_workers(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what the workers ask of the passes and mini batches since 0.8."""
     actor, rollout = job.dynamic["actor"], job.dynamic["rollout"]
     if actor != rollout:
         yield job.broken(
@@ -1188,6 +909,30 @@ def _dynamic_everywhere(job: VerlJob) -> Iterator[Ruling]:
             f" {DYNAMIC}={str(actor).lower()}; the workers stop without a message",
             candidates=[actor],
         )
+    for name in job.trained:
+        yield from _mini_divides(job, name)
+    for kind in ("actor", "rollout", "ref"):
+        if MODEL[kind] not in job.models or job.dynamic[kind]:
+            continue
+        old, new, share = OLD_MICROS[kind], MICROS[kind], job.step_share(MODEL[kind])
+        rule, what = f"{kind}_micro_divides_share", "of a step"
+        if kind == "actor":
+            share, rule, what = (
+                job.policy.share,
+                "micro_divides_mini",
+                "of a mini batch",
+            )
+        if job[new] is not None:
+            samples = Term(f"each replica's {share:,} samples {what}", share)
+            yield job.multiple(rule, (new, MINI, TRAIN), samples, new)
+        elif job[old] is not None:
+            yield job.broken(
+                f"{kind}_micro_per_gpu_needed",
+                (new, old),
+                f"{new} must be set: {old}={job[old]:,} passes the check, but nothing"
+                " reads it and the workers stop silently",
+                division=(share, 1),
+            )
 
 
 def _mini_divides(job: VerlJob, name: str) -> Iterator[Ruling]:
@@ -1212,11 +957,24 @@ def _mini_divides(job: VerlJob, name: str) -> Iterator[Ruling]:
         )
 
 
-def _old_worker(job: VerlJob, name: str) -> Iterator[Ruling]:
+def _old_workers(job: VerlJob) -> Iterator[Ruling]:
+    """Yield what the workers ask until 0.7: a size of the whole job reaches every
+    replica.
+    """
+    for kind, old in OLD_MICROS.items():
+        is_read = kind in MINIS or not job.dynamic[kind]
+        if MODEL[kind] in job.models and job[old] is not None and is_read:
+            rule = f"{kind}_old_micro_reaches_every_replica"
+            yield job.at_least(rule, [old], old, _replicas(job, MODEL[kind]))
+    for name in job.trained:
+        yield from _old_mini_batch(job, name)
+
+
+def _old_mini_batch(job: VerlJob, name: str) -> Iterator[Ruling]:
     """Yield what the older workers ask of a mini batch, which they round down, and of a
     pass: to divide it, or to fit.
     """
-    size, step = job.mini_shares[name], job.step_share(name)
+    size = job.mini_shares[name]
     mini = Term(f"each replica's {size:,} samples of a mini batch", size)
     keys: tuple[str, ...] = (MINIS[name], RESPONSES)
     yield job.at_least(f"{name}_mini_reaches_every_replica", keys, mini, 1)
@@ -1229,15 +987,10 @@ def _old_worker(job: VerlJob, name: str) -> Iterator[Ruling]:
             note = ", also with a token budget"
             yield job.multiple(f"{name}_pass_divides_mini", keys, mini, micro, note)
         elif job.is_static(name):
-            yield job.at_least(
-                f"{name}_pass_fits_mini",
-                keys,
-                mini,
-                micro,
-                ": the loss is divided by the passes of a full mini batch, which would"
-                " be 0",
-            )
+            note = ": the loss is divided by the passes of a full mini batch, 0"
+            yield job.at_least(f"{name}_pass_fits_mini", keys, mini, micro, note)
     if not job.is_fsdp(name):
+        step = job.step_share(name)
         share = Term(f"each replica's {step:,} samples of a step", step)
         keys = (TRAIN, MINIS[name])
         yield job.multiple(f"{name}_minis_fill_share", keys, share, mini)
@@ -1245,10 +998,18 @@ def _old_worker(job: VerlJob, name: str) -> Iterator[Ruling]:
 
 def _run_step(job: VerlJob) -> Iterator[Ruling]:
     """Yield what the trainer and its engines ask of a step."""
-    if job.has_agents:
-        text = f"with trainer.use_v1=false the {job.samples:,} samples of a step"
-        samples, keys = Term(text, job.samples), (TRAIN, WORKERS)
-        yield job.multiple("samples_divide_over_workers", keys, samples, WORKERS)
+    samples = Term(f"{job.padded:,} samples", job.padded)
+    for model in job.models:
+        yield job.multiple(
+            f"samples_divide_over_{model}_replicas",
+            (TRAIN, RESPONSES),
+            samples,
+            _replicas(job, model),
+            ": only equal chunks are dispatched",
+        )
+    if not job.v1 and not job.of.old_workers:
+        keys, note = (TRAIN, WORKERS), " with trainer.use_v1=false"
+        yield job.multiple("samples_divide_over_workers", keys, samples, WORKERS, note)
     if job.v1 and not job.fetches_one and job[GEN] is not None:
         yield job.multiple("loader_divides_train", (GEN, TRAIN), TRAIN, GEN)
     if job.settings.given & set(ROLLOUT_SIZES):

@@ -342,9 +342,7 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
     ids=lambda value: value if isinstance(value, str) else value["name"],
 )
 def test_verdict_equals_every_reference_case(system, case):
-    """Both verdicts and every number are those of the system's own code, and the plan
-    has the same numbers.
-    """
+    """Both verdicts and every number are those of the system's own code."""
     facts = [
         f"{key}={case[key]}"
         for key in ("num_processes", "num_prompts", "dataset_prompts")
@@ -365,22 +363,13 @@ def test_verdict_equals_every_reference_case(system, case):
         },
     )
     check_nearest(system, case["config"], facts, found)
-    if system in ("skyrl", "verl"):
-        assert (found.plan is not None) == (
-            found.ok if system == "skyrl" else case["expect"]["run"] == "runs"
-        )
-    if found.plan:
-        updates = found.plan.policy_updates
-        assert updates.optimizer_steps == found.derived["optimizer_steps"]
-        assert updates.accumulation_steps == found.derived.get("accumulation_steps")
-        assert found.plan.samples_per_step == found.derived["samples_per_step"]
 
 
 X = "\u00d7"
 SUMMARIES = {
     "skyrl": ({"trainer.policy_mini_batch_size": 256, "trainer.micro_train_batch_size_per_gpu": 64, "trainer.placement.policy_num_gpus_per_node": 4, "trainer.placement.ref_num_gpus_per_node": 4}, f"1,024 prompts {X} 5 = 5,120 samples; 4 optimizer steps of 1,280; 4 replicas {X} 5 passes {X} 64"),
     "verl": ({"data.train_batch_size": 64, "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16, "actor_rollout_ref.actor.use_dynamic_bsz": True, "algorithm.adv_estimator": "grpo"}, f"64 prompts {X} 4 = 256 samples; 4 optimizer steps of 64; 8 replicas {X} passes of up to 16,384 tokens"),
-    "trlx": ({"train.batch_size": 32, "train.minibatch_size": 8}, f"1 process {X} 128 = 128 samples; 16 optimizer steps of 32; 1 process {X} 4 passes {X} 8"),
+    "trlx": ({"train.batch_size": 32, "train.minibatch_size": 8}, f"128 prompts {X} 1 = 128 samples; 16 optimizer steps of 32; 1 replica {X} 4 passes {X} 8"),
     "megatron": ({"micro_batch_size": 1, "global_batch_size": 48, "rampup_batch_size": [16, 8, 500], "data_parallel_size": 8}, f"48 samples per optimizer step; 8 replicas {X} 6 microbatches {X} 1; ramp from 16 in 5 phases and 21 steps"),
     "maxtext": ({"per_device_batch_size": 0.5, "ici_fsdp_parallelism": 8, "gradient_accumulation_steps": 2}, f"8 samples per optimizer step; 8 replicas {X} 2 passes {X} 0.5; 16 rows loaded"),
     "maxtext_rl": ({"batch_size": 8, "rl.num_generations": 4, "train_micro_batch_size": 2}, f"8 prompts {X} 4 = 32 samples; 1 optimizer step of 32; 4 passes {X} 8"),

@@ -73,7 +73,8 @@ def is_told(check, name):
     try:
         found = check()
     except ConfigError as error:
-        return f"unknown: {name}=" in str(error) and f"{name}=null" in str(error)
+        asks = f"unknown: {name}=" in str(error) and f"{name}=null" in str(error)
+        return asks or f"{name} must not be set with model_engine" in str(error)
     return any(note.startswith(f"{name}=") for note in found.notes)
 
 
