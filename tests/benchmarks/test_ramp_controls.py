@@ -35,17 +35,15 @@ def test_the_page_has_the_tables_of_the_results():
 
 def test_the_verdict_waits_for_every_ramp():
     """What one ramp or four save is no verdict; that of five follows the rule."""
-    study = report.Study(report.read(), "wsd")
-    (first,) = study.schedules
+    ramps = report.Study(report.read(), "wsd").schedules
+    assert len(ramps) == report.RAMPS
     for number in range(1, report.RAMPS + 1):
+        study = report.Study(report.read(), "wsd")
+        for left_out in ramps[number:]:
+            del study.same_rates[left_out]
         said = "\n".join(report.verdict(study))
         assert ("this ramp" in said) == (number == 1)
         assert ("do not pay" in said) == (number == report.RAMPS)
-        ramp = f"{first} 8000:{64 + 8 * number}"
-        for variant in report.VARIANTS:
-            study.ramps[ramp, variant] = study.ramps[first, variant]
-        study.same_rates[ramp] = study.same_rates[first]
-        study.same_size[ramp] = study.same_size[first]
 
 
 def test_hours_follow_from_losses_by_the_slope():
