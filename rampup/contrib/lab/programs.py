@@ -96,7 +96,13 @@ class Trial:
         """
         # All steps share one state, so that it is in memory only once.
         states = [self.setup.initial_state()]
-        starts = {split.num_microbatches: start for start, split in self.splits.items()}
+        starts = {
+            split.num_microbatches: phase.start_step
+            for phase, split in zip(
+                self.plan.ramp.phases, self.plan.splits, strict=True
+            )
+            if phase.start_step < self.plan.total_steps
+        }
         return {
             number: median_seconds(self._step_of(starts[number], states))
             for number in sorted({min(starts), max(starts)})

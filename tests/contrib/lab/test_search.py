@@ -97,14 +97,15 @@ def test_tune_recommends_settings_that_fit_and_were_timed(trial, capsys):
     its memory and throughput.
     """
     settings = command_line(TUNED | {"enable_rampup_batch_size": False})
-    memory = f"--memory-gib={math.ceil(trial.bytes / (1 - MARGIN))}/{GIB}"
+    # A byte less than the microbatch of 2 takes.
+    memory = f"--memory-gib={int((trial.bytes - 1) / (1 - MARGIN))}/{GIB}"
     arguments = ["tune", "base.yml", *settings, memory, "--devices", "1", "--json"]
     assert main(arguments) == 0
     facts = json.loads(capsys.readouterr().out)
     assert "error" not in facts
     fits = {row["microbatch_size"]: row["fits"] for row in facts["candidates"]}
-    assert fits[facts["largest_microbatch"]]
-    assert not fits[facts["next_larger"]]
+    assert fits == {1: True, 2: False}
+    assert (facts["largest_microbatch"], facts["next_larger"]) == (1, 2)
     plan = build_plan(Config(**TUNED | facts["settings"]), 1)
     assert [row["microbatch_size"] for row in facts["phases"]] == [
         split.microbatch_size for split in plan.splits
