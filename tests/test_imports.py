@@ -15,7 +15,7 @@ import rampup
 
 PACKAGE = Path(__file__).parent.parent / "rampup"
 FLOORS = (
-    "errors < plan < config < engine < checks < data < loop < lm < show < cli < contrib"
+    "errors < plan < config < engine < data < checks < loop < lm < show < cli < contrib"
 )
 # The only imports that point up, inside methods of the step: what they return
 # is made by `rampup.data`, and step 0 asks the checks about its loss.

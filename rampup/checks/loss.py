@@ -29,9 +29,10 @@ from rampup.checks.trials import (
     norm,
     read_by_loss,
 )
+from rampup.data.sources import as_source
 from rampup.engine.batch import Batch
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.errors import DataError, LossWarning, a_type
+from rampup.errors import DataError, LossWarning
 
 # Trials with moved parameters. The first has them as they are.
 MOVES = 6
@@ -192,12 +193,7 @@ def _pick(rows: Any) -> Any:
     leaves = jax.tree.leaves(rows)
     # A tuple of numbers or of dictionaries of them is rows, and one of arrays a batch.
     is_source = isinstance(rows, list) or not any(getattr(x, "ndim", 0) for x in leaves)
-    if is_source and not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
-        raise DataError(
-            "rows are arrays with the rows as their first axis, or a source of single"
-            f" rows with __len__ and __getitem__, and not {a_type(rows)}"
-        )
-    arrays = [rows] if is_source else leaves
+    arrays = [as_source(rows)] if is_source else leaves
     lengths = {0 if np.isscalar(x) else len(x) for x in arrays}
     size = lengths.pop()
     if lengths or size < 2:
@@ -205,12 +201,10 @@ def _pick(rows: Any) -> Any:
             "check_loss needs at least two rows, the same number in all arrays, and"
             " they should differ: one row cannot show whether rows interact"
         )
-
-    def read(n: int) -> Any:
-        return rows[n] if is_source else jax.tree.map(lambda x: x[n], rows)
-
-    found = [read(n % size) for n in (0, 1, size // 2, size - 1)]
-    return jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *found)
+    places = np.array([0, 1, size // 2, size - 1]) % size
+    if is_source:  # as a step reads it
+        return arrays[0].read(places)
+    return jax.tree.map(lambda x: np.stack([np.asarray(x[n]) for n in places]), rows)
 
 
 class _Rounding:

@@ -980,6 +980,31 @@ def test_rows_come_from_any_source(rows):
     assert kinds(rampup.check_loss(loss, jnp.float32(0.5), rows)) == ["mean"]
 
 
+def test_a_list_in_a_row_is_one_array_as_in_a_step():
+    """Lists of numbers in stored rows, in a source and in a dataset of Grain; what is
+    no array has its row and its field, and columns of lists are no source.
+    """
+
+    def loss(p, b, k):
+        return ((p * b["x"] - b["y"][:, None]) ** 2).mean(), len(k), {}
+
+    rows = [{"x": [n / 2, 1.0, n], "y": n} for n in range(12)]
+    for source in (
+        rows,
+        Counted(rows.__getitem__, 12),
+        grain.MapDataset.source(rows),
+        [row | {"x": [np.float32(x) for x in row["x"]]} for row in rows],
+    ):
+        assert kinds(rampup.check_loss(loss, jnp.float32(0.5), source)) == ["mean"]
+    for wrong, words in (
+        ([*rows[:6], {"x": [1.0], "y": 2}], r"row 6 of .*\['x'\] is of shape \[1\]"),
+        ([{"x": "a", "y": 1}] * 4, r"batch\['x'\] .* row 0 of .* has a text"),
+        ({"x": [[1, 2], [3, 4]], "y": [1, 2]}, "a dict of arrays .* by row"),
+    ):
+        with pytest.raises(DataError, match=words):
+            rampup.check_loss(loss, jnp.float32(0.5), wrong)
+
+
 def test_memory_and_placement_stay_as_they_are():
     """The check leaves no arrays behind, and moves none, also of a large state."""
     mesh = mesh_of("data_fsdp_tensor")
