@@ -423,17 +423,4 @@ for trial in tuned["candidates"]:
     print("microbatch of", trial["microbatch_size"], "takes", trial["bytes"])
 
 # %% [markdown]
-# For reinforcement learning, starting sizes by the size of the model, and the rule of thumb from a device's memory:
-
-# %%
-# @title The model and the device
-PARAMS = "6B"  # @param {type:"string"}
-TRAINER = "trlx"  # @param ["trlx", "skyrl", "verl", "maxtext_rl"]
-MEMORY_GIB = "80"  # @param {type:"string"}
-
-_ = main(
-    ["suggest", "--params", PARAMS, "--system", TRAINER, "--memory-gib", MEMORY_GIB]
-)
-
-# %% [markdown]
 # **So:** say *prompts per update*, *responses per prompt*, and *samples per device and pass*. Check a file before its run.

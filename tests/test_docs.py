@@ -249,7 +249,6 @@ def test_readme_snippet_compiles_once_and_learns(capsys):
         "check --from maxtext configs/base.yml",
         "plan configs/base.yml --devices 8 ici_pipeline_parallelism=4 --timetable",
         "suggest --train-tokens 300B --params 7B",
-        "suggest --system verl --params 7B",
         "explain steps",
         "plan my.yml --devices 4 --fix",
         "plot configs/base.yml -o ramp.png",

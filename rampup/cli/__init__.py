@@ -38,7 +38,7 @@ COMMANDS = {
     "report": "write a self-contained HTML report of a plan or a run",
 }
 OPTIONAL = {
-    "suggest": "show batch sizes by scaling laws, or starting sizes for RL",
+    "suggest": "show batch sizes by scaling laws",
     "design": "design a ramp from the measurements of a run",
     "critical": "find the critical batch size of a run by training branches of it",
     "tune": "find the largest microbatch that fits, and time it",
@@ -80,6 +80,11 @@ GONE_OPTIONS = {
         " -o FILE` draws a candidate, and tune's table has the memory of every size"
     ),
     "cost-per-prompt": "rampup.contrib.rl.noise.advice_from_line takes it",
+    "system": (
+        "docs/guides/check_other_systems.md has published starting sizes for"
+        " reinforcement learning"
+    ),
+    "memory-gib": "`rampup tune` takes the memory of a device",
     "tuned": ("multiply the tuned rate by the square root of the ratio of the batches"),
     "multiples": "--batches names the batches of the branches, in samples",
     "tolerance": "the critical batch is the one that needs 20% more tokens",

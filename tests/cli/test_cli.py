@@ -61,9 +61,8 @@ REFUSED = {
     "design FOLDER": None,
     "explain stepz": "stepz",
     "suggest --params 6B": None,
-    "suggest --system trlx": "params",
-    "suggest --train-tokens 1B --system trlx": None,
-    "suggest --params 7B --train-tokens 1B --memory-gib 8": "memory-gib",
+    "suggest --params 6B --system trlx": None,
+    "suggest --params 7B --train-tokens 1B --memory-gib 8": None,
     "plot": None,
     "plot steps=3": None,
     "plot a.yml b.yml": None,
@@ -490,7 +489,7 @@ def test_tools_import_no_jax():
         ["explain", "steps"],
         ["plan", "--devices", "4096", PALM, "steps=9"],
         ["plan", RL, "--devices", "8"],
-        ["suggest", "--params", "6B", "--system", "trlx"],
+        ["suggest", "--params", "6B", "--train-tokens", "1B"],
     ]
     code = (
         f"import sys, rampup.cli as cli; [cli.main(call) for call in {calls!r}]; assert"

@@ -1,63 +1,30 @@
-"""`rampup suggest`: batch sizes to start with, by scaling laws or published sizes."""
+"""`rampup suggest`: batch sizes to start with, by scaling laws."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from rampup.cli.common import Result, arg, usage_error
 from rampup.contrib.lab.scaling_laws import ADVISED, suggest_batch
-from rampup.contrib.rl import starting_sizes
-from rampup.show.console import make_table, phase_cell
-from rampup.show.format import format_count, format_si
-
-if TYPE_CHECKING:
-    from rampup.contrib.rl.starting_sizes import Suggestion
+from rampup.show.console import make_table
+from rampup.show.format import format_si
 
 SUGGEST = {
-    "--params": arg(
-        "N",
-        "parameters of the model without its embeddings, such as 6B; needed with"
-        " --system",
-    ),
+    "--params": arg("N", "parameters of the model without its embeddings, such as 6B"),
     "--train-tokens": arg("D", "tokens of a pre-training run, such as 300B"),
-    "--system": arg(
-        "NAME", "for reinforcement learning: trlx, skyrl, verl or maxtext_rl"
-    ),
-    "--memory-gib": arg(
-        "GIB", "with --system: memory of one device, for the rule of thumb"
-    ),
 }
 
 
 def suggest(args: argparse.Namespace) -> Result:
-    """Suggest batch sizes for pre-training by scaling laws, or starting sizes for
-    reinforcement learning.
-    """
-    if (args.train_tokens is None) == (args.system is None):
-        raise usage_error(
-            "give --train-tokens for the batch of a pre-training run, or --system for"
-            " the starting sizes of reinforcement learning; not both"
-        )
-    if args.train_tokens is not None:
-        if args.memory_gib is not None:
-            raise usage_error("--memory-gib needs --system", key="memory-gib")
-        found = suggest_batch(args.train_tokens, args.params)
-        return Result(
-            facts=found, show=lambda console: print_batch_range(found, console)
-        )
-    if args.params is None:
-        raise usage_error("--system needs --params", key="params")
-    suggestion = starting_sizes.suggest(
-        args.params, system=args.system, memory_gib=args.memory_gib
-    )
-    return Result(
-        facts=suggestion.to_dict(),
-        show=lambda console: print_suggestion(suggestion, console),
-    )
+    """Suggest batch sizes for pre-training by scaling laws."""
+    if args.train_tokens is None:
+        raise usage_error("give --train-tokens, the tokens of the run")
+    found = suggest_batch(args.train_tokens, args.params)
+    return Result(facts=found, show=lambda console: print_batch_range(found, console))
 
 
 def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
@@ -96,38 +63,4 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
         f" tokens; optimal {optimal}"
     )
     for note in found["notes"]:
-        console.print(f"- {note}")
-
-
-def print_suggestion(suggestion: Suggestion, console: Console) -> None:
-    """Print starting sizes: the published ones and those of the repository, the memory
-    behind them, and notes.
-    """
-    console.print(
-        f"{suggestion.params:,} parameters, {suggestion.system}: a starting point"
-    )
-    if suggestion.published is not None:
-        columns = {f"published for {suggestion.published_for}": suggestion.published}
-        if suggestion.repository is not None:
-            columns["the repository uses"] = suggestion.repository
-        rows = [
-            (name, *(phase_cell(sizes, name) for sizes in columns.values()))
-            for name in suggestion.published
-        ]
-        console.print(make_table(console, ("key", *columns), rows, left=1))
-    if suggestion.memory is not None:
-        memory = suggestion.memory
-        state = (
-            f"{memory['state_gib']:,.1f} GiB, at least"
-            f" {format_count(memory['least_devices'], 'device')}"
-        )
-        free = (
-            f"{memory['free_gib_per_device']:,.1f} GiB on each for activations and"
-            " generation"
-        )
-        console.print(
-            f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves"
-            f" {free}"
-        )
-    for note in suggestion.notes:
         console.print(f"- {note}")

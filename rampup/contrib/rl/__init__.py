@@ -26,7 +26,6 @@ _HOMES = {
     "rampup.contrib.rl.rollout": "RolloutOptions RolloutState RolloutStep rollout_step",
     "rampup.contrib.rl.schedule": "RolloutSchedule",
     "rampup.contrib.rl.plan": "Experience RolloutPlan Size Training Updates",
-    "rampup.contrib.rl.starting_sizes": "suggest",
     "rampup.contrib.rl.tasks": "Arithmetic",
     "rampup.contrib.rl.train": "load",
 }
