@@ -246,7 +246,6 @@ def test_killed_while_the_batch_follows_the_noise(tmp_path, kills):
 
 RL_SETTINGS = RL_TINY | {
     "num_generations": 4,
-    "enable_critic": True,
     "checkpoint_period": 3,
     "max_num_checkpoints_to_keep": 2,
     "async_checkpointing": True,
@@ -321,11 +320,11 @@ SIZES = [{"zero_spread_groups": "refill"}, PACKED]
 def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(
     kills, rollouts, sizes, tmp_path
 ):
-    """At random moments, also while it refills, between the updates of critic and
-    policy and in checkpoint writes.
+    """At random moments, also while it refills, between the updates of a rollout and in
+    checkpoint writes.
     """
-    # Two passes over two mini batches, of the critic and of the policy.
-    steps = rollouts * 8
+    # Two passes over two mini batches.
+    steps = rollouts * 4
     # A pause that reaches over a random number of the next eight updates.
     campaign = RolloutCampaign(tmp_path, steps=steps, pause=0.05, seed=0)
     campaign.common = {

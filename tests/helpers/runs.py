@@ -15,14 +15,6 @@ TIMES = {
     "tokens_per_second",
     "tflops_per_device",
     "compile_seconds",
-    "generation_seconds",
-    "scoring_seconds",
-}
-TIMES |= {
-    "generation_wait_seconds",
-    "generation_tokens_per_second",
-    "training_tokens_per_second",
-    "update_seconds",
 }
 
 

@@ -16,13 +16,10 @@ _HOMES = {
         "RolloutConfig build_rollout_plan build_rollout_schedule load_rollout_config"
     ),
     "rampup.contrib.rl.experience": (
-        "generalized_advantages group_advantages loss_rows mini_batches padded_rows"
+        "group_advantages loss_rows mini_batches padded_rows"
     ),
     "rampup.contrib.rl.generation": "Samples Sampling generate",
-    "rampup.contrib.rl.policy": (
-        "Critic Policy as_policy critic_of critic_params grpo_loss split_policy"
-        " value_loss"
-    ),
+    "rampup.contrib.rl.policy": ("Policy as_policy grpo_loss split_policy"),
     "rampup.contrib.rl.rollout": "RolloutOptions RolloutState RolloutStep rollout_step",
     "rampup.contrib.rl.schedule": "RolloutSchedule",
     "rampup.contrib.rl.plan": "Experience RolloutPlan Size Training Updates",

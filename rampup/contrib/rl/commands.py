@@ -46,7 +46,6 @@ JSON_KEYS = (
     "reward_last",
     "num_compilations",
     "seconds",
-    "seconds_by_part",
     "checkpoint",
 )
 # Titles of the curves of a report, and the keys of metrics.jsonl.
@@ -93,7 +92,7 @@ def plan(args: argparse.Namespace) -> Result:
     notes = rollout_notes(config, step)
     facts = {
         **step.to_dict(),
-        "total_optimizer_steps": schedule.optimizer_steps("policy"),
+        "total_optimizer_steps": schedule.total_steps,
         "stages": schedule.stage_rows(),
         "notes": list(notes),
     }

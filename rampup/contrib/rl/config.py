@@ -39,7 +39,6 @@ from rampup.plan.ramp import parse_schedule
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
 _batch = partial(key, section="Batch")
 _training = partial(key, section="Training on the samples")
-_critic = partial(key, section="Critic", own=True)
 _eval = partial(key, section="Evaluation")
 _stored = partial(key, section="Stored experience", own=True)
 _order = partial(key, section="Order")
@@ -72,14 +71,8 @@ class RolloutConfig(Settings):
         mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their
         tokens. group-mean-token-mean: the mean over prompts of the mean over the tokens of all their responses.""")
     grpo_beta: float = _batch(0.01, minimum=0, group="rl", maxtext="0.08", doc="""
-        Weight of the KL divergence from the policy before training. Above 0 it needs enable_reference_policy. 0: none.""")
+        Weight of the KL divergence from the policy before training, whose log-probabilities are then stored. 0: none.""")
     grpo_epsilon: float = _batch(0.2, "How far from 1 the ratio of new to old probabilities counts.", above=0, group="rl")
-    gamma: float = _batch(1.0, minimum=0, maximum=1, group="rl", own=True, doc="""
-        Discount per token of the critic's returns (enable_critic).""")
-    gae_lambda: float = _batch(1.0, minimum=0, maximum=1, group="rl", own=True, doc="""
-        Decay per token of generalized advantage estimation (enable_critic).""")
-    value_epsilon: float = _batch(0.2, above=0, group="rl", own=True, doc="""
-        How far from its value at generation a value of the critic may move in a step (enable_critic).""")
     num_batches: int = _batch(100, **_count, maxtext="4", doc="""
         Batches of prompts in the run, before train_fraction and num_epoch apply.""")
     train_fraction: Fraction = _batch(Fraction(1), "Fraction of the prompts of num_batches to train on.", above=0, maximum=1)
@@ -111,16 +104,6 @@ class RolloutConfig(Settings):
     pad_microbatches: bool = _training(False, own=True, doc="""
         Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.""")
 
-    enable_critic: bool = _critic(False, "Also train a critic, through all of its passes before the policy.", identity=True)
-    critic_mini_batch_size: int = _critic(-1, also=(-1,), **_count, doc="""
-        Prompts per optimizer step of the critic, for the whole job. -1: mini_batch_size.""")
-    critic_num_iterations: int = _critic(-1, also=(-1,), **_count, doc="""
-        Passes of the critic over the samples of a step. -1: rl.num_iterations.""")
-    critic_train_micro_batch_size: int = _critic(-1, also=(-1,), **_count, doc="""
-        Prompts per pass of the critic, for the whole job. -1: the size of a pass of the policy.""")
-
-    critic_learning_rate: float = _critic(1e-3, "Peak learning rate of the critic.", minimum=0)
-
     num_test_batches: int = _eval(5, minimum=0, maximum=MAX_SAMPLES, doc="""
         Batches of one evaluation, including those before test_batch_start_index. 0: no evaluation.""")
     eval_batch_size: int = _eval(-1, "Prompts per evaluation batch. -1: batch_size.", also=(-1,), **_count)
@@ -130,12 +113,9 @@ class RolloutConfig(Settings):
 
     max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count, identity=True)
     max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count, identity=True)
-    enable_reference_policy: bool = _stored(True, "Store the log-probabilities of a reference policy, for a KL term.")
-
-    shuffle_mini_batches: bool = _order(True, own=True, identity=True, doc="""
-        Shuffle the prompts of a step in every pass. false: keep the order of generation.""")
-    data_shuffle_seed: int = _order(0, minimum=0, maximum=2**31 - 1, own=True, identity=True, doc="""
-        Seed of the order of samples, if shuffle_mini_batches is set.""")
+    data_shuffle_seed: int | None = _order(0, kind="int", nullable=True, minimum=0, maximum=2**31 - 1, own=True, identity=True, doc="""
+        Seed of the order of samples, in which every pass shuffles the prompts of a step. null: keep the order of
+        generation.""")
 
     decode_sampling_temperature: float = _sampling(1.0, minimum=0, maximum=100, maxtext="0.9", identity=True, doc="""
         Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.""")
@@ -144,11 +124,9 @@ class RolloutConfig(Settings):
     decode_sampling_nucleus_p: float = _sampling(1.0, above=0, maximum=1, identity=True, doc="""
         Sample from the most probable tokens whose probabilities add up to this.""")
 
-    dataset_name: str = _task("arithmetic", choices=("arithmetic",), identity=True, doc="""
-        The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right
-        answer.""")
     max_operand: int = _task(49, minimum=1, maximum=10**6, identity=True, doc="""
-        Largest number in a prompt of dataset_name arithmetic.""")
+        Largest number in a prompt. Prompts are sums of two numbers as text, such as 12+34=, with reward 1 for the right
+        answer.""")
     warm_start_steps: int = _task(1200, minimum=0, maximum=MAX_SAMPLES, identity=True, doc="""
         Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0:
         none.""")
@@ -196,8 +174,6 @@ class RolloutConfig(Settings):
     ici_data_parallelism: int = _shared("ici_data_parallelism", -1)
     ici_fsdp_parallelism: int = _shared("ici_fsdp_parallelism", 1)
     ici_tensor_parallelism: int = _shared("ici_tensor_parallelism", 1)
-    ici_context_parallelism: int = _shared("ici_context_parallelism", 1)
-    ici_pipeline_parallelism: int = _shared("ici_pipeline_parallelism", 1)
     # fmt: on
 
     @property
@@ -329,30 +305,20 @@ def build_rollout_plan(
         )
     try:
         axes = mesh_axes(config, num_devices)
-        policy = Training(
-            mini_batch=_prompts(config, "mini_batch_size", "batch_size"),
-            microbatch=_microbatch(config),
-            num_epochs=config.num_iterations,
-            data_parallel_size=axes.data_parallel_size,
-            num_stages=axes.pipeline,
-        )
-        epochs = config.critic_num_iterations
-        critic = replace(
-            policy,
-            mini_batch=_prompts(config, "critic_mini_batch_size") or policy.mini_batch,
-            microbatch=_prompts(config, "critic_train_micro_batch_size")
-            or policy.microbatch,
-            num_epochs=policy.num_epochs if epochs == AUTO else epochs,
-        )
+        mini_batch = _prompts(config, "mini_batch_size", "batch_size")
         return RolloutPlan(
             rollout_batch=_prompts(config, "batch_size"),
             samples_per_prompt=config.num_generations,
-            policy=policy,
-            critic=critic if config.enable_critic else None,
+            policy=Training(
+                mini_batch=mini_batch,
+                microbatch=_microbatch(config),
+                num_epochs=config.num_iterations,
+                data_parallel_size=axes.data_parallel_size,
+            ),
             generation=_prompts(
                 config, "rollout_micro_batch_size", "train_micro_batch_size"
             )
-            or policy.mini_batch,
+            or mini_batch,
             num_steps=config.num_steps,
             pad=config.pad_microbatches,
             eval_prompts=config.eval_prompts,
@@ -360,7 +326,7 @@ def build_rollout_plan(
             experience=Experience(
                 max_prompt_length=config.max_prompt_length,
                 max_response_length=config.max_response_length,
-                reference=config.enable_reference_policy,
+                reference=config.grpo_beta > 0,
             ),
         )
     except RampupError as error:
@@ -445,8 +411,9 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     maxtext_steps = int(batches * config.num_iterations)
     notes = {
         "rl.num_generations=1 gives groups of one sample, whose advantage over the"
-        " group is always 0, so `rampup train` refuses it; set 2 or more, or"
-        " enable_critic=true": config.num_generations == 1 and not config.enable_critic,
+        " group is always 0, so `rampup train` refuses it; set 2 or more": (
+            config.num_generations == 1
+        ),
         f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and"
         " are dropped": dropped and not grows,
         f"{lost:,} prompts of an evaluation do not fill a batch of"

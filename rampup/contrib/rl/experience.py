@@ -76,7 +76,7 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
         raise ConfigError(
             f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose"
             " advantage over the group is always 0",
-            fix="set rl.num_generations=2 or more, or enable_critic=true",
+            fix="set rl.num_generations=2 or more",
             key="rl.num_generations",
             nearest=(2,),
         )
@@ -95,51 +95,6 @@ def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarra
     """
     groups = np.asarray(rewards_S).reshape(-1, samples_per_prompt)
     return (groups == groups[:, :1]).all(axis=1)  # type: ignore[no-any-return]
-
-
-def generalized_advantages(
-    rewards_SR: np.ndarray,
-    values_SR: np.ndarray,
-    response_length_S: np.ndarray,
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and returns by generalized advantage estimation (Schulman et
-    al. 2016, arXiv 1506.02438), float32.
-
-    delta_t = r_t + gamma * V_{t+1} - V_t and A_t = delta_t + gamma * lam * A_{t+1},
-    where the value after the last token is 0. Returns are A + V. Advantages are then
-    normalized over all tokens of the rollout to mean 0 and standard deviation 1.
-
-    Example:
-        >>> rewards, values = np.array([[0.0, 1.0]]), np.array([[0.5, 0.5]])
-        >>> advantages, returns = generalized_advantages(
-        ...     rewards, values, np.array([2]), gamma=1.0, lam=1.0
-        ... )
-        >>> returns.tolist()
-        [[1.0, 1.0]]
-    """
-    rewards_SR, values_SR = (
-        np.asarray(rewards_SR, np.float64),
-        np.asarray(values_SR, np.float64),
-    )
-    S, R = rewards_SR.shape
-    counts_SR = np.arange(R) < np.asarray(response_length_S)[:, None]
-    # With a column for what follows the last token: 0.
-    advantages_SR = np.zeros((S, R + 1))
-    values_SR = np.pad(np.where(counts_SR, values_SR, 0), ((0, 0), (0, 1)))
-    for t in range(R - 1, -1, -1):
-        delta_S = rewards_SR[:, t] + gamma * values_SR[:, t + 1] - values_SR[:, t]
-        advantages_SR[:, t] = np.where(
-            counts_SR[:, t], delta_S + gamma * lam * advantages_SR[:, t + 1], 0
-        )
-    advantages_SR = advantages_SR[:, :R]
-    returns_SR = np.where(counts_SR, advantages_SR + values_SR[:, :R], 0)
-    mean = advantages_SR[counts_SR].mean() if counts_SR.any() else 0.0
-    spread = advantages_SR[counts_SR].std() if counts_SR.any() else 1.0
-    advantages_SR = np.where(counts_SR, (advantages_SR - mean) / (spread + 1e-8), 0)
-    return advantages_SR.astype(np.float32), returns_SR.astype(np.float32)
 
 
 class Tally(NamedTuple):
@@ -196,23 +151,21 @@ def mini_batches(
     step: int,
     seed: int | None,
     start: int = 0,
-    model: str = "policy",
 ) -> Iterator[MiniBatch]:
-    """Return the mini batches of one model on one rollout, epoch by epoch.
+    """Return the mini batches of one rollout, epoch by epoch.
 
-    Every sample is in exactly one mini batch of every epoch. Train the models in the
-    order of `plan.order`.
+    Every sample is in exactly one mini batch of every epoch.
 
     Args:
         step: the rollout that generated the samples, counted from 0.
-        seed: of the order of the prompts, whose responses stay together; every rollout,
-            epoch and model has its own. None = the order of generation.
+        seed: of the order of the prompts, whose responses stay together; every rollout
+            and epoch has its own. None = the order of generation.
         start: the optimizer step within this rollout to start at.
 
     Raises:
         ResumeMismatchError: the plan has no such step or start.
-        ConfigError: the plan has no such model, the seed is invalid, or mini batches
-            would separate a prompt's responses.
+        ConfigError: the seed is invalid, or mini batches would separate a prompt's
+            responses.
 
     Example:
         >>> from rampup.contrib.rl.plan import Size, Training
@@ -225,15 +178,14 @@ def mini_batches(
         >>> [batch.rows.tolist() for batch in mini_batches(plan, step=0, seed=None)]
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    updates = plan.updates(model)
+    updates = plan.policy_updates
     for name, value, last in (
         ("step", step, plan.num_steps - 1),
         ("start", start, updates.optimizer_steps),
     ):
         if not 0 <= value <= last:
             raise ResumeMismatchError(
-                f"{name}={value} must be between 0 and {last}, by the plan of the"
-                f" {model}",
+                f"{name}={value} must be between 0 and {last}, by the plan",
                 key=name,
                 nearest=(min(max(value, 0), last),),
             )
@@ -257,9 +209,9 @@ def mini_batches(
         order = np.arange(plan.samples_per_step)
         if seed is not None:
             # From the identity of the epoch alone, so that a resumed run needs no state
-            # of a generator.
+            # of a generator. The word is part of it.
             groups = stable_permutation(
-                (seed, step, epoch, *model.encode()), len(order) // group
+                (seed, step, epoch, *b"policy"), len(order) // group
             )
             order = order.reshape(-1, group)[groups].ravel()
         places = updates.mini_batch_range(number)
@@ -273,8 +225,6 @@ PER_TOKEN = (
     "log_probabilities",
     "reference_log_probabilities",
     "advantages",
-    "values",
-    "returns",
 )
 
 
@@ -290,9 +240,9 @@ def loss_rows(
         experience: arrays over samples: `tokens` (S, T), `prompt_length` and
             `response_length` (S,), and over the tokens of the response (S, R) those
             that the loss reads: `log_probabilities` (of the policy that sampled),
-            `advantages`, `reference_log_probabilities`, `values`, `returns`. The
-            aggregation by groups needs the number of the prompt of each sample, `group`
-            (S,), and all samples of each prompt.
+            `advantages`, `reference_log_probabilities`. The aggregation by groups needs
+            the number of the prompt of each sample, `group` (S,), and all samples of
+            each prompt.
         rows: the samples, all by default.
         loss_agg_mode: how the losses of tokens add up, one of
             `rampup.contrib.rl.plan.AGGREGATIONS`.

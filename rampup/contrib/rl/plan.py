@@ -4,10 +4,10 @@ microbatches of each replica.
 `Size` converts what users write into samples of the whole job, which everything else
 counts. A step's samples are divided three
 times: among the calls of the generator, among mini batches (one optimizer step each),
-    and among the passes of a mini batch.
+and among the passes of a mini batch.
 The plan checks from the outside in, and stops where an error would only repeat one
 before it: the numbers, then the batch, for which some legal mini batch must exist, then
-the mini batches and passes of each model, and the calls of the generator.
+the mini batches and passes, and the calls of the generator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AGGREGATIONS = (
 )
 
 Unit = Literal["prompts", "samples", "tokens"]
-Scope = Literal["job", "replica", "process"]
+Scope = Literal["job", "replica"]
 BYTES = {"bool": 1, "int32": 4, "float32": 4}
 # Upper limit on the sizes of a step.
 MAX_SAMPLES = 10**9
@@ -75,8 +75,7 @@ class Size:
 
     count: int  # the number
     unit: Unit  # what it counts. A sample is one response to a prompt.
-    # the whole job, each data-parallel replica, or each process that is a replica
-    # (trlX)
+    # the whole job, or each data-parallel replica
     scope: Scope = "job"
     key: str | None = None  # the configuration key that errors refer to
 
@@ -190,17 +189,14 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The requested sizes of one model's training on the samples of a step."""
+    """The requested sizes of the training on the samples of a step."""
 
     mini_batch: Size  # samples of one optimizer step
     # Samples of one forward and backward pass, or a token budget per replica. None =
     # the whole mini batch.
     microbatch: Size | None = None
-    data_parallel_size: int = 1  # replicas of this model
+    data_parallel_size: int = 1  # replicas of the policy
     num_epochs: int = 1  # passes over the samples of a step
-    # pipeline stages. The number of microbatches of an optimizer step is a multiple of
-    # it.
-    num_stages: int = 1
 
     @property
     def token_budget(self) -> int | None:
@@ -214,14 +210,12 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """One model's training on the samples of a step, as it follows from `Training`."""
+    """The training on the samples of a step, as it follows from `Training`."""
 
-    model: str  # `policy` or `critic`
     samples_per_step: int  # samples of one rollout
     mini_batch_samples: int  # samples of one optimizer step, over all replicas
     num_epochs: int  # passes over the samples
     data_parallel_size: int  # replicas
-    num_stages: int  # pipeline stages
     microbatch_size: (
         int | None
     )  # samples per replica and pass. None with a token budget.
@@ -273,15 +267,13 @@ class Updates:
         return passes * self.microbatch_samples - self.samples_per_step
 
     def num_passes(self, samples: int) -> int:
-        """Return the passes over a mini batch of some samples, without a token budget:
-        whole passes of every stage.
+        """Return the passes over a mini batch of some samples, without a token
+        budget.
         """
         assert self.microbatch_samples is not None, (
             "with a token budget, the lengths decide"
         )
-        return (
-            -(-samples // (self.microbatch_samples * self.num_stages)) * self.num_stages
-        )
+        return -(-samples // self.microbatch_samples)
 
     def mini_batch_range(self, number: int) -> range:
         """Return the positions of a mini batch's samples in the epoch's order. With
@@ -313,7 +305,6 @@ class Updates:
 
 
 def split_updates(
-    model: str,
     training: Training,
     *,
     samples_per_step: int,
@@ -321,29 +312,28 @@ def split_updates(
     pad: bool = False,
     max_length: int | None = None,
 ) -> Updates:
-    """Split the samples of a step into mini batches and microbatches of one model, or
-    raise an error with the nearest sizes.
+    """Split the samples of a step into mini batches and microbatches, or raise an error
+    with the nearest sizes.
 
     `pad` fills sizes that do not divide with rows of weight 0; `max_length` is in
     tokens, for a token budget.
     """
-    replicas, stages = training.data_parallel_size, training.num_stages
+    replicas = training.data_parallel_size
     budget, micro = training.token_budget, training.microbatch
     factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": replicas}
     mini_batch = training.mini_batch.samples(**factors)
-    # Every stage of every replica has as many samples as the others, so a mini batch is
-    # a multiple of this. With a token budget the lengths decide which replica has how
-    # many, but each of them needs a sample.
-    unit = 1 if pad or budget is not None else replicas * stages
+    # Every replica has as many samples as the others, so a mini batch is a multiple of
+    # their number. With a token budget the lengths decide which replica has how many,
+    # but each of them needs a sample.
+    unit = 1 if pad or budget is not None else replicas
     least = 1 if pad or budget is None else replicas
     rule = ""
     if unit > 1:
         rule = f" and be a multiple of data_parallel_size={replicas}"
-        rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
     if least > 1:
         rule = f" and give each of data_parallel_size={least} replicas a sample"
     problems = training.mini_batch.misfits(
-        f"{model}.mini_batch",
+        "policy.mini_batch",
         f"the {samples_per_step} samples of a step",
         samples_per_step,
         pad=pad,
@@ -354,26 +344,23 @@ def split_updates(
     )
     microbatch_size = max_passes = None
     if micro is None:
-        microbatch_size = -(-mini_batch // (replicas * stages))
+        microbatch_size = -(-mini_batch // replicas)
     elif budget is None:
         microbatch_size = -(-micro.samples(**factors) // replicas)
         # Not after an illegal mini batch: divisors of it would be no advice.
         if not pad and not problems:
-            per_stage = mini_batch // stages
-            whole = f"the mini batch of {mini_batch} samples"
-            whole += f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
             rule = f" and be a multiple of data_parallel_size={replicas}"
             problems = micro.misfits(
-                f"{model}.microbatch",
-                whole,
-                per_stage,
+                "policy.microbatch",
+                f"the mini batch of {mini_batch} samples",
+                mini_batch,
                 pad=False,
                 rule=rule if replicas > 1 else "",
                 multiple=replicas,
                 **factors,
             )
     elif max_length is not None and budget < max_length:
-        key = micro.key or f"{model}.microbatch"
+        key = micro.key or "policy.microbatch"
         problems.append(
             ConfigError(
                 f"{key}={micro} must be at least the longest sample, max_prompt_length"
@@ -385,15 +372,13 @@ def split_updates(
         )
     elif max_length is not None:
         per_replica = -(-mini_batch // replicas)
-        max_passes = -(-per_replica // (budget // max_length * stages)) * stages
+        max_passes = -(-per_replica // (budget // max_length))
     raise_together(problems)
     return Updates(
-        model=model,
         samples_per_step=samples_per_step,
         mini_batch_samples=mini_batch,
         num_epochs=training.num_epochs,
         data_parallel_size=replicas,
-        num_stages=stages,
         microbatch_size=microbatch_size,
         token_budget=budget,
         max_passes=max_passes,
@@ -424,19 +409,13 @@ class Experience:
         """Tokens of the longest prompt plus the longest response."""
         return self.max_prompt_length + self.max_response_length
 
-    def fields(self, *, critic: bool) -> dict[str, tuple[str, int]]:
-        """Return type and elements per sample of each stored array. A critic adds
-        values and returns.
+    def fields(self) -> dict[str, tuple[str, int]]:
+        """Return type and elements per sample of each stored array.
 
         Per-token arrays cover the response. Tokens and attention mask also cover the
         prompt.
         """
-        per_response = [
-            "log_probabilities",
-            "rewards",
-            "advantages",
-            *(["values", "returns"] if critic else []),
-        ]
+        per_response = ["log_probabilities", "rewards", "advantages"]
         per_response[1:1] = ["reference_log_probabilities"] if self.reference else []
         return {
             "tokens": ("int32", self.max_length),
@@ -445,27 +424,25 @@ class Experience:
             **dict.fromkeys(per_response, ("float32", self.max_response_length)),
         }
 
-    def field_bytes(self, *, critic: bool) -> dict[str, int]:
+    def field_bytes(self) -> dict[str, int]:
         """Return the bytes of each array per sample."""
         return {
             name: elements * BYTES[dtype]
-            for name, (dtype, elements) in self.fields(critic=critic).items()
+            for name, (dtype, elements) in self.fields().items()
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The batches of one step of reinforcement learning: generation, and the training
-    of each model.
+    """The batches of one step of reinforcement learning: generation, and training.
 
-    A step generates `rollout_batch`, trains the critic through all of its epochs if
-    there is one, then trains the policy (SkyRL's order), and sends the new weights to
-    the generator.
+    A step generates `rollout_batch`, trains the policy on it, and sends the new weights
+    to the generator.
 
     Attributes:
         rollout_batch: the batch that one step generates.
         samples_per_prompt: responses to each prompt.
-        policy, critic: the sizes of the training of each model. None without a critic.
+        policy: the sizes of the training.
         generation: the batch of one call of the generator (a rollout microbatch). None
             = the whole batch.
         num_steps: steps of the run.
@@ -475,8 +452,7 @@ class RolloutPlan:
             to each.
         experience: lengths and types of the stored arrays. None = unknown;
             `rollout_step` takes the lengths of its options.
-        policy_updates, critic_updates: the resulting optimizer steps of each model
-            (derived).
+        policy_updates: the resulting optimizer steps (derived).
 
     Raises:
         ConfigError, BatchDivisibilityError: sizes are invalid. One error has all
@@ -505,7 +481,6 @@ class RolloutPlan:
     rollout_batch: Size
     samples_per_prompt: int
     policy: Training
-    critic: Training | None = None
     generation: Size | None = None
     num_steps: int = 1
     pad: bool = False
@@ -513,7 +488,6 @@ class RolloutPlan:
     eval_samples_per_prompt: int = 1
     experience: Experience | None = None
     policy_updates: Updates = field(init=False, repr=False, compare=False)
-    critic_updates: Updates | None = field(init=False, repr=False, compare=False)
 
     def _repr_html_(self) -> str:
         from rampup.contrib.rl.tables import rollout_html
@@ -524,20 +498,17 @@ class RolloutPlan:
         self._check_counts()
         self._check_batch()
         samples = self.samples_per_step
-        updates: dict[str, Updates] = {}
         problems = list[RampupError]()
-        for model, training in self._models.items():
-            try:
-                updates[model] = split_updates(
-                    model,
-                    training,
-                    samples_per_step=samples,
-                    samples_per_prompt=self.samples_per_prompt,
-                    pad=self.pad,
-                    max_length=self.experience and self.experience.max_length,
-                )
-            except RampupError as error:
-                problems += error.problems or (error,)
+        try:
+            updates = split_updates(
+                self.policy,
+                samples_per_step=samples,
+                samples_per_prompt=self.samples_per_prompt,
+                pad=self.pad,
+                max_length=self.experience and self.experience.max_length,
+            )
+        except RampupError as error:
+            problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one
         # error about it is enough.
         call = self.generation
@@ -551,8 +522,7 @@ class RolloutPlan:
                 **self._factors,
             )
         raise_together(problems)
-        object.__setattr__(self, "policy_updates", updates["policy"])
-        object.__setattr__(self, "critic_updates", updates.get("critic"))
+        object.__setattr__(self, "policy_updates", updates)
 
     def _check_counts(self) -> None:
         """Refuse numbers that are no counts, and sizes in units that they cannot
@@ -561,14 +531,16 @@ class RolloutPlan:
         counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
         problems = count_problems({name: getattr(self, name) for name in counts})
         problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
-        sizes = {"rollout_batch": self.rollout_batch, "generation": self.generation}
-        for model, training in self._models.items():
-            counts = ("data_parallel_size", "num_epochs", "num_stages")
-            problems += count_problems(
-                {f"{model}.{name}": getattr(training, name) for name in counts}
-            )
-            sizes[f"{model}.mini_batch"] = training.mini_batch
-            sizes[f"{model}.microbatch"] = training.microbatch
+        counts = ("data_parallel_size", "num_epochs")
+        problems += count_problems(
+            {f"policy.{name}": getattr(self.policy, name) for name in counts}
+        )
+        sizes = {
+            "rollout_batch": self.rollout_batch,
+            "generation": self.generation,
+            "policy.mini_batch": self.policy.mini_batch,
+            "policy.microbatch": self.policy.microbatch,
+        }
         for name, size in sizes.items():
             if size is None or size.unit != "tokens":
                 continue
@@ -599,45 +571,26 @@ class RolloutPlan:
                 nearest=(max(MAX_SAMPLES // per_count, 1),),
             )
         # The batch must be a multiple of each of these. One count of a mini batch may
-        # be several samples, and without padding a mini batch gives every stage of
-        # every replica the same number; with a token budget the lengths decide that.
+        # be several samples, and without padding a mini batch gives every replica the
+        # same number; with a token budget the lengths decide that.
         units = [self.samples_per_prompt]
-        replicas = []
-        for model, training in self._models.items():
-            own = training.data_parallel_size
-            text = f"data_parallel_size={own}"
-            if training.num_stages > 1:
-                text += f" * num_stages={training.num_stages}"
-            replicas.append(text if self.critic is None else f"{text} ({model})")
-            if self.pad:
-                continue
-            units.append(
-                training.mini_batch.factor(
-                    samples_per_prompt=self.samples_per_prompt, data_parallel_size=own
-                )
-            )
-            if training.token_budget is None:
-                units.append(own * training.num_stages)
+        replicas = self.policy.data_parallel_size
+        if not self.pad:
+            units.append(self.policy.mini_batch.factor(**self._factors))
+            if self.policy.token_budget is None:
+                units.append(replicas)
         divisor = math.lcm(*units)
         if samples % divisor:
             step = divisor // math.gcd(divisor, per_count)
             raise size.refused(
                 "rollout_batch",
                 f"must be a multiple of {divisor} samples, the smallest number that has"
-                f" whole prompts and divides evenly over {' and '.join(replicas)}",
+                f" whole prompts and divides evenly over data_parallel_size={replicas}",
                 nearest_multiples(size.count, step),
                 "",
                 multiple=divisor,
                 **self._factors,
             )
-
-    @property
-    def _models(self) -> dict[str, Training]:
-        """The training of each model."""
-        models = {"policy": self.policy}
-        if self.critic is not None:
-            models["critic"] = self.critic
-        return models
 
     @property
     def samples_per_step(self) -> int:
@@ -664,19 +617,8 @@ class RolloutPlan:
         return -(-self.samples_per_step // self.sequences_per_call)
 
     @property
-    def order(self) -> tuple[Updates, ...]:
-        """The models in the order in which a step trains them."""
-        return (
-            (self.policy_updates,)
-            if self.critic_updates is None
-            else (self.critic_updates, self.policy_updates)
-        )
-
-    @property
     def total_optimizer_steps(self) -> int:
-        """The policy's optimizer steps over the run: the length of its learning-rate
-        schedule.
-        """
+        """Optimizer steps over the run: the length of the learning-rate schedule."""
         return self.num_steps * self.policy_updates.optimizer_steps
 
     @property
@@ -690,17 +632,8 @@ class RolloutPlan:
         return (
             None
             if self.experience is None
-            else sum(
-                self.experience.field_bytes(critic=self.critic is not None).values()
-            )
+            else sum(self.experience.field_bytes().values())
         )
-
-    def updates(self, model: str = "policy") -> Updates:
-        """Return the updates of one model."""
-        found = {updates.model: updates for updates in self.order}
-        if model not in found:
-            raise choice_error("model", model, list(found))
-        return found[model]
 
     def timetable(self) -> list[dict[str, Any]]:
         """Return a step in its order, from prompts to optimizer steps: what there is,
@@ -728,27 +661,25 @@ class RolloutPlan:
         }
         calls, size = self.generate_calls, self.sequences_per_call
         rows = [prompts, row("responses", calls, size, f"{G:,} per prompt")]
-        for updates in self.order:
-            model = "" if len(self.order) == 1 else f"{updates.model}: "
-            replicas = updates.data_parallel_size
-            mini_batch, passes = updates.mini_batch_samples, updates.accumulation_steps
-            epochs = updates.num_epochs
-            how = "1 epoch" if epochs == 1 else f"{epochs:,} epochs"
-            number = updates.num_mini_batches
-            rows.append(row(f"{model}mini batches", number, mini_batch, how))
-            how = f"{updates.microbatch_size or 0:,} per replica"
-            micro = row(
-                f"{model}microbatches",
-                passes,
-                updates.microbatch_samples,
-                "1 replica" if replicas == 1 else how,
-            )
-            if updates.token_budget is not None:
-                micro["how"] = "at most, packed"
-                micro["tokens"] = updates.token_budget * replicas
-            rows.append(micro)
-            how = f"{updates.optimizer_steps:,} per step"
-            rows.append(row(f"{model}optimizer step", 1, mini_batch, how))
+        updates = self.policy_updates
+        replicas = updates.data_parallel_size
+        mini_batch, passes = updates.mini_batch_samples, updates.accumulation_steps
+        epochs = updates.num_epochs
+        how = "1 epoch" if epochs == 1 else f"{epochs:,} epochs"
+        rows.append(row("mini batches", updates.num_mini_batches, mini_batch, how))
+        how = f"{updates.microbatch_size or 0:,} per replica"
+        micro = row(
+            "microbatches",
+            passes,
+            updates.microbatch_samples,
+            "1 replica" if replicas == 1 else how,
+        )
+        if updates.token_budget is not None:
+            micro["how"] = "at most, packed"
+            micro["tokens"] = updates.token_budget * replicas
+        rows.append(micro)
+        how = f"{updates.optimizer_steps:,} per step"
+        rows.append(row("optimizer step", 1, mini_batch, how))
         return rows
 
     def to_dict(self) -> Mapping[str, Any]:
@@ -763,7 +694,7 @@ class RolloutPlan:
                     per_sample
                     * -(-self.samples_per_step // self.policy.data_parallel_size)
                 ),
-                "fields": self.experience.field_bytes(critic=self.critic is not None),
+                "fields": self.experience.field_bytes(),
             }
         return {
             "prompts_per_step": self.prompts_per_step,
@@ -772,9 +703,6 @@ class RolloutPlan:
             "generate_calls": self.generate_calls,
             "sequences_per_generate_call": self.sequences_per_call,
             **self.policy_updates.to_dict(),
-            "critic": (
-                None if self.critic_updates is None else self.critic_updates.to_dict()
-            ),
             "weight_syncs": self.num_steps,
             "total_optimizer_steps": self.total_optimizer_steps,
             "eval_prompts": self.eval_prompts,
@@ -785,9 +713,7 @@ class RolloutPlan:
 
     @property
     def _factors(self) -> dict[str, int]:
-        """What turns a size of the rollout into samples of the job. `per replica` means
-        those of the policy.
-        """
+        """What turns a size into samples of the job."""
         return {
             "samples_per_prompt": self.samples_per_prompt,
             "data_parallel_size": self.policy.data_parallel_size,

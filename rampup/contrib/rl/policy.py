@@ -1,4 +1,4 @@
-"""The models of an RL run, a policy and a critic, and the losses that train them.
+"""The policy of an RL run, and the losses that train it.
 
 A row of tokens is a prompt and its response without a gap, then padding. A model must
 be causal, so that padding after a row does not change it.
@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.contract import LossFn
-from rampup.engine.mesh import BatchAxes, auto_view, replicated
+from rampup.engine.mesh import BatchAxes, auto_view
 from rampup.errors import ConfigError, a_type
 from rampup.lm.transformer import LanguageModel, decode, packed_hidden, prefill
 
@@ -178,58 +178,6 @@ def token_log_probabilities(
     )
 
 
-ValuesFn = Callable[[Any, Mapping[str, jax.Array]], jax.Array]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Critic:
-    """A value function: `(params, rows) -> values_BT`, the value before the token after
-    each token of `rows["tokens"]`.
-    """
-
-    spread: ValuesFn  # for programs whose rows the compiler spreads over the mesh
-    in_replica: ValuesFn  # for the training step, in which a replica sees its own rows
-
-
-def critic_of(model: LanguageModel, mesh: Mesh) -> Critic:
-    """Return the critic with the layers of a language model."""
-    rows = NamedSharding(auto_view(mesh), PartitionSpec(BatchAxes.of(mesh).rows))
-    return Critic(
-        spread=_values_of(replace(model, activations=rows)),
-        in_replica=_values_of(model.on(auto_view(mesh))),
-    )
-
-
-def critic_params(
-    model: LanguageModel, params: Mapping[str, Any], mesh: Mesh
-) -> dict[str, Any]:
-    """Return the critic's parameters before training: a policy's layers, and a value of
-    0 everywhere.
-    """
-    kept = {name: params[name] for name in ("embedding", "layers", "final_norm")}
-    value = jnp.zeros((model.width,), jnp.dtype(model.param_dtype))
-    return kept | {"value": jax.device_put(value, replicated(mesh))}
-
-
-def _values_of(model: LanguageModel) -> ValuesFn:
-    def values(params: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
-        if "segments" in rows:
-            x_BTE = packed_hidden(
-                model, params, rows["tokens"], rows["positions"], rows["segments"]
-            )
-        else:
-            x_BTE = model.apply_layers(
-                params["layers"], model.embed(params, rows["tokens"])
-            )
-        x_BTE = nn.RMSNorm(dtype=jnp.dtype(model.dtype)).apply(
-            {"params": {"scale": params["final_norm"]}}, x_BTE
-        )
-        values_BT = x_BTE @ params["value"].astype(model.dtype)
-        return values_BT.astype(jnp.promote_types(values_BT.dtype, jnp.float32))
-
-    return values
-
-
 def grpo_loss(
     model: Any,
     *,
@@ -237,7 +185,7 @@ def grpo_loss(
     beta: float = 0.0,
     temperature: float = 1.0,
 ) -> LossFn:
-    """Return the loss of GRPO and PPO: the clipped ratio, and the KL divergence from a
+    """Return the loss of GRPO: the clipped ratio, and the KL divergence from a
     reference policy.
 
     Per token, -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * KL
@@ -293,37 +241,6 @@ def grpo_loss(
             )
             loss_BT = loss_BT + beta * found["kl"] if beta else loss_BT
         return {"loss": loss_BT} | found
-
-    return _summed(token_losses)
-
-
-def value_loss(
-    values_fn: Callable[..., jax.Array],
-    *,
-    epsilon: float = 0.2,
-) -> LossFn:
-    """Return the critic's loss: half the squared error of the value, clipped as in PPO
-    around the value of the rollout.
-
-    `values_fn` is `(params, rows) -> values_BT`, the value before the token after each
-    token.
-    """
-
-    def token_losses(
-        params: Any, rows: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-        values_BT = values_fn(params, rows)
-        old_BT = rows["values"]
-        returns_BT = rows["returns"]
-        near_BT = old_BT + jnp.clip(values_BT - old_BT, -epsilon, epsilon)
-        return {
-            "loss": (
-                0.5
-                * jnp.maximum(
-                    (values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2
-                )
-            )
-        }
 
     return _summed(token_losses)
 

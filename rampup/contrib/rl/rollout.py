@@ -1,4 +1,4 @@
-"""A step of reinforcement learning: generate, reward, and train each model on the
+"""A step of reinforcement learning: generate, reward, and train the policy on the
 samples, one program per role.
 
 The story of one optimizer step is `RolloutStep.update`: before the first one of a
@@ -10,7 +10,7 @@ batch.
 
 The state, with the experience and its `Tally`, and the position say everything that
 these functions need, so that a checkpoint between two updates is complete;
-`RolloutStep` itself changes only by compiling and by the clock of the rollout.
+`RolloutStep` itself changes only by compiling.
 
 Several processes all have the whole experience, and put their own rows of each pass on
 their devices. They generate together, and process 0 alone calls the reward function, so
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +41,6 @@ from rampup.contrib.rl.experience import (
     Reward,
     Tally,
     check_rewards,
-    generalized_advantages,
     group_advantages,
     has_zero_spread,
     loss_rows,
@@ -54,12 +52,10 @@ from rampup.contrib.rl.noise import FACTS, LAYOUT, block_facts
 from rampup.contrib.rl.packing import packed_rows
 from rampup.contrib.rl.plan import AGGREGATIONS, Experience, RolloutPlan, count_problems
 from rampup.contrib.rl.policy import (
-    Critic,
     grpo_loss,
     in_replica,
     over_rows,
     token_log_probabilities,
-    value_loss,
 )
 from rampup.contrib.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.engine.batch import put_batch
@@ -106,8 +102,6 @@ class RolloutOptions:
         measure_gradient_noise: in the first pass over the samples; see
             `rampup.contrib.rl.noise`. The order of the rows in a mini batch then changes from
             step to step.
-        gamma, lam, value_epsilon: of generalized advantage estimation, and of the
-            critic's loss.
         shuffle_seed: of the order of samples in mini batches; None keeps the order of
             generation.
         decode: from the tokens of a prompt or a response, without its end token, to
@@ -124,9 +118,6 @@ class RolloutOptions:
     max_num_gen_batches: int = 10
     measure_gradient_noise: bool = False
     loss_agg_mode: str = "token-mean"
-    gamma: float = 1.0
-    lam: float = 1.0
-    value_epsilon: float = 0.2
     seed: int = 0
     shuffle_seed: int | None = 0
     decode: Callable[[Sequence[int]], Any] = list
@@ -141,10 +132,8 @@ class RolloutState(struct.PyTreeNode):
     """The values that training changes, and the samples of the current rollout.
 
     Attributes:
-        step: optimizer steps done, of all models; `policy_step` and `critic_step` are
-            those of one.
-        params, opt_state: of the policy; `critic_params` and `critic_opt_state` of the
-            critic, None without one.
+        step: optimizer steps done.
+        params, opt_state: of the policy.
         reference: parameters of the reference policy; None without one.
         experience: NumPy arrays over the samples of the current rollout.
         tally: the words of a `rampup.contrib.rl.experience.Tally`.
@@ -153,10 +142,6 @@ class RolloutState(struct.PyTreeNode):
     step: Any
     params: Any
     opt_state: Any
-    policy_step: Any
-    critic_params: Any = None
-    critic_opt_state: Any = None
-    critic_step: Any = None
     reference: Any = None
     experience: Any = None
     tally: Any = None
@@ -179,44 +164,32 @@ class RolloutStep:
         *,
         reward: Reward,
         options: RolloutOptions,
-        critic: tuple[Critic, optax.GradientTransformation] | None,
         skip_nonfinite: bool,
     ) -> None:
-        _check(schedule, options, critic)
+        _check(schedule, options)
         self.schedule = schedule
         self.options = options
         self._mesh = mesh
         self._reward = reward
         self._policy = over_rows(model, mesh)
-        self._critic = critic
-        policy_loss = grpo_loss(
+        loss_fn = grpo_loss(
             in_replica(model, mesh),
             epsilon=options.epsilon,
             beta=options.beta,
             temperature=options.temperature,
         )
-        losses = {"policy": (policy_loss, tx)}
-        if critic is not None:
-            values, critic_tx = critic
-            value_fn = value_loss(values.in_replica, epsilon=options.value_epsilon)
-            losses["critic"] = value_fn, critic_tx
-        self._plans = {name: schedule.ramp_plan(name) for name in losses}
-        self._steps = {
-            name: train_step(
-                loss_fn,
-                own_tx,
-                self._plans[name],
-                mesh,
-                seed=options.seed,
-                skip_nonfinite=skip_nonfinite,
-                # That the losses are sums over rows is tested.
-                check_loss=False,
-                measure_gradient_noise=(
-                    options.measure_gradient_noise and name == "policy"
-                ),
-            )
-            for name, (loss_fn, own_tx) in losses.items()
-        }
+        self._plan = schedule.ramp_plan()
+        self._step = train_step(
+            loss_fn,
+            tx,
+            self._plan,
+            mesh,
+            seed=options.seed,
+            skip_nonfinite=skip_nonfinite,
+            # That the loss is a sum over rows is tested.
+            check_loss=False,
+            measure_gradient_noise=options.measure_gradient_noise,
+        )
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
@@ -224,14 +197,11 @@ class RolloutStep:
             role: Compiler(partial(wait_for_all, mesh))
             for role in ("generate", "logprobs")
         }
-        self._parts = (*self._compilers.values(), *self._steps.values())
+        self._parts = (*self._compilers.values(), self._step)
         # Every process needs all results of generation and forward passes.
         self._fetched = (
             replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
         )
-        self._clock: _Clock | None = None
-        # Of the rollouts that this object has generated and trained on completely.
-        self.seconds_by_part = dict.fromkeys(("generation", "scoring", "update"), 0.0)
 
     @property
     def num_compilations(self) -> int:
@@ -240,53 +210,45 @@ class RolloutStep:
 
     @property
     def compilations(self) -> dict[str, int]:
-        """Programs built so far by role. The critic's forward pass counts as
-        `logprobs`, its update as `update`.
-        """
+        """Programs built so far by role."""
         forward = {
             role: compiler.num_compilations
             for role, compiler in self._compilers.items()
         }
-        return forward | {
-            "update": sum(step.num_compilations for step in self._steps.values())
-        }
+        return forward | {"update": self._step.num_compilations}
 
     @property
     def waited_seconds(self) -> float:
         """Time spent waiting for compilations."""
         return sum(part.waited_seconds for part in self._parts)
 
-    @property
-    def _seconds(self) -> float:
-        """The time of a clock that stands still during compilations."""
-        return time.perf_counter() - self.waited_seconds
-
     def close(self) -> None:
         """Cancel compilations that have not started."""
         for part in self._parts:
             part.close()
 
-    def create_state(
-        self, params: Any, *, reference: Any = None, critic_params: Any = None
-    ) -> RolloutState:
+    def create_state(self, params: Any, *, reference: Any = None) -> RolloutState:
         """Return the state before the first rollout, with copies of the parameters; by
         default the reference has them.
         """
-        given = {"policy": params, "critic": critic_params}
-        found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
-        for name, step in self._steps.items():
-            found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
+        inner = create_state(params, self._step.tx, self._mesh)
         if self.options.beta:
-            found["reference"] = create_state(
+            reference = create_state(
                 params if reference is None else reference, optax.identity(), self._mesh
             ).params
-        return RolloutState(**found, experience=self._empty_experience())
+        return RolloutState(
+            step=inner.step,
+            params=inner.params,
+            opt_state=inner.opt_state,
+            reference=reference if self.options.beta else None,
+            experience=self._empty_experience(),
+            tally=Tally().to_words(),
+        )
 
     def __call__(
         self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts
     ) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one whole rollout: generate samples for prompts, then train every model
-        on them.
+        """Run one whole rollout: generate samples for prompts, then train on them.
 
         Args:
             state: from `create_state` or the last call, whose memory is reused.
@@ -294,8 +256,8 @@ class RolloutStep:
                 `update` for a step that may need more.
 
         Returns:
-            The new state, and the metrics of the policy's last update with the facts of
-            the rollout.
+            The new state, and the metrics of the last update with the facts of the
+            rollout.
 
         Raises:
             DataError: a prompt or a reward is invalid. The state is unchanged.
@@ -331,21 +293,9 @@ class RolloutStep:
         if position.is_first:
             experience, tally = self._collect(state, position, prompts)
             state = state.replace(experience=experience, tally=tally.to_words())
-        elif self._clock is not None and self._clock.rollout != position.rollout:
-            # Resumed between two updates: the times before it are gone.
-            self._clock = None
-        began = self._seconds
         rows, lengths = self._mini_batch(state.experience, position)
         passes = self._passes(rows, lengths, position)
         state, metrics = self._train(state, passes, position)
-        if position.is_last:
-            # The next rollout needs the new parameters anyway.
-            jax.block_until_ready(state.params)
-        if self._clock is not None:
-            self._clock.parts["update"] += self._seconds - began
-            if position.is_last:
-                for name, took in self._clock.parts.items():
-                    self.seconds_by_part[name] += took
         return state, metrics | {"facts": self._facts(state, position, lengths, passes)}
 
     def evaluate(
@@ -377,10 +327,7 @@ class RolloutStep:
         """
         plan = position.plan
         before = Tally.from_words(state.tally)
-        jax.block_until_ready(state.params)
-        began = self._seconds
         samples, rewards_S = self._sample(state, position, prompts, before.prompts)
-        sampled = self._seconds
         taken = np.flatnonzero(self._teaches(rewards_S, plan.samples_per_prompt))
         new = self._score(
             state, plan, jax.tree.map(lambda x: x[taken], samples), rewards_S[taken]
@@ -388,13 +335,6 @@ class RolloutStep:
         experience = self._empty_experience()
         for name, x in new.items():
             experience[name][: len(x)] = x
-        parts = {
-            "generation": sampled - began,
-            "scoring": self._seconds - sampled,
-            "update": 0.0,
-        }
-        made = int(samples.response_length.sum())
-        self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
         return experience, before.after(rewards_S, plan)
 
     def _sample(
@@ -459,13 +399,12 @@ class RolloutStep:
         samples: Samples,
         rewards_S: np.ndarray,
     ) -> Arrays:
-        """Return the stored arrays of new samples. Normalized advantages are relative
-        to these samples alone.
-        """
+        """Return the stored arrays of new samples."""
         options = self.options
         response_S = samples.response_length
         places_R = np.arange(options.max_response_length)
         counts_SR = places_R < response_S[:, None]
+        advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
         arrays = {
             "tokens": samples.tokens,
             "attention_mask": (
@@ -477,27 +416,14 @@ class RolloutStep:
             "rewards": np.where(
                 places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)
             ),
+            "advantages": np.where(counts_SR, advantages_S[:, None], np.float32(0)),
             # Not those of the generator, which decodes with a cache: the ratio compares
             # two numbers of one computation.
-            "log_probabilities": self._forward("policy", state.params, samples),
+            "log_probabilities": self._log_probabilities(state.params, samples),
         }
         if options.beta:
-            arrays["reference_log_probabilities"] = self._forward(
-                "policy", state.reference, samples
-            )
-        if self._critic is None:
-            advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
-            arrays["advantages"] = np.where(
-                counts_SR, advantages_S[:, None], np.float32(0)
-            )
-        else:
-            arrays["values"] = self._forward("critic", state.critic_params, samples)
-            arrays["advantages"], arrays["returns"] = generalized_advantages(
-                arrays["rewards"],
-                arrays["values"],
-                response_S,
-                gamma=options.gamma,
-                lam=options.lam,
+            arrays["reference_log_probabilities"] = self._log_probabilities(
+                state.reference, samples
             )
         return arrays
 
@@ -512,9 +438,7 @@ class RolloutStep:
         )
         return {
             name: np.zeros((self.schedule.max_samples, elements), jnp.dtype(dtype))
-            for name, (dtype, elements) in stored.fields(
-                critic=self._critic is not None
-            ).items()
+            for name, (dtype, elements) in stored.fields().items()
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
@@ -583,22 +507,17 @@ class RolloutStep:
             self._policy, self.options.max_response_length, self.options.end_token
         )
         values = (sampling or self.options.sampling).values
-        return self._in_calls("generate", "policy", run, params, inputs, key, *values)  # type: ignore[no-any-return]
+        return self._in_calls("generate", run, params, inputs, key, *values)  # type: ignore[no-any-return]
 
-    def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
-        """Return log-probabilities of the policy or values of the critic, (S, R); 0
-        after a response.
-        """
+    def _log_probabilities(self, params: Any, samples: Samples) -> np.ndarray:
+        """Return the log-probabilities of the tokens, (S, R); 0 after a response."""
 
         def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-            if model == "policy":
-                logits_BTV = self._policy.logits(params, tokens_BT)
-                targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-                found_BT = token_log_probabilities(
-                    logits_BTV, targets_BT, self.options.temperature
-                )
-            else:
-                found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
+            found_BT = token_log_probabilities(
+                self._policy.logits(params, tokens_BT),
+                jnp.roll(tokens_BT, -1, axis=1),
+                self.options.temperature,
+            )
             # The entries that belong to the tokens of the response.
             places_BR = (
                 prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
@@ -609,7 +528,7 @@ class RolloutStep:
             return found_BR.astype(jnp.float32)
 
         found_SR = self._in_calls(
-            "logprobs", model, run, params, (samples.tokens, samples.prompt_length)
+            "logprobs", run, params, (samples.tokens, samples.prompt_length)
         )
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
         return np.where(counts_SR, found_SR, np.float32(0))
@@ -617,7 +536,6 @@ class RolloutStep:
     def _in_calls(
         self,
         role: str,
-        model: str,
         run: Any,
         params: Any,
         samples: tuple[np.ndarray, ...],
@@ -655,7 +573,7 @@ class RolloutStep:
 
             parts.append(
                 (
-                    self._compilers[role].get(model, lower)(*args),
+                    self._compilers[role].get(role, lower)(*args),
                     min(self.rows_per_call, S - start),
                 )
             )
@@ -676,7 +594,6 @@ class RolloutStep:
             position.plan,
             step=position.rollout,
             start=position.update,
-            model=position.model,
             seed=options.shuffle_seed,
         )
         rows = next(batches).rows
@@ -699,9 +616,9 @@ class RolloutStep:
         self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition
     ) -> Arrays:
         """Return the passes of an update, arrays (n, rows of a pass, ...)."""
-        budget = position.plan.updates(position.model).token_budget
+        budget = position.plan.policy_updates.token_budget
         if budget is None:
-            return padded_rows(rows, self.schedule.pass_samples(position.model))
+            return padded_rows(rows, self.schedule.pass_samples)
         return packed_rows(
             rows,
             np.maximum(lengths, 1),
@@ -713,7 +630,6 @@ class RolloutStep:
         self, state: RolloutState, passes: Arrays, position: UpdatePosition
     ) -> tuple[RolloutState, Any]:
         """Run the optimizer once, on the sum over the passes."""
-        plan = self._plans[position.model]
         n, width = passes["tokens"].shape[:2]
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
@@ -726,12 +642,12 @@ class RolloutStep:
         )
         batch = put_batch(
             passes,
-            replace(plan.position(position.model_step), split=split),
-            plan,
+            replace(self._plan.position(position.step), split=split),
+            self._plan,
             self._mesh,
         )
-        inner, metrics = self._steps[position.model](
-            _train_state(state, position.model), batch
+        inner, metrics = self._step(
+            TrainState(state.step, state.params, state.opt_state), batch
         )
         if (
             "gradient_noise" in metrics
@@ -742,8 +658,7 @@ class RolloutStep:
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
         return (
             state.replace(
-                step=np.array(position.step + 1, np.int32),
-                **_fields_of(position.model, inner),
+                step=inner.step, params=inner.params, opt_state=inner.opt_state
             ),
             metrics,
         )
@@ -763,7 +678,6 @@ class RolloutStep:
         n, width, T = passes["tokens"].shape
         responses_SR = np.asarray(experience["response_mask"])[: plan.samples_per_step]
         found = {
-            "model": position.model,
             "global_batch_size": len(lengths),
             "num_prompts": len(lengths) // plan.samples_per_prompt,
             "num_samples": len(lengths),
@@ -784,9 +698,6 @@ class RolloutStep:
             found["planned_experience_bytes"] = (
                 plan.experience_bytes_per_sample * self.schedule.max_samples
             )
-        if self._clock is not None:
-            tokens = int(np.asarray(experience["attention_mask"]).sum())
-            found |= self._clock.facts(position, tokens)
         return found
 
 
@@ -798,7 +709,6 @@ def rollout_step(
     *,
     reward: Reward,
     options: RolloutOptions,
-    critic: tuple[Critic, optax.GradientTransformation] | None = None,
     skip_nonfinite: bool = False,
 ) -> RolloutStep:
     """Return a step of reinforcement learning for a model and a reward function: one
@@ -810,8 +720,6 @@ def rollout_step(
         reward: `(prompts, responses) -> rewards`, one finite number per sample, in any
             Python.
         options: lengths, sampling and the loss.
-        critic: the critic and its optimizer, if the plan has one. The critic trains
-            before the policy.
         skip_nonfinite: skip an update whose loss or gradient is not finite.
 
     Raises:
@@ -867,25 +775,7 @@ def rollout_step(
         mesh,
         reward=reward,
         options=options,
-        critic=critic,
         skip_nonfinite=skip_nonfinite,
-    )
-
-
-# The fields of a state that are the training state of a model.
-_FIELDS = {
-    "policy": ("policy_step", "params", "opt_state"),
-    "critic": ("critic_step", "critic_params", "critic_opt_state"),
-}
-
-
-def _train_state(state: RolloutState, model: str) -> TrainState:
-    return TrainState(*(getattr(state, name) for name in _FIELDS[model]))
-
-
-def _fields_of(model: str, inner: TrainState) -> dict[str, Any]:
-    return dict(
-        zip(_FIELDS[model], (inner.step, inner.params, inner.opt_state), strict=True)
     )
 
 
@@ -896,31 +786,6 @@ def _layout(position: UpdatePosition) -> int:
     return (position.rollout + position.update) % 2
 
 
-@dataclass(slots=True, kw_only=True)
-class _Clock:
-    """The seconds of one rollout in this process by part, without compilations."""
-
-    rollout: int
-    tokens: int  # that it has generated, also of responses that it does not train on
-    parts: dict[str, float]  # generation, scoring, update
-
-    def facts(self, position: UpdatePosition, tokens: int) -> dict[str, float]:
-        """Return the numbers in the metrics of an update, with those of the training on
-        `tokens` in the last one of the rollout.
-        """
-        rates = {
-            "generation_tokens_per_second": self.tokens / self.parts["generation"],
-        }
-        parts = dict(self.parts)
-        if position.is_last:
-            rates["training_tokens_per_second"] = tokens / parts["update"]
-        else:
-            del parts["update"]
-        return {f"{name}_seconds": round(took, 6) for name, took in parts.items()} | {
-            name: round(rate, 3) for name, rate in rates.items()
-        }
-
-
 def _lengths(options: RolloutOptions) -> dict[str, Any]:
     return {
         name: getattr(options, name)
@@ -928,7 +793,7 @@ def _lengths(options: RolloutOptions) -> dict[str, Any]:
     }
 
 
-def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
+def _check(schedule: RolloutSchedule, options: RolloutOptions) -> None:
     """Refuse a plan that cannot be trained with these options."""
     plan = schedule.stages[0][1]
     policy = plan.policy_updates
@@ -938,21 +803,13 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         if is_wrong:
             raise ConfigError(problem, fix=fix, key=key, nearest=nearest)
 
-    refuse(
-        (plan.critic is None) != (critic is None),
-        "enable_critic",
-        "one of plan and rollout_step has a critic, and the other has none",
-        "give both or neither",
-        critic is not None,
-    )
-    if critic is None:
-        group_advantages(np.zeros(G), G)
+    group_advantages(np.zeros(G), G)
     for key, is_greedy, usual in (
         ("decode_sampling_temperature", options.sampling.temperature == 0, 1.0),
         ("decode_sampling_top_k", options.sampling.top_k == 1, 0),
     ):
         refuse(
-            is_greedy and G > 1,
+            is_greedy,
             key,
             f"{key}={int(not usual)} samples greedily: the {G} responses to a prompt"
             " would be equal, and their advantages 0",
@@ -963,14 +820,6 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     if options.zero_spread_groups not in choices:
         raise choice_error("zero_spread_groups", options.zero_spread_groups, choices)
     raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
-    refuse(
-        options.zero_spread_groups == "refill" and G == 1,
-        "zero_spread_groups",
-        "zero_spread_groups=refill replaces prompts whose responses all have the same"
-        " reward, which is every prompt with one response (rl.num_generations=1)",
-        "set zero_spread_groups=keep",
-        "keep",
-    )
     separates = any(
         stage.policy_updates.mini_batch_samples % stage.samples_per_prompt
         for _, stage in schedule.stages
@@ -983,24 +832,16 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         "count the mini batches in prompts",
         *AGGREGATIONS[:3],
     )
-    rows = schedule.pass_samples("policy") // policy.data_parallel_size
+    rows = schedule.pass_samples // policy.data_parallel_size
     refuse(
         options.measure_gradient_noise
-        and (separates or policy.token_budget is not None or rows < 2 or G < 2),
+        and (separates or policy.token_budget is not None or rows < 2),
         "measure_gradient_noise",
         "measure_gradient_noise=true compares passes of several responses to one prompt"
         " with passes of several prompts",
         "set microbatch_size or train_micro_batch_size to 2 or more samples per replica"
         f" (it is {rows}), token_budget=-1 and rl.num_generations=2 or more",
         False,
-    )
-    refuse(
-        policy.num_stages > 1,
-        "ici_pipeline_parallelism",
-        f"the plan has {policy.num_stages} pipeline stages, which RL training does not"
-        " support",
-        "set ici_pipeline_parallelism=1",
-        1,
     )
     longest = options.max_prompt_length + options.max_response_length
     planned = longest if plan.experience is None else plan.experience.max_length

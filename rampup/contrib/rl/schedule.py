@@ -1,6 +1,6 @@
 """The optimizer steps of an RL run in their order, over rollouts whose batch may grow.
 
-One executable per role serves all stages: a pass has as many samples in each of them
+One executable serves all stages: a pass has as many samples in each of them
 (the greatest common divisor of the planned ones), and the buffer has room for the
 largest number of passes of any stage. The number of passes of a step is data.
 """
@@ -12,7 +12,7 @@ import json
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rampup.contrib.rl.plan import RolloutPlan
 from rampup.errors import ResumeMismatchError
@@ -20,11 +20,19 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 
+# What `RolloutSchedule.to_rows` has of a stage, with the keys that set it.
+_ROW = (
+    "first rollout",
+    "rl.num_generations",
+    "batch_size (prompts)",
+    "mini_batch_size (in samples)",
+    "rl.num_iterations",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePosition(PlanPosition):
-    """An optimizer step of an RL run, numbered over the run and over all models
-    together.
+    """An optimizer step of an RL run, numbered over the run.
 
     `consumed_samples` are generated in the rollouts before its own, and `phase` is the
     interval of rollouts of constant size. `split` is that of its mini batch with its
@@ -32,44 +40,31 @@ class UpdatePosition(PlanPosition):
     """
 
     rollout: int  # counted from 0
-    model: str  # `policy` or `critic`
-    update: int  # its number among the model's optimizer steps on the rollout
-    model_step: int  # its number among the model's optimizer steps of the run
+    update: int  # its number among the optimizer steps on the rollout
     plan: RolloutPlan  # the sizes of the rollout
 
     @property
     def is_first(self) -> bool:
         """Whether its rollout is generated just before it."""
-        return self.update == 0 and self.model == self.plan.order[0].model
+        return self.update == 0
 
     @property
     def is_last(self) -> bool:
         """Whether its rollout ends with it."""
-        return (
-            self.model == "policy"
-            and self.update == self.plan.policy_updates.optimizer_steps - 1
-        )
+        return self.update == self.plan.policy_updates.optimizer_steps - 1
 
 
 class _Totals(NamedTuple):
-    """What a number of rollouts add up to: optimizer steps of all models, samples, and
-    steps of each model.
-    """
+    """What a number of rollouts add up to: optimizer steps and samples."""
 
     steps: int = 0
     samples: int = 0
-    policy: int = 0
-    critic: int = 0
 
     def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
         """Return the totals with more rollouts of one plan."""
-        policy = plan.policy_updates.optimizer_steps
-        critic = plan.critic_updates.optimizer_steps if plan.critic_updates else 0
         return _Totals(
-            steps=self.steps + rollouts * (policy + critic),
+            steps=self.steps + rollouts * plan.policy_updates.optimizer_steps,
             samples=self.samples + rollouts * plan.samples_per_step,
-            policy=self.policy + rollouts * policy,
-            critic=self.critic + rollouts * critic,
         )
 
 
@@ -103,17 +98,13 @@ class RolloutSchedule:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run, of all models together."""
+        """Optimizer steps of the run."""
         return self._starts[-1].steps
 
     @property
     def consumed_samples(self) -> int:
         """Samples that the run generates."""
         return self._starts[-1].samples
-
-    def optimizer_steps(self, model: str) -> int:
-        """Return the optimizer steps of one model over the run."""
-        return getattr(self._starts[-1], model)  # type: ignore[no-any-return]
 
     def at(self, step: int) -> UpdatePosition:
         """Return the position of an optimizer step."""
@@ -124,23 +115,16 @@ class RolloutSchedule:
         index = bisect_right(self._starts[:-1], step, key=lambda start: start.steps) - 1
         first, plan = self.stages[index]
         start = self._starts[index]
-        rollouts, update = divmod(
-            step - start.steps, sum(updates.optimizer_steps for updates in plan.order)
-        )
-        updates = plan.order[0]
-        if update >= updates.optimizer_steps:  # the critic is done
-            update -= updates.optimizer_steps
-            updates = plan.policy_updates
-        before = start.after(rollouts, plan)
+        updates = plan.policy_updates
+        rollouts, update = divmod(step - start.steps, updates.optimizer_steps)
         is_last_stage = index == len(self.stages) - 1
-        rows = self.pass_samples(updates.model)
         passes = 1
         if updates.token_budget is None:
             samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
-            passes = -(-samples // rows)
+            passes = -(-samples // self.pass_samples)
         return UpdatePosition(
             step=step,
-            consumed_samples=before.samples,
+            consumed_samples=start.after(rollouts, plan).samples,
             phase=Phase(
                 index=index,
                 start_step=start.steps,
@@ -152,19 +136,18 @@ class RolloutSchedule:
                 ),
                 global_batch_size=updates.mini_batch_samples,
             ),
-            split=split_of(passes, rows, updates.data_parallel_size),
+            split=split_of(passes, self.pass_samples, updates.data_parallel_size),
             rollout=first + rollouts,
-            model=updates.model,
             update=update,
-            model_step=getattr(before, updates.model) + update,
             plan=plan,
         )
 
-    def pass_samples(self, model: str) -> int:
+    @property
+    def pass_samples(self) -> int:
         """Samples of one pass over all replicas, the same in all stages; with a token
         budget its rows, one per replica.
         """
-        found = [plan.updates(model) for _, plan in self.stages]
+        found = [plan.policy_updates for _, plan in self.stages]
         if found[0].token_budget is not None:
             return found[0].data_parallel_size
         return math.gcd(*(updates.microbatch_samples or 0 for updates in found))
@@ -179,12 +162,12 @@ class RolloutSchedule:
         """Samples of the largest rollout."""
         return max(plan.samples_per_step for _, plan in self.stages)
 
-    def ramp_plan(self, model: str) -> RampPlan:
-        """Return the plan of one model's optimizer steps: that of its largest mini
-        batch; an update may use less of it.
+    def ramp_plan(self) -> RampPlan:
+        """Return the plan of the optimizer steps: that of the largest mini batch; an
+        update may use less of it.
         """
-        updates = [plan.updates(model) for _, plan in self.stages]
-        rows = self.pass_samples(model)
+        updates = [plan.policy_updates for _, plan in self.stages]
+        rows = self.pass_samples
         replicas = updates[0].data_parallel_size
         passes = max(
             -(-each.mini_batch_samples // rows)
@@ -198,7 +181,7 @@ class RolloutSchedule:
                 data_parallel_size=replicas, microbatch_size=rows // replicas
             ),
             num_devices=replicas,
-            total_steps=max(self.optimizer_steps(model), 1),
+            total_steps=self.total_steps,
         )
 
     @property
@@ -228,7 +211,7 @@ class RolloutSchedule:
                 "samples_per_step": plan.samples_per_step,
                 "mini_batch_samples": plan.policy_updates.mini_batch_samples,
                 "optimizer_steps": plan.policy_updates.optimizer_steps,
-                "start_optimizer_step": start.policy,
+                "start_optimizer_step": start.steps,
             }
             for (first, plan), end, start in zip(
                 self.stages, ends, self._starts, strict=False
@@ -255,7 +238,7 @@ class RolloutSchedule:
         """A digest of the sizes that decide which samples an optimizer step uses."""
         return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()
 
-    def differences(self, rows: list[list[Any]]) -> str:
+    def differences(self, rows: list[list[int]]) -> str:
         """Return a line for each size that is another than in the rows of a checkpoint,
         with the keys that set it.
         """
@@ -268,43 +251,23 @@ class RolloutSchedule:
         return "\n".join(
             f"  {name}, from rollout {new[0]}: {before} in the checkpoint, {here} here"
             for old, new in zip(rows, now, strict=True)
-            for (name, before), (_, here) in zip(
-                _named_sizes(old), _named_sizes(new), strict=False
-            )
+            for name, before, here in zip(_ROW, old, new, strict=True)
             if before != here
         )
 
-    def to_rows(self) -> list[list[Any]]:
+    def to_rows(self) -> list[list[int]]:
         """Return the sizes of every stage that the run reaches, as JSON."""
         return [
             [
-                *(first, plan.samples_per_step, plan.samples_per_prompt),
-                *(
-                    [updates.model, updates.mini_batch_samples, updates.num_epochs]
-                    for updates in plan.order
-                ),
+                first,
+                plan.samples_per_prompt,
+                plan.prompts_per_step,
+                plan.policy_updates.mini_batch_samples,
+                plan.policy_updates.num_epochs,
             ]
             for first, plan in self.stages
             if first < self.num_rollouts
         ]
-
-
-def _named_sizes(row: list[Any]) -> list[tuple[str, int]]:
-    """Return the sizes of a stage of `RolloutSchedule.to_rows`, with the keys that set
-    them.
-    """
-    first, samples, responses, *models = row
-    sizes = [
-        ("first rollout", first),
-        ("rl.num_generations", responses),
-        ("batch_size (prompts)", samples // responses),
-    ]
-    for model, mini_batch, epochs in models:
-        sizes += [
-            (f"mini_batch_size of the {model} (prompts)", mini_batch // responses),
-            (f"passes of the {model}", epochs),
-        ]
-    return sizes
 
 
 def split_of(passes: int, rows: int, replicas: int) -> BatchSplit:

@@ -28,7 +28,7 @@ def print_rollout(
         f" {plan.samples_per_step:,} samples"
     )
     steps = format_count(plan.num_steps, "step")
-    total = format_count(schedule.optimizer_steps("policy"), "optimizer step")
+    total = format_count(schedule.total_steps, "optimizer step")
     if len(stages) > 1:
         titles = (
             "from\nstep",
@@ -76,9 +76,7 @@ def print_rollout(
     }
     table.collapse_padding = console.is_terminal
     for row in plan.timetable():
-        *model, what = row["what"].split(": ")
-        if model and what == "mini batches":
-            table.add_row(f"  {model[0]}", *[""] * 5)
+        what = row["what"]
         name = "  " * (depth := depths[what]) + "-> " * (depth > 0) + what
         table.add_row(
             name,
@@ -103,12 +101,8 @@ def print_rollout(
         console.print(
             "on-policy: each sample is trained on by the weights that generated it"
         )
-    for model, rows in {
-        each.model: each.padded_samples for each in plan.order if each.padded_samples
-    }.items():
-        console.print(
-            f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})"
-        )
+    if rows := plan.policy_updates.padded_samples:
+        console.print(f"padding: {format_count(rows, 'row')} of weight 0 per epoch")
     if stored := plan.to_dict()["experience"]:
         step, replica = (
             format_bytes(stored[f"bytes_per_{what}"]) for what in ("step", "replica")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from rampup.config.stages import mesh_axes
@@ -27,12 +26,7 @@ from rampup.contrib.rl.config import (
 from rampup.contrib.rl.experience import Tally, loss_rows
 from rampup.contrib.rl.generation import Sampling, pad_prompts
 from rampup.contrib.rl.noise import PromptNoiseAverages
-from rampup.contrib.rl.policy import (
-    critic_of,
-    critic_params,
-    in_replica,
-    supervised_loss,
-)
+from rampup.contrib.rl.policy import in_replica, supervised_loss
 from rampup.contrib.rl.rollout import (
     RolloutOptions,
     RolloutState,
@@ -84,8 +78,6 @@ _SAME_NAMES = (
     "max_num_gen_batches",
     "measure_gradient_noise",
     "loss_agg_mode",
-    "gamma",
-    "value_epsilon",
 )
 
 
@@ -111,10 +103,6 @@ class RolloutSummary:
     resumed_from: int  # optimizer steps that earlier processes had done
     seconds: float  # duration of this process's part of the run, with its start
     optimizer_steps: int  # optimizer steps done, which the lines of the run count
-    # What the seconds add up from: the warm start and other work before the first step,
-    # waiting for compilations, the three parts of the rollouts that this process
-    # trained on completely, and the rest, such as evaluations and checkpoints.
-    seconds_by_part: dict[str, float]
 
 
 class _Update(NamedTuple):
@@ -164,7 +152,7 @@ class RolloutRun:
             max_operand=config.max_operand,
             num_held_out=config.test_batch_start_index + config.eval_prompts,
             num_prompts=config.num_prompts,
-            seed=config.data_shuffle_seed,
+            seed=config.data_shuffle_seed or 0,
         )
         _check(config, task, mesh)
         self.model = model = LanguageModel.from_config(
@@ -185,34 +173,21 @@ class RolloutRun:
             ),
             epsilon=config.grpo_epsilon,
             beta=config.grpo_beta,
-            lam=config.gae_lambda,
             seed=config.init_weights_seed,
-            shuffle_seed=(
-                config.data_shuffle_seed if config.shuffle_mini_batches else None
-            ),
+            shuffle_seed=config.data_shuffle_seed,
             decode=decode,
             **{name: getattr(config, name) for name in _SAME_NAMES},
         )
-        peaks = {"policy": config.learning_rate}
-        if config.enable_critic:
-            peaks["critic"] = config.critic_learning_rate
-        self.rates = {
-            n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak)
-            for n, peak in peaks.items()
-        }
-        txs = {
-            name: optimizer_from_config(config, rate, matrices=matrices)
-            for name, rate in self.rates.items()
-        }
-        critic = (critic_of(model, mesh), txs["critic"]) if "critic" in txs else None
+        self.rate = LearningRate.from_config(
+            config, schedule.ramp_plan(), peak=config.learning_rate
+        )
         self.step = _Step(
             model,
-            txs["policy"],
+            optimizer_from_config(config, self.rate, matrices=matrices),
             schedule,
             mesh,
             reward=task.reward,
             options=options,
-            critic=critic,
             skip_nonfinite=config.skip_nonfinite > 0,
         )
         self.step.task = task
@@ -226,10 +201,7 @@ class RolloutRun:
         params = init(jax.random.key(self.config.init_weights_seed))
         if warm and self.config.warm_start_steps:
             params = self._warm_start(params)
-        critic = None
-        if self.config.enable_critic:
-            critic = critic_params(self.model, params, self.mesh)
-        return self.step.create_state(params, critic_params=critic)
+        return self.step.create_state(params)
 
     def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
         """Train in a folder that this process owns, to the end, to SIGTERM or to an
@@ -250,17 +222,10 @@ class RolloutRun:
         # A checkpoint restores every array to the devices; those of the host belong
         # there.
         host = jax.device_get({"experience": state.experience, "tally": state.tally})
-        state = state.replace(step=np.array(state.step, np.int32), **host)
+        state = state.replace(**host)
         if start < self.schedule.total_steps:
             keep_config(self.config, folder)
-        seconds = {"start": time.perf_counter() - began}
         _, summary = loop.train(state, start)
-        seconds |= {
-            "compilation": self.step.waited_seconds,
-            **self.step.seconds_by_part,
-        }
-        seconds = {name: round(took, 3) for name, took in seconds.items()}
-        total = round(time.perf_counter() - began, 3)
         first, last = first_and_last_line(folder / METRICS_FILE)
         first_eval, last_eval = first_and_last_line(folder / EVAL_FILE)
         is_done = summary.steps >= self.schedule.total_steps
@@ -281,9 +246,7 @@ class RolloutRun:
                 for name in ("checkpoint", "metrics", "interrupted", "resumed_from")
             },
             optimizer_steps=summary.steps,
-            seconds=total,
-            seconds_by_part=seconds
-            | {"other": round(total - sum(seconds.values()), 3)},
+            seconds=round(time.perf_counter() - began, 3),
         )
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
@@ -339,9 +302,7 @@ class RolloutRun:
             ),
             folder=folder,
             metrics=MetricOptions(
-                learning_rate=lambda step: self.rates[at(step).model].at(
-                    at(step).model_step
-                ),
+                learning_rate=self.rate.at,
                 tokens_per_sample=sum(lengths),
             ),
             checkpoints=CheckpointOptions(
@@ -431,15 +392,6 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     batch, longest = config.warm_start_batch_size, task.max_prompt_length
     replicas = mesh.shape["data"] * mesh.shape["fsdp"]
     problems = []
-    if config.grpo_beta > 0 and not config.enable_reference_policy:
-        problems.append(
-            ConfigError(
-                f"rl.grpo_beta={config.grpo_beta} needs a reference policy",
-                fix="set enable_reference_policy=true, or rl.grpo_beta=0",
-                key="rl.grpo_beta",
-                nearest=(0,),
-            )
-        )
     if config.max_prompt_length < longest:
         problems.append(
             ConfigError(

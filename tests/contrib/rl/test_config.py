@@ -185,6 +185,11 @@ def test_load_rejects_bad_files(text, key, tmp_path):
         "experience_dtype",
         "keep_prompts_together",
         "rl.num_generations_schedule",
+        "enable_critic",
+        "rl.gae_lambda",
+        "enable_reference_policy",
+        "shuffle_mini_batches",
+        "dataset_name",
     ],
 )
 def test_a_name_that_was_a_key_says_what_replaces_it(name, tmp_path):
@@ -248,15 +253,15 @@ def test_num_steps_agrees_with_counting(sizes, fraction):
             assert RolloutConfig(**keys | offers).num_steps >= 1
 
 
-BATCHES = ("mini", "train_micro", "rollout_micro", "critic_mini", "critic_train_micro")
+BATCHES = ("mini", "train_micro", "rollout_micro")
 SIZES = {"batch_size": st.integers(1, 24), "num_generations": st.integers(1, 6)}
 SIZES |= {
     f"{of}_batch_size": st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12]) for of in BATCHES
 }
-SIZES |= dict.fromkeys(("enable_critic", "pad_microbatches"), st.booleans())
-SIZES |= dict.fromkeys(
-    ("ici_tensor_parallelism", "ici_pipeline_parallelism"), st.sampled_from([1, 2])
-)
+SIZES |= {
+    "pad_microbatches": st.booleans(),
+    "ici_tensor_parallelism": st.sampled_from([1, 2]),
+}
 
 
 @given(st.fixed_dictionaries(SIZES), st.integers(1, 16))
@@ -270,41 +275,26 @@ def test_build_rollout_plan_returns_a_plan_or_an_error_with_a_key(keys, devices)
         )
         return
     assert plan.samples_per_step == keys["batch_size"] * keys["num_generations"]
-    shared = keys["ici_tensor_parallelism"] * keys["ici_pipeline_parallelism"]
+    shared = keys["ici_tensor_parallelism"]
     assert plan.policy_updates.data_parallel_size * shared == devices
     assert json.dumps(plan.to_dict())
 
 
 def test_default_sizes():
-    """-1 is the size in the documentation of the key: the batch, the mini batch or the
-    policy's size.
-    """
-    config = RolloutConfig(
-        batch_size=24, mini_batch_size=12, train_micro_batch_size=4, enable_critic=True
-    )
+    """-1 is the size in the documentation of the key: the batch or the mini batch."""
+    config = RolloutConfig(batch_size=24, mini_batch_size=12, train_micro_batch_size=4)
     plan = build_rollout_plan(config, 2)
     assert (
         plan.policy_updates.mini_batch_samples,
         plan.policy_updates.microbatch_size,
     ) == (96, 16)
-    assert plan.critic_updates.to_dict() == plan.policy_updates.to_dict()
     assert plan.sequences_per_call == 32
-    config = RolloutConfig(
-        batch_size=24,
-        enable_critic=True,
-        critic_mini_batch_size=8,
-        critic_num_iterations=3,
-    )
-    plan = build_rollout_plan(config, 2)
+    plan = build_rollout_plan(RolloutConfig(batch_size=24), 2)
     assert (
         plan.policy_updates.mini_batch_samples,
         plan.policy_updates.accumulation_steps,
         plan.generate_calls,
     ) == (192, 1, 1)
-    assert (
-        plan.critic_updates.mini_batch_samples,
-        plan.critic_updates.optimizer_steps,
-    ) == (64, 9)
 
 
 def test_build_rollout_plan_errors_have_the_location():
@@ -337,9 +327,7 @@ def test_rl_yml_is_current():
 
 
 def test_schedule_counts_every_optimizer_step_once():
-    """Steps are those of the plans, the critic's before the policy's, over stages of
-    growing batches.
-    """
+    """Steps are those of the plans, over stages of growing batches."""
     sizes = {
         "batch_size": 16,
         "num_generations": 4,
@@ -348,39 +336,34 @@ def test_schedule_counts_every_optimizer_step_once():
         "train_micro_batch_size": 2,
     }
     growth = {"batch_size_schedule": "0:4 2:8 5:16"}
-    critic = {"num_iterations": 2, "enable_critic": True, "critic_num_iterations": 1}
-    schedule = build_rollout_schedule(RolloutConfig(**sizes, **growth, **critic), 1)
-    seen, samples, position = {"policy": 0, "critic": 0}, 0, 0
+    schedule = build_rollout_schedule(
+        RolloutConfig(**sizes, **growth, num_iterations=2), 1
+    )
+    samples, position = 0, 0
     responses = 4
     for rollout, batch in enumerate([4, 4, 8, 8, 8, 16, 16]):
-        for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):
-            for update in range(updates):
-                at = schedule.at(position)
-                assert (at.rollout, at.model, at.update, at.model_step) == (
-                    rollout,
-                    model,
-                    update,
-                    seen[model],
-                )
-                assert at.consumed_samples == samples
-                assert at.is_first == (model == "critic" and update == 0)
-                assert at.is_last == (model == "policy" and update == updates - 1)
-                assert at.split.global_batch_size == 4 * responses
-                position, seen[model] = position + 1, seen[model] + 1
+        updates = batch // 4 * 2
+        for update in range(updates):
+            at = schedule.at(position)
+            assert (at.rollout, at.update) == (rollout, update)
+            assert at.consumed_samples == samples
+            assert at.is_first == (update == 0)
+            assert at.is_last == (update == updates - 1)
+            assert at.split.global_batch_size == 4 * responses
+            position += 1
         samples += batch * responses
     assert (schedule.total_steps, schedule.consumed_samples, schedule.num_rollouts) == (
         position,
         samples,
         7,
     )
-    assert {model: schedule.optimizer_steps(model) for model in seen} == seen
     # One shape for all stages: a pass of 2 * 4 samples.
     assert (
-        schedule.pass_samples("policy"),
+        schedule.pass_samples,
         schedule.sequences_per_call,
         schedule.max_samples,
     ) == (8, 8, 64)
-    assert schedule.ramp_plan("policy").splits[0].accumulation_steps == 2
+    assert schedule.ramp_plan().splits[0].accumulation_steps == 2
     with pytest.raises(ResumeMismatchError):
         schedule.at(position)
 

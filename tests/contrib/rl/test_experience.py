@@ -14,7 +14,6 @@ from hypothesis.extra.numpy import arrays
 import rampup
 from rampup.contrib.rl.experience import (
     check_rewards,
-    generalized_advantages,
     group_advantages,
     has_zero_spread,
     loss_rows,
@@ -74,35 +73,6 @@ def test_group_advantages_have_mean_zero(rewards):
         groups.std(axis=1, ddof=1), np.where(equal, 0, 1), atol=1e-4
     )
     assert has_zero_spread(rewards.ravel(), size).tolist() == equal.tolist()
-
-
-def test_generalized_advantages_are_those_of_the_definition():
-    """Sums over later differences, before normalization; padding is 0."""
-    rng = np.random.default_rng(0)
-    lengths, gamma, lam = np.array([4, 1, 3]), 0.9, 0.7
-    counts = np.arange(4) < lengths[:, None]
-    rewards, values = (np.where(counts, rng.normal(size=(3, 4)), 0) for _ in range(2))
-    raw = np.zeros((3, 4))
-    for row, length in enumerate(lengths):
-        following = [*values[row, 1:length], 0.0]
-        delta = [
-            rewards[row, t] + gamma * following[t] - values[row, t]
-            for t in range(length)
-        ]
-        for t in range(length):
-            raw[row, t] = sum(
-                (gamma * lam) ** (later - t) * delta[later]
-                for later in range(t, length)
-            )
-    advantages, returns = generalized_advantages(
-        rewards, values, lengths, gamma=gamma, lam=lam
-    )
-    np.testing.assert_allclose(returns, np.where(counts, raw + values, 0), atol=1e-6)
-    np.testing.assert_allclose(
-        advantages,
-        np.where(counts, (raw - raw[counts].mean()) / raw[counts].std(), 0),
-        atol=1e-5,
-    )
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -209,9 +179,7 @@ def test_gradient_of_any_number_of_prompts_is_that_of_one_batch_in_1_and_2_proce
     processes.run_all(train_rows, [(0, 1, port), (0, 2, port), (1, 2, port)], tmp_path)
 
 
-def plan_of(
-    prompts=12, n=2, mini=4, *, epochs=2, pad=False, unit="prompts", critic=None
-):
+def plan_of(prompts=12, n=2, mini=4, *, epochs=2, pad=False, unit="prompts"):
     """Return a plan of three rollouts."""
     policy = Training(mini_batch=Size(count=mini, unit=unit), num_epochs=epochs)
     batch = Size(count=prompts, unit="prompts")
@@ -221,7 +189,6 @@ def plan_of(
         policy=policy,
         num_steps=3,
         pad=pad,
-        critic=critic,
     )
 
 
@@ -262,31 +229,21 @@ def test_mini_batches_have_every_sample_once(prompts, n, mini, pad, seed, togeth
 
 
 def test_mini_batches_resume_at_every_optimizer_step():
-    """Starting at any number gives the rest of an uninterrupted run, for both
-    models.
-    """
-    plan = plan_of(
-        critic=Training(mini_batch=Size(count=6, unit="prompts"), num_epochs=3)
+    """Starting at any number gives the rest of an uninterrupted run."""
+    plan = plan_of()
+    whole = rows_of(plan)
+    assert len(whole) == plan.policy_updates.optimizer_steps
+    assert all(
+        rows_of(plan, start=start) == whole[start:] for start in range(len(whole) + 1)
     )
-    for model in ("policy", "critic"):
-        whole = rows_of(plan, model=model)
-        assert len(whole) == plan.updates(model).optimizer_steps
-        assert all(
-            rows_of(plan, model=model, start=start) == whole[start:]
-            for start in range(len(whole) + 1)
-        )
 
 
-def test_shuffle_depends_on_seed_rollout_epoch_and_model():
-    """Every seed, rollout, epoch and model has its own order, and always the same."""
-    plan = plan_of(
-        mini=12,
-        epochs=3,
-        critic=Training(mini_batch=Size(count=12, unit="prompts"), num_epochs=2),
-    )
-    cases = [{}, {"seed": 1}, {"step": 0}, {"model": "critic"}]
+def test_shuffle_depends_on_seed_rollout_and_epoch():
+    """Every seed, rollout and epoch has its own order, and always the same."""
+    plan = plan_of(mini=12, epochs=3)
+    cases = [{}, {"seed": 1}, {"step": 0}]
     orders = [tuple(rows) for case in cases for rows in rows_of(plan, **case)]
-    assert len(set(orders)) == len(orders) == 3 * 3 + 2
+    assert len(set(orders)) == len(orders) == 3 * 3
     # That of seed 0 is the same in all versions of the libraries; without a seed it is
     # that of generation.
     assert [row // 2 for row in rows_of(plan_of(), step=0)[0][::2]] == [8, 3, 5, 10]
@@ -312,7 +269,6 @@ def test_keep_prompts_together():
         ({"step": 3}, ResumeMismatchError),
         ({"start": -1}, ResumeMismatchError),
         ({"start": 7}, ResumeMismatchError),
-        ({"model": "critic"}, ConfigError),
         ({"seed": -1}, ConfigError),
         ({"seed": 2**63}, ConfigError),
         ({"seed": 0.5}, ConfigError),

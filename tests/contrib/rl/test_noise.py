@@ -237,7 +237,7 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
                 == block_facts(batch["weights"].sum(axis=2), batch["group"], 2).tolist()
             )
         updates.append(params)
-        (program,) = step._steps["policy"]._programs.compiler._programs.values()
+        (program,) = step._step._programs.compiler._programs.values()
         programs.append(collections.Counter(COLLECTIVE.findall(program.as_text())))
     assert programs[0] == programs[1]
     assert sum(programs[0].values()) >= 1

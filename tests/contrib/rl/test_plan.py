@@ -18,15 +18,9 @@ from rampup.errors import BatchDivisibilityError, ConfigError
 
 
 def test_samples_of_every_unit_and_scope():
-    """Prompts count their responses, and sizes per replica or process count all
-    replicas.
-    """
+    """Prompts count their responses, and sizes per replica count all replicas."""
     factors = {"samples_per_prompt": 5, "data_parallel_size": 4}
-    for scope, prompts, samples in (
-        ("job", 15, 3),
-        ("replica", 60, 12),
-        ("process", 60, 12),
-    ):
+    for scope, prompts, samples in (("job", 15, 3), ("replica", 60, 12)):
         assert Size(count=3, unit="prompts", scope=scope).samples(**factors) == prompts
         assert Size(count=3, unit="samples", scope=scope).samples(**factors) == samples
 
@@ -42,9 +36,8 @@ def test_size_rejects_bad_counts(count):
     assert "batch_size=" in str(caught.value)
 
 
-@pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
-def test_experience_bytes_agree_with_arrays(critic, reference):
+def test_experience_bytes_agree_with_arrays(reference):
     """The bytes are those of arrays of these shapes and types."""
     assert all(size == np.dtype(name).itemsize for name, size in BYTES.items())
     experience = Experience(
@@ -57,9 +50,8 @@ def test_experience_bytes_agree_with_arrays(critic, reference):
     }
     names = ["log_probabilities", "rewards", "advantages"]
     names += ["reference_log_probabilities"] if reference else []
-    names += ["values", "returns"] if critic else []
     arrays |= {name: np.zeros(5, np.float32) for name in names}
-    assert experience.field_bytes(critic=critic) == {
+    assert experience.field_bytes() == {
         name: array.nbytes for name, array in arrays.items()
     }
 
@@ -71,7 +63,6 @@ def cut(
     mini,
     micro,
     *,
-    stages=1,
     pad=False,
     unit="samples",
     scope="replica",
@@ -83,10 +74,8 @@ def cut(
         mini_batch=Size(count=mini, unit="prompts"),
         microbatch=None if micro is None else Size(count=micro, unit=unit, scope=scope),
         data_parallel_size=replicas,
-        num_stages=stages,
     )
     return split_updates(
-        "policy",
         training,
         samples_per_step=prompts * per_prompt,
         samples_per_prompt=per_prompt,
@@ -101,7 +90,6 @@ GRID = list(
         (1, 2, 3, 4),
         (1, 2, 3, 4, 6, 8, 12),
         (None, 1, 2, 3, 4),
-        (1, 2),
     )
 )
 
@@ -112,19 +100,17 @@ def test_split_updates_on_a_grid(pad):
     out and counts the padding.
     """
     cuts = 0
-    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
-        per_stage, rest = divmod(mini * per_prompt, replicas * stages)
+    for prompts, per_prompt, replicas, mini, micro in GRID:
+        share, rest = divmod(mini * per_prompt, replicas)
         legal = (
             mini <= prompts
             if pad
             else prompts % mini == 0
             and not rest
-            and (micro is None or per_stage % micro == 0)
+            and (micro is None or share % micro == 0)
         )
         try:
-            updates = cut(
-                prompts, per_prompt, replicas, mini, micro, stages=stages, pad=pad
-            )
+            updates = cut(prompts, per_prompt, replicas, mini, micro, pad=pad)
         except BatchDivisibilityError as error:
             assert not legal
             assert error.value in (mini, micro)
@@ -134,7 +120,6 @@ def test_split_updates_on_a_grid(pad):
         assert (
             updates.accumulation_steps * updates.microbatch_samples >= mini * per_prompt
         )
-        assert updates.accumulation_steps % stages == 0
         assert micro in (None, updates.microbatch_size)
         ranges = [updates.mini_batch_range(i) for i in range(updates.num_mini_batches)]
         rows = (
@@ -151,16 +136,16 @@ def test_nearest_values_are_legal_and_nearest():
     nearer.
     """
 
-    def works(*sizes, stages):
+    def works(*sizes):
         try:
-            return cut(*sizes, stages=stages)
+            return cut(*sizes)
         except BatchDivisibilityError:
             return None
 
     tried = 0
-    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+    for prompts, per_prompt, replicas, mini, micro in GRID:
         try:
-            cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
+            cut(prompts, per_prompt, replicas, mini, micro)
         except BatchDivisibilityError as error:
             is_mini = error.key == "policy.mini_batch"
             refused = mini if is_mini else micro
@@ -171,7 +156,7 @@ def test_nearest_values_are_legal_and_nearest():
             legal = [
                 a if is_mini else b
                 for a, b in sizes
-                if works(prompts, per_prompt, replicas, a, b, stages=stages)
+                if works(prompts, per_prompt, replicas, a, b)
             ]
             below, above = (
                 [v for v in legal if v < refused],
@@ -198,28 +183,20 @@ def test_microbatch_in_prompts_of_the_job():
 
 
 @pytest.mark.parametrize(
-    ("budget", "passes", "stages"),
-    [
-        (100, 32, 1),
-        (199, 32, 1),
-        (200, 16, 1),
-        (3200, 1, 1),
-        (10**6, 1, 1),
-        (1000, 4, 4),
-    ],
+    ("budget", "passes"),
+    [(100, 32), (199, 32), (200, 16), (1000, 4), (3200, 1), (10**6, 1)],
 )
-def test_token_budget_max_passes(budget, passes, stages):
-    """With 32 samples of at most 100 tokens on a replica: a multiple of the stages; too
-    small a budget is an error.
+def test_token_budget_max_passes(budget, passes):
+    """With 32 samples of at most 100 tokens on a replica; too small a budget is an
+    error.
     """
     training = Training(
         mini_batch=Size(count=64, unit="samples"),
         microbatch=Size(count=budget, unit="tokens", scope="replica"),
         data_parallel_size=2,
-        num_stages=stages,
     )
     updates = split_updates(
-        "policy", training, samples_per_step=128, samples_per_prompt=4, max_length=100
+        training, samples_per_step=128, samples_per_prompt=4, max_length=100
     )
     found = (
         updates.accumulation_steps,
@@ -230,14 +207,13 @@ def test_token_budget_max_passes(budget, passes, stages):
     assert found == (passes, budget, None, 0)
     with pytest.raises(ConfigError) as caught:
         split_updates(
-            "critic",
             training,
             samples_per_step=128,
             samples_per_prompt=4,
             max_length=budget + 1,
         )
     assert (caught.value.key, caught.value.nearest) == (
-        "critic.microbatch",
+        "policy.microbatch",
         (budget + 1,),
     )
 
@@ -286,7 +262,7 @@ def test_plan_numbers():
         "microbatch_size": 2,
     }
     expected |= {"optimizer_steps": 8, "weight_syncs": 10, "total_optimizer_steps": 80}
-    expected |= {"eval_prompts": 12, "eval_samples": 36, "critic": None}
+    expected |= {"eval_prompts": 12, "eval_samples": 36}
     assert expected.items() <= plan.to_dict().items()
     rows = [
         (row["what"], row["number"], row["prompts"], row["samples"], row["how"])
@@ -301,35 +277,14 @@ def test_plan_numbers():
     ]
 
 
-def test_critic_has_its_own_sizes_and_trains_first():
-    """The critic has its own mini batch, replicas and epochs, and trains before the
-    policy.
-    """
-    critic = Training(
-        mini_batch=prompts(32),
-        microbatch=per_replica(8),
-        data_parallel_size=2,
-        num_epochs=3,
-    )
-    plan = make(critic=critic)
-    assert [updates.model for updates in plan.order] == ["critic", "policy"]
-    assert plan.to_dict()["critic"]["optimizer_steps"] == 2 * 3
-    assert plan.updates("critic").accumulation_steps == 32 * 4 // (2 * 8)
-    assert plan.to_dict()["optimizer_steps"] == 8
-    models = [row["what"].split(": ")[0] for row in plan.timetable()[2:]]
-    assert models == ["critic"] * 3 + ["policy"] * 3
-
-
 def test_plan_reports_all_problems():
-    """Policy, critic and generation are checked together, and each error has legal
+    """Training and generation are checked together, and each error has legal
     values.
     """
-    critic = Training(mini_batch=prompts(24), data_parallel_size=4)
     with pytest.raises(BatchDivisibilityError) as caught:
-        make(mini=15, critic=critic, generation=prompts(5))
+        make(mini=15, generation=prompts(5))
     assert [(problem.key, problem.nearest) for problem in caught.value.problems] == [
         ("policy.mini_batch", (8, 16)),
-        ("critic.mini_batch", (16, 32)),
         ("generation", (4, 8)),
     ]
 
@@ -382,7 +337,7 @@ def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, options, near
             )
         },
         {"policy": Training(mini_batch=prompts(4), num_epochs=0)},
-        {"policy": Training(mini_batch=prompts(4), num_stages=1.5)},
+        {"policy": Training(mini_batch=prompts(4), num_epochs=1.5)},
     ],
 )
 def test_plan_rejects_bad_counts(options):

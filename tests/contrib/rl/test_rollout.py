@@ -11,9 +11,9 @@ import optax
 import pytest
 from helpers import processes
 
-from rampup.contrib.rl.experience import Tally, generalized_advantages, mini_batches
+from rampup.contrib.rl.experience import Tally, mini_batches
 from rampup.contrib.rl.plan import AGGREGATIONS, Experience, RolloutPlan, Size, Training
-from rampup.contrib.rl.policy import Policy, critic_of, critic_params
+from rampup.contrib.rl.policy import Policy
 from rampup.contrib.rl.rollout import RolloutOptions, rollout_step
 from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError, DataError
@@ -49,14 +49,6 @@ def params64():
     return jax.tree.map(lambda x: x.astype(jnp.float64), init(jax.random.key(0)))
 
 
-def critic64(params):
-    """Return the parameters of a critic whose values are not 0."""
-    layers = {name: params[name] for name in ("embedding", "layers", "final_norm")}
-    return layers | {
-        "value": jnp.asarray(np.random.default_rng(1).normal(size=MODEL.width) * 0.3)
-    }
-
-
 def assert_close(trees, others, tolerance):
     """Compare the leaves of two trees."""
     jax.tree.map(
@@ -85,7 +77,6 @@ def plan_of(
     microbatch=None,
     pad=False,
     epochs=1,
-    critic=False,
     steps=3,
 ):
     """Return a plan of small rollouts."""
@@ -99,17 +90,12 @@ def plan_of(
         rollout_batch=Size(count=prompts, unit="prompts"),
         samples_per_prompt=samples,
         policy=policy,
-        critic=(
-            replace(policy, mini_batch=Size(count=prompts, unit="prompts"))
-            if critic
-            else None
-        ),
         num_steps=steps,
         pad=pad,
     )
 
 
-def stored(samples, *, critic=False):
+def stored(samples):
     """Return the samples of a rollout whose ratios are on both sides of both limits,
     with a prompt of every length.
     """
@@ -122,10 +108,7 @@ def stored(samples, *, critic=False):
         "response_mask": counts,
         "rewards": rng.normal(size=(samples, R)),
     }
-    names = ["advantages", *(["values", "returns"] if critic else [])]
-    arrays |= {
-        name: np.where(counts, rng.normal(size=(samples, R)), 0) for name in names
-    }
+    arrays["advantages"] = np.where(counts, rng.normal(size=(samples, R)), 0)
     # Near the log-probabilities of a new model, log(1 / 12).
     names = ["log_probabilities", "reference_log_probabilities"]
     return arrays | {
@@ -143,16 +126,13 @@ def step_of(mesh, plan, *, arrays, **options):
         epsilon=EPSILON,
         **options,
     )
-    tx = optax.sgd(RATE)
-    critic = (critic_of(MODEL64, mesh), tx) if plan.critic else None
     step = rollout_step(
         MODEL64,
-        tx,
+        optax.sgd(RATE),
         plan,
         mesh,
         reward=lambda p, r: [0.0] * len(p),
         options=options,
-        critic=critic,
     )
     step._collect = lambda state, position, prompts: (arrays, Tally())
     return step
@@ -238,118 +218,6 @@ def by_hand(params, arrays, rows, mode):
 grad_by_hand = jax.jit(jax.value_and_grad(loss_by_hand))
 
 
-@jax.jit
-def value_loss_by_hand(params, tokens, places, old, returns):
-    """Return the mean over single tokens of half the squared error of their values,
-    clipped around the old ones.
-    """
-    x = MODEL64.apply_layers(params["layers"], MODEL64.embed(params, tokens))
-    x = (
-        x
-        * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-        * params["final_norm"]
-    )
-    value = (x @ params["value"])[places[0], places[1]]
-    near = jnp.where(
-        value > old + EPSILON,
-        old + EPSILON,
-        jnp.where(value < old - EPSILON, old - EPSILON, value),
-    )
-    return jnp.mean(0.5 * jnp.maximum((value - returns) ** 2, (near - returns) ** 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "sizes"),
-    [
-        ("data", {"microbatch": None}),
-        ("one", {"microbatch": Size(count=11, unit="tokens", scope="replica")}),
-    ],
-)
-def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes, float64):
-    """In float64 to 1e-9, padded and packed, with values on both sides of both limits;
-    the policy's parameters stay.
-    """
-    devices, plan = mesh_of(mesh), plan_of(mesh, mini=4, critic=True, **sizes)
-    params, arrays = params64(), stored(plan.samples_per_step, critic=True)
-    step, critic = (
-        step_of(devices, plan, arrays=arrays, value_epsilon=EPSILON),
-        critic64(params),
-    )
-    state, metrics = step.update(
-        step.create_state(params, critic_params=critic),
-        step.schedule.at(0),
-        lambda *_: [],
-    )
-    # The value before a token is that of the token before it.
-    counts, prompt = (
-        arrays["response_mask"],
-        (arrays["attention_mask"].sum(1) - arrays["response_mask"].sum(1)),
-    )
-    rows, numbers = np.nonzero(counts)
-    places = rows, prompt[rows] - 1 + numbers
-    args = arrays["tokens"], places, arrays["values"][counts], arrays["returns"][counts]
-    loss, grads = jax.jit(jax.value_and_grad(value_loss_by_hand))(critic, *args)
-    assert_close(moved(critic, jax.device_get(state.critic_params)), grads, 1e-9)
-    assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
-    assert jax.tree.all(
-        jax.tree.map(
-            lambda a, b: bool((a == b).all()), jax.device_get(state.params), params
-        )
-    )
-
-
-def ppo_run(plan, reward, tx, **options):
-    """Return a rollout step of policy and critic, whose reward depends on the response
-    alone, and its state.
-    """
-    mesh, params = mesh_of("one"), init(jax.random.key(0))
-    options, critic = (
-        RolloutOptions(max_response_length=R, **options),
-        (critic_of(MODEL, mesh), tx),
-    )
-    step = rollout_step(
-        MODEL,
-        tx,
-        plan,
-        mesh,
-        reward=lambda prompts, responses: list(map(reward, responses)),
-        options=options,
-        critic=critic,
-    )
-    return step, step.create_state(
-        params, critic_params=critic_params(MODEL, params, mesh)
-    )
-
-
-@pytest.mark.slow
-def test_ppo_learns():
-    """The critic's loss on the samples of a rollout falls, and the reward, the share of
-    token 3, rises from chance to most.
-    """
-    plan = plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
-    step, state = ppo_run(
-        plan,
-        lambda response: response.count(3) / R,
-        optax.adam(0.01),
-        max_prompt_length=P,
-    )
-    prompts, lines = [[number % 12, number % 5, 1] for number in range(8)], []
-    for number in range(step.schedule.total_steps):
-        state, metrics = step.update(
-            state, step.schedule.at(number), lambda *_: prompts
-        )
-        lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
-    assert [line["model"] for line in lines[:6]] == ["critic"] * 2 + ["policy"] * 4
-    rewards = [lines[6 * number]["reward"] for number in range(30)]
-    assert rewards[0] < 0.2
-    assert np.mean(rewards[-5:]) > 0.7
-    losses = [line["loss"] for line in lines if line["model"] == "critic"]
-    # The values begin at 0, and chance is nearly as good; then the reward moves away
-    # and the critic follows it.
-    assert np.mean(losses[-10:]) < 0.5 * max(losses)
-
-
 SAMPLES = {
     size: Size(count=size, unit="samples", scope="replica") for size in (1, 2, 3, 4)
 }
@@ -406,7 +274,7 @@ def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
     for mode in modes:
         step.options = replace(step.options, loss_agg_mode=mode)
         state = step.create_state(placed)
-        step._steps["policy"]._returned = None, 0
+        step._step._returned = None, 0
         for number in range(plan.policy_updates.num_mini_batches):
             before = jax.device_get(state.params)
             state, metrics = step.update(state, step.schedule.at(number), lambda *_: [])
@@ -439,17 +307,10 @@ class ByHand:
             self.devices,
             reward=self.reward,
             options=RolloutOptions(**lengths, beta=BETA, epsilon=EPSILON, **options),
-            critic=(
-                (critic_of(MODEL64, self.devices), optax.sgd(RATE))
-                if plan.critic
-                else None
-            ),
         )
         self.reference = params64()
         placed = jax.device_put(self.reference, MODEL.shardings(self.devices))
-        self.state = self.step.create_state(
-            placed, critic_params=critic64(self.reference) if plan.critic else None
-        )
+        self.state = self.step.create_state(placed)
         generate = self.step._generate
 
         def record(params, prompts, *args, **kwargs):
@@ -478,20 +339,17 @@ class ByHand:
         return found
 
     def rollout(self):
-        """Run all updates of the next rollout, and return the lines of the policy and
-        the state before each.
-        """
+        """Run all updates of the next rollout, and return their lines."""
         self.seen, self.lines, self.before = [], [], []
-        self.start = jax.device_get((self.state.params, self.state.critic_params))
+        self.start = jax.device_get(self.state.params)
         for number in itertools.count(int(self.state.step)):
             position, before = (
                 self.step.schedule.at(number),
                 jax.device_get(self.state.params),
             )
             self.state, metrics = self.step.update(self.state, position, self.prompts)
-            if position.model == "policy":
-                self.before.append((before, jax.device_get(self.state.params)))
-                self.lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
+            self.before.append((before, jax.device_get(self.state.params)))
+            self.lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
             if position.is_last:
                 break
         self._queue_groups()
@@ -526,7 +384,7 @@ class ByHand:
         stored["attention_mask"] = np.arange(P + R) < (prompt + response)[:, None]
         targets = np.roll(tokens, -1, axis=1)
         for name, params in (
-            ("log_probabilities", self.start[0]),
+            ("log_probabilities", self.start),
             ("reference_log_probabilities", self.reference),
         ):
             logits = np.asarray(logits_by_hand(params, np.resize(tokens, (48, P + R))))[
@@ -537,25 +395,13 @@ class ByHand:
             stored[name] = np.where(
                 counts, np.take_along_axis(log_p, places, axis=1), 0
             )
-        if self.start[1] is None:
-            groups = rewards.reshape(-1, G).astype(np.float64)
-            spread = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6
-            stored["advantages"] = np.repeat(
-                ((groups - groups.mean(axis=1, keepdims=True)) / spread).reshape(-1, 1),
-                R,
-                axis=1,
-            )
-        else:
-            given = np.where(np.arange(R) == response[:, None] - 1, rewards[:, None], 0)
-            values = np.asarray(
-                critic_of(MODEL64, self.devices).spread(
-                    self.start[1], {"tokens": tokens}
-                )
-            )
-            values = np.where(counts, np.take_along_axis(values, places, axis=1), 0)
-            stored["advantages"], _ = generalized_advantages(
-                given, values, response, gamma=1.0, lam=1.0
-            )
+        groups = rewards.reshape(-1, G).astype(np.float64)
+        spread = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6
+        stored["advantages"] = np.repeat(
+            ((groups - groups.mean(axis=1, keepdims=True)) / spread).reshape(-1, 1),
+            R,
+            axis=1,
+        )
         self.queue += [
             {name: x[n : n + G] for name, x in stored.items()}
             for n in range(0, len(rows), G)
@@ -581,18 +427,18 @@ class ByHand:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "sizes", "critic", "per_pass"),
+    ("mesh", "sizes", "per_pass"),
     [
-        ("one", (6, 12), False, 2),
-        ("one", range(3, 25), True, 8),
-        ("data", (3, 8, 24, 12), True, 2),
-        ("three", range(3, 25), False, 3),
-        ("four", (3, 8, 24, 12), False, 4),
+        ("one", (6, 12), 2),
+        ("one", range(3, 25), 8),
+        ("data", (3, 8, 24, 12), 2),
+        ("three", range(3, 25), 3),
+        ("four", (3, 8, 24, 12), 4),
     ],
     ids=str,
 )
 def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
-    mesh, sizes, critic, per_pass, float64
+    mesh, sizes, per_pass, float64
 ):
     """Of 24 prompts, `sizes` are kept, and others take the places of the rest, by all
     aggregations; one program for all.
@@ -604,7 +450,6 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
         mini=24,
         microbatch=microbatch,
         pad=True,
-        critic=critic,
         steps=len(sizes),
     )
     first = 0
@@ -625,12 +470,7 @@ def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(
         assert line["consumed_samples"] == 2 * first
         run.assert_gradient(trained, mode)
         run.queue = []
-    models = 2 if critic else 1
-    assert run.step.compilations == {
-        "generate": 1,
-        "logprobs": models,
-        "update": models,
-    }
+    assert run.step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
 
 
 def plain_run(plan, reward, **options):
@@ -646,34 +486,6 @@ def plain_run(plan, reward, **options):
         logits, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options
     )
     return step, step.create_state(jnp.zeros(4))
-
-
-@pytest.mark.slow
-def test_advantages_are_normalized_over_the_samples_that_are_kept():
-    """Where other prompts take the places of some: mean 0 and standard deviation 1 over
-    those trained on alone.
-    """
-    step, state = ppo_run(
-        plan_of(prompts=4, mini=4, critic=True),
-        lambda tokens: 7.0 if sum(tokens) % 4 else float(sum(tokens)),
-        optax.sgd(RATE),
-        max_prompt_length=1,
-        zero_spread_groups="refill",
-    )
-    state, metrics = step.update(
-        state,
-        step.schedule.at(0),
-        lambda start, stop: [[n % 12] for n in range(start, stop)],
-    )
-    facts = metrics["facts"]
-    assert facts["num_prompts"] == 4 < facts["consumed_prompts"]
-    assert facts["dropped_groups"] == facts["consumed_prompts"] - 4
-    advantages = state.experience["advantages"][state.experience["response_mask"]]
-    assert (advantages.size, advantages.mean(), advantages.std()) == (
-        32,
-        pytest.approx(0, abs=1e-6),
-        pytest.approx(1, 1e-5),
-    )
 
 
 def test_a_refill_without_end_is_an_error_and_loses_nothing():

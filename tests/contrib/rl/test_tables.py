@@ -18,7 +18,6 @@ def test_print_rollout_fits_80_columns(terminal):
         "batch_size": 2**17,
         "mini_batch_size": 2**16,
         "num_iterations": 4,
-        "enable_critic": True,
         "microbatch_size": 16,
     }
     plan = build_rollout_schedule(RolloutConfig(**keys), 4096)
@@ -27,11 +26,6 @@ def test_print_rollout_fits_80_columns(terminal):
     flat = " ".join(re.sub(r"[│─]", " ", text).split())
     assert "-> mini batches 2 65,536 524,288 805,306,368 4 epochs" in flat
     assert "-> microbatches 8 8,192 65,536 100,663,296 16 per replica" in flat
-    assert (
-        flat.index(" critic ")
-        < flat.index("-> mini batches")
-        < flat.index(" policy -> ")
-    )
     assert "131,072 prompts * 8 responses = 1,048,576 samples" in flat
 
 
@@ -52,7 +46,7 @@ def test_print_rollout_remarks_follow_from_the_plan():
         printed(print_rollout, build_rollout_schedule(RolloutConfig(**keys), 3)).split()
     )
     assert "weights 5 updates older" in text
-    assert "rows of weight 0 per epoch (policy)" in text
+    assert "rows of weight 0 per epoch" in text
     assert "25,088 bytes per sample at full length, 6.125 MiB per step" in text
     # With a token budget the passes are a bound, and tokens replace samples.
     budget = printed(
@@ -76,5 +70,5 @@ def test_print_rollout_lists_the_stages_of_a_growing_batch():
         ["20", "80", "16", "8", "128", "64", "2"],
     ]
     assert "100 steps of a batch that grows; 180 optimizer steps of the policy" in text
-    assert schedule.optimizer_steps("policy") == schedule.total_steps == 20 + 2 * 80
+    assert schedule.total_steps == 20 + 2 * 80
     assert [row["start_optimizer_step"] for row in schedule.stage_rows()] == [0, 20]

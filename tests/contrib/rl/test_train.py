@@ -77,13 +77,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     assert_same_run(tmp_path / "cut", folder, 12)
     assert (summary.steps, summary.samples, summary.interrupted) == (3, 24, False)
     assert summary.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
-    found = [
-        (line["rollout"], line["model"], line["policy_lag"])
-        for line in metrics_of(folder)
-    ]
-    assert found == [
-        (rollout, "policy", update) for rollout in range(3) for update in range(4)
-    ]
+    found = [(line["rollout"], line["policy_lag"]) for line in metrics_of(folder)]
+    assert found == [(rollout, update) for rollout in range(3) for update in range(4)]
 
 
 def train_together(process, number, port, settings):
@@ -118,7 +113,6 @@ def train_together(process, number, port, settings):
         },
         {
             "zero_spread_groups": "refill",
-            "enable_critic": True,
             "ici_data_parallelism": 1,
             "ici_fsdp_parallelism": 2,
         },
@@ -165,9 +159,7 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
 
 
 def test_metrics_show_what_the_plan_knows(whole):
-    """Padding, groups without spread, lag, bytes of experience, and tokens per second
-    of generation and training apart.
-    """
+    """Padding, groups without spread, lag, and bytes of experience."""
     folder, summary = whole
     lines = list(read_lines(folder / "metrics.jsonl"))
     assert len(lines) == 12
@@ -175,29 +167,6 @@ def test_metrics_show_what_the_plan_knows(whole):
         assert 0 <= line["padding_share"] < 1
         assert 0 <= line["zero_spread_share"] <= 1
         assert line["experience_bytes"] == line["planned_experience_bytes"]
-        assert line["generation_tokens_per_second"] > 0
-        assert line["scoring_seconds"] > 0
-        assert (
-            ("training_tokens_per_second" in line)
-            == ("update_seconds" in line)
-            == (line["policy_lag"] == 3)
-        )
-    parts = {
-        "generation": "generation_seconds",
-        "scoring": "scoring_seconds",
-        "update": "update_seconds",
-    }
-    for name, key in parts.items():
-        assert summary.seconds_by_part[name] == pytest.approx(
-            sum(line[key] for line in lines[3::4]), abs=2e-3
-        )
-    assert sum(summary.seconds_by_part.values()) == pytest.approx(
-        summary.seconds, abs=1e-6
-    )
-    assert (
-        min(summary.seconds_by_part[name] for name in ("start", "compilation", "other"))
-        > 0
-    )
     assert (summary.reward_first, summary.reward_last) == (
         lines[0]["reward"],
         lines[-1]["reward"],
@@ -280,16 +249,7 @@ def test_a_bad_reward_loses_nothing(whole, tmp_path, monkeypatch):
         ({"decode_sampling_temperature": 0.0}, "decode_sampling_temperature"),
         ({"decode_sampling_top_k": 1}, "decode_sampling_top_k"),
         ({"num_generations": 1}, "rl.num_generations"),
-        (
-            {
-                "num_generations": 1,
-                "enable_critic": True,
-                "zero_spread_groups": "refill",
-            },
-            "zero_spread_groups",
-        ),
         ({"max_prompt_length": 3}, "max_prompt_length"),
-        ({"enable_reference_policy": False}, "rl.grpo_beta"),
         ({"grpo_epsilon": 1.0}, "rl.grpo_epsilon"),
         ({"num_prompts": 1000}, "num_prompts"),
         ({"max_operand": 2}, "num_test_batches"),
