@@ -78,7 +78,7 @@ def generate(args: argparse.Namespace) -> Result:
 
 
 def plan(args: argparse.Namespace) -> Result:
-    """Show the sizes of a step, or export them."""
+    """Show the sizes of a step."""
     if given := given_options(args, NOT_FOR_ROLLOUTS):
         raise usage_error(
             f"--{given[0]} is for a pre-training plan, not for a rollout; --json has"
