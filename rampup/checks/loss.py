@@ -118,7 +118,11 @@ class LossReport:
 
 
 def check_loss(
-    loss_fn: LossFn | SummableLoss, state_or_params: Any, rows: Any, *, seed: int = 0
+    loss_fn: LossFn | SummableLoss,
+    state_or_params: Any,
+    rows: Any,
+    *,
+    seed: int = 0,
 ) -> LossReport:
     """Report whether a loss is a sum over rows, as a training step and `accumulate`
     take it, by calls on one device.
@@ -158,7 +162,11 @@ def check_loss(
 
 
 def warn_of_loss(
-    loss: SummableLoss, state: Any, batch: Batch, *, sees_whole: bool
+    loss: SummableLoss,
+    state: Any,
+    batch: Batch,
+    *,
+    sees_whole: bool,
 ) -> None:
     """Check the loss of a training step on rows of its first batch, if the state is
     small, and warn of what is wrong.
@@ -167,7 +175,14 @@ def warn_of_loss(
     if jax.process_count() > 1 or size > MAX_NUMBERS:
         return
     try:
-        report = _report(Trials(loss, state, _pick(batch), seed=0, is_quiet=True))
+        trials = Trials(
+            loss,
+            state,
+            _pick(batch),
+            seed=0,
+            is_quiet=True,
+        )
+        report = _report(trials)
     except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
     ignored = OF_PARTS if sees_whole else ()
@@ -178,7 +193,11 @@ def warn_of_loss(
             " train_step(..., check_loss=False) leaves it out"
         )
         report = LossReport(left, report.tolerance)
-        warnings.warn(f"{report}\n{more}", LossWarning, stacklevel=3)
+        warnings.warn(
+            f"{report}\n{more}",
+            LossWarning,
+            stacklevel=3,
+        )
 
 
 def _pick(rows: Any) -> Any:
@@ -210,7 +229,11 @@ def _pick(rows: Any) -> Any:
 class _Rounding:
     """How large a gap may be, by trials with moved parameters."""
 
-    def __init__(self, moved: list[Sums], trials: Trials) -> None:
+    def __init__(
+        self,
+        moved: list[Sums],
+        trials: Trials,
+    ) -> None:
         self._epsilons = trials.epsilons
         # Sums in a narrow type may be cut off, which is the same wherever they are.
         self._cut = 2 * trials.device.coarsest
@@ -226,21 +249,33 @@ class _Rounding:
             kind = _kind(name)
             self._spreads[kind] = max(spread, self._spreads.get(kind, 0.0))
 
-    def _scale(self, name: str, sums: Sums) -> float:
+    def _scale(
+        self,
+        name: str,
+        sums: Sums,
+    ) -> float:
         """Return what a gap is compared with. A gradient that is zero but for rounding
         is small beside the others.
         """
         least = 0.1 * self._largest if _kind(name) == GRADIENT else 0.0
         return max(sums.scale(name), least) or 1.0
 
-    def relative(self, name: str, number: int = 1) -> float:
+    def relative(
+        self,
+        name: str,
+        number: int = 1,
+    ) -> float:
         """Return the part of a sum that may be rounding, in the mean of a number of
         trials.
         """
         least = max(self._epsilons[name] ** 0.75, self._cut)
         return least + 8 * self._spreads[_kind(name)] / number**0.5
 
-    def wrong(self, sums: Sums, number: int = 1) -> list[str]:
+    def wrong(
+        self,
+        sums: Sums,
+        number: int = 1,
+    ) -> list[str]:
         """Return the names of what does not add up."""
         found = []
         for name in self._epsilons:
@@ -284,7 +319,10 @@ class _Hints:
     """
 
     def __init__(
-        self, trials: Trials, rounding: _Rounding, orders: tuple[Sums, ...]
+        self,
+        trials: Trials,
+        rounding: _Rounding,
+        orders: tuple[Sums, ...],
     ) -> None:
         self._trials, (self._first, self._ordered) = trials, orders
         self._equal = [trials.run((n,) * R, (0,) * R) for n in (0, R - 1)]
@@ -293,7 +331,11 @@ class _Hints:
         keys = (0, R, R + 1, R + 2), (R, R + 1, R + 2, R - 1)
         self._others = [trials.run(keys=each) for each in keys]
 
-    def of(self, name: str, sums: Sums) -> str:
+    def of(
+        self,
+        name: str,
+        sums: Sums,
+    ) -> str:
         """Return the hint for a name that does not add up in `sums`."""
         whole, gap = self._first.whole[name], sums.gap(name)
         if not np.isfinite(sums.each[name]).all() or self._is_mean(name):
@@ -318,7 +360,10 @@ class _Hints:
         return is_symmetric and max(factors) - min(factors) < 0.01
 
 
-def _problems(wrong: dict[str, Sums], hints: _Hints) -> tuple[LossProblem, ...]:
+def _problems(
+    wrong: dict[str, Sums],
+    hints: _Hints,
+) -> tuple[LossProblem, ...]:
     """Return what is wrong, by the hint that fits."""
     # The loss says more than its gradients.
     main = next((name for name in wrong if _kind(name) == "loss_sum"), "")
@@ -332,7 +377,10 @@ def _problems(wrong: dict[str, Sums], hints: _Hints) -> tuple[LossProblem, ...]:
     )
 
 
-def _factor(sums: Sums, name: str) -> float:
+def _factor(
+    sums: Sums,
+    name: str,
+) -> float:
     """Return how many times as large the sum of R equal rows is as that of one, 0 if it
     is no number of times, and -1 if both are 0.
     """
@@ -343,7 +391,11 @@ def _factor(sums: Sums, name: str) -> float:
     return max(factor, 0.0) if _are_close(whole, factor * one) else 0.0
 
 
-def _are_close(left: np.ndarray, right: np.ndarray, rounded: float = 0.0) -> bool:
+def _are_close(
+    left: np.ndarray,
+    right: np.ndarray,
+    rounded: float = 0.0,
+) -> bool:
     allowed = 1e-3 * (norm(left) + norm(right)) + rounded
     return norm(left - right) <= allowed
 
@@ -352,7 +404,10 @@ def _kind(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _numbers(names: list[str], sums: Sums) -> str:
+def _numbers(
+    names: list[str],
+    sums: Sums,
+) -> str:
     """Return what was evaluated of the first of some names, and the others."""
     name, *others = names
     whole, each = sums.whole[name], sums.each[name].sum(0)

@@ -69,16 +69,22 @@ class OneDevice:
         operations: those of all functions so far.
     """
 
-    def __init__(self, arrays: Any, *, refuses_effects: bool = False) -> None:
+    def __init__(
+        self,
+        arrays: Any,
+        *,
+        refuses_effects: bool = False,
+    ) -> None:
         shardings = [x.sharding for x in arrays if isinstance(x, jax.Array)]
         devices = shardings[0].addressable_devices if shardings else jax.local_devices()
+        device = min(devices, key=lambda device: device.id)
         names: Any = AXIS_NAMES
         for sharding in shardings:
             if isinstance(sharding, NamedSharding):
                 names = sharding.mesh.axis_names
                 break
-        device = min(devices, key=lambda device: device.id)
-        self.mesh = Mesh(np.full((1,) * len(names), device, object), names)
+        shape = (1,) * len(names)
+        self.mesh = Mesh(np.full(shape, device, object), names)
         self.operations: list[Any] = []
         self._refuses_effects = refuses_effects
         self._programs: dict[Any, Any] = {}
@@ -91,13 +97,15 @@ class OneDevice:
         """Return the results of a function in which some axes are mapped."""
         args = self.put(args)
         if function not in self._programs:
-            mesh, whole = auto_view(self.mesh), PartitionSpec()
+            whole = PartitionSpec()
+            mesh = auto_view(self.mesh)
+            names = {*mesh.axis_names}
             manual = jax.shard_map(
                 own_constraints(mapped)(function),
                 mesh=mesh,
                 in_specs=whole,
                 out_specs=whole,
-                axis_names={*mesh.axis_names} - {*mapped},
+                axis_names=names - {*mapped},
                 check_vma=False,
             )
             with (
@@ -134,7 +142,13 @@ class Trials:
     """
 
     def __init__(
-        self, loss: Any, state: Any, rows: Any, seed: int, *, is_quiet: bool = False
+        self,
+        loss: Any,
+        state: Any,
+        rows: Any,
+        seed: int,
+        *,
+        is_quiet: bool = False,
     ) -> None:
         read = read_by_loss(state)
         arrays = jax.tree.leaves(read)
@@ -181,12 +195,21 @@ class Trials:
         parameters are moved in one of several directions, or for 0 are not.
         """
         index = np.array(rows)
-        batch = jax.tree.map(lambda x: x[index], self._rows)
-        words = self._words[np.array(keys)]
-        found = self.device.run(
-            self._whole_and_each, self._arrays, batch, words, np.uint32(move)
+        batch = jax.tree.map(
+            lambda x: x[index],
+            self._rows,
         )
-        return Sums(*jax.device_get(found))
+        whole, each = self.device.run(
+            self._whole_and_each,
+            self._arrays,
+            batch,
+            self._words[np.array(keys)],
+            np.uint32(move),
+        )
+        return Sums(
+            jax.device_get(whole),
+            jax.device_get(each),
+        )
 
     def run_replicas(self) -> dict[str, np.ndarray]:
         """Return the sums over two replicas along the first of `axes`, of half of the
@@ -194,17 +217,36 @@ class Trials:
         """
         name = self.axes[0]
 
-        def halves(arrays: Any, rows: Any) -> Any:
-            two = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), rows)
-            own = functools.partial(self._sums, arrays, move=np.uint32(0))
+        def halves(
+            arrays: Any,
+            rows: Any,
+        ) -> Any:
+            two = jax.tree.map(
+                lambda x: x.reshape(2, -1, *x.shape[1:]),
+                rows,
+            )
+            own = functools.partial(
+                self._sums,
+                arrays,
+                move=np.uint32(0),
+            )
             sums = jax.vmap(own, axis_name=name)(*two)
-            return jax.tree.map(lambda x: x.sum(0), sums)
+            return jax.tree.map(
+                lambda x: x.sum(0),
+                sums,
+            )
 
         rows = self._rows, self._words[:R]
         found = self.device.run(halves, self._arrays, rows, mapped=(name,))
         return dict(jax.device_get(found))
 
-    def _whole_and_each(self, arrays: Any, batch: Any, words: Any, move: Any) -> Any:
+    def _whole_and_each(
+        self,
+        arrays: Any,
+        batch: Any,
+        words: Any,
+        move: Any,
+    ) -> Any:
         def single(row: Any) -> Any:
             try:
                 one, word = jax.tree.map(lambda x: x[None], row)
@@ -216,7 +258,11 @@ class Trials:
         return whole, jax.lax.map(single, (batch, words))
 
     def _sums(
-        self, arrays: Any, batch: Any, words: Any, move: Any
+        self,
+        arrays: Any,
+        batch: Any,
+        words: Any,
+        move: Any,
     ) -> dict[str, jax.Array]:
         """Return loss, weight, aux and gradient by name."""
         params, mutable, frozen = arrays
@@ -231,11 +277,19 @@ class Trials:
             with explained(len(args), self.device.mesh.axis_names):
                 results = function(*args)
             loss, weight, aux, _ = check_results(results, function, args)
-            found = {"loss_sum": loss, "weight_sum": weight, "aux": aux}
+            found = {
+                "loss_sum": loss,
+                "weight_sum": weight,
+                "aux": aux,
+            }
             return sum(map(as_summed, jax.tree.leaves(loss))), found
 
-        moved = jax.tree.map(lambda x: _moved(x, move), params)
-        gradient, found = jax.grad(loss_of, has_aux=True)(moved)
+        moved = jax.tree.map(
+            lambda x: _moved(x, move),
+            params,
+        )
+        differentiated = jax.grad(loss_of, has_aux=True)
+        gradient, found = differentiated(moved)
         found["gradient"] = gradient
         sums = {}
         for path, leaf in jax.tree.leaves_with_path(found):
@@ -257,11 +311,18 @@ def read_by_loss(state: Any) -> tuple[Any, Any, Any]:
     return state.params, carried(state), getattr(state, "frozen", None)
 
 
-def loss_function(loss: Any, caller: str) -> Callable[..., Any]:
+def loss_function(
+    loss: Any,
+    caller: str,
+) -> Callable[..., Any]:
     """Return a loss as a function of (params, batch, keys[, mutable])."""
     if isinstance(loss, PipelinedLoss):
 
-        def run(params: Any, batch: Any, keys: Any) -> Any:
+        def run(
+            params: Any,
+            batch: Any,
+            keys: Any,
+        ) -> Any:
             shared = {name: value for name, value in params.items() if name != LAYERS}
             x = loss.first(shared, batch, keys)
             x = loss.stage(params[LAYERS], x, batch, keys, jnp.int32(0))
@@ -290,7 +351,10 @@ def norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
-def signs(like: jax.Array, seed: Any) -> jax.Array:
+def signs(
+    like: jax.Array,
+    seed: Any,
+) -> jax.Array:
     """Return 1 and -1 in an order that looks random: Knuth's multiplicative hash,
     twice. JAX's own would be a random number that the loss seems to draw.
     """
@@ -300,7 +364,10 @@ def signs(like: jax.Array, seed: Any) -> jax.Array:
     return jnp.where(x % 2 == 1, 1.0, -1.0).reshape(like.shape)
 
 
-def _moved(x: jax.Array, move: Any) -> jax.Array:
+def _moved(
+    x: jax.Array,
+    move: Any,
+) -> jax.Array:
     """Return parameters times 1 +- 2**-8, which rounds otherwise also in bfloat16. Zeros
     become others: where a leaf is zero, a penalty has no gradient, and a zero matrix
     hides what is before it.
