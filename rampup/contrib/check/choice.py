@@ -25,10 +25,6 @@ from rampup.errors import ConfigError
 
 _OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
 
-_NO_RUN = re.compile(
-    r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)"
-)
-
 _SHOWN = 60  # letters of a command in a note
 LINE = "line"  # the setting that chooses one of several commands
 
@@ -45,7 +41,6 @@ class _Commands:
     """The commands of a source, by what they may be for a system."""
 
     def __init__(self, commands: Sequence[Command], launch: Launch) -> None:
-        self.all = commands
         self.launch = launch
         self.found: list[_Candidate] = []
         self.unread: list[Command] = []  # scripts that are started and not read
@@ -62,17 +57,9 @@ class _Commands:
     def _sort(self, command: Command) -> None:
         launch = self.launch
         text = " ".join(command.words)
-        # A script may be given the program that it starts, as in `/opt/launch.sh
-        # torchrun pretrain_gpt.py`.
-        after = text.partition(command.script)[2].split() if command.script else []
-        programs = [
-            word
-            for word in after
-            if "=" not in word and word[0] != "-" and launch.program.search(word)
-        ]
         # What a program prints is an argument, and the program not the one that runs.
         match = launch.others.search(MARKER.sub("", text))
-        if command.script and not (command.unread and programs):
+        if command.script:
             self.unread += [command] if command.unread else []
         elif match:
             self.other = self.other or show_unknown(match[0]).strip()
@@ -98,25 +85,14 @@ class _Commands:
 
     def unread_run(self) -> Command | None:
         """Return a script that is not read and may be the run, or may set its sizes."""
-
-        def is_open(command: Command) -> bool:
-            """Return whether it sources a file whose name is open."""
-            return command.words[0] in ("source", ".") and bool(
-                unknown_names(Path(command.words[1]).name)
-            )
-
-        def sets(command: Command) -> int:
-            return len(self.launch.relevant(command.words))
-
-        first = max(
-            self.unread, key=lambda row: (is_open(row), sets(row)), default=None
-        )
-        if first is None:
-            return None
-        if is_open(first) if self.found else not self.other:
-            return first
         is_launched = any(row.score[0] for row in self.found)
-        return first if sets(first) and not is_launched else None
+        for command in self.unread:
+            sources = command.words[0] in ("source", ".")
+            is_open = sources and bool(unknown_names(Path(command.words[1]).name))
+            if is_open or (not is_launched and self.launch.relevant(command.words)):
+                return command
+        is_all = not self.found and not self.other
+        return self.unread[0] if self.unread and is_all else None
 
     def best(self) -> _Candidate:
         """Return the command that starts the system and sets most keys; the first of
@@ -209,26 +185,17 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
     """Yield which command was read, what it lost, and what beside it was not read."""
     command = best.command
     if command.line:
-        shown = show_unknown(" ".join(command.words))
-        here = f"line {command.line}" + (
-            f" of {command.path}" if command.path != path else ""
-        )
-        places = sorted(
-            {
-                (other.path != command.path and other.path, other.line)
-                for other in rows.similar(best)
-            }
-        )
-        others = [f"{line} of {file}" if file else str(line) for file, line in places]
-        also = ""
-        if others:
-            also = (
-                f"; similar commands in {'lines' if len(others) > 1 else 'line'}"
-                f" {', '.join(others)}: {LINE}={places[0][1]} chooses another"
-            )
+        shown = show_unknown(" ".join(command.words))[:_SHOWN]
+        here = "" if command.path == path else f" of {command.path}"
+        yield f"read from line {command.line}{here}: {shown}..."
+    if others := rows.similar(best):
+        lines = [
+            f"line {row.line}" + ("" if row.path == path else f" of {row.path}")
+            for row in others
+        ]
         yield (
-            f"read from {here}:"
-            f" {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}"
+            f"similar commands in {', '.join(dict.fromkeys(lines))}:"
+            f" {LINE}={others[0].line} chooses another"
         )
     if command.machine.devices:
         yield f"the manifest asks for {command.machine.devices:,} devices."
@@ -269,12 +236,8 @@ def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
     program that the rules do not cover.
     """
     if other:
-        why = ": it does not train" if _NO_RUN.search(other) else ""
-        return ConfigError(
-            f"this starts {other}, which the rules of {launch.system} do not"
-            f" cover{why}",
-            path=path,
-        )
+        said = f"this starts {other}, which the rules of {launch.system} do not cover"
+        return ConfigError(said, path=path)
     said = (
         f"this script does not start {launch.system} itself: no command in it is like"
         f" `{launch.example}`"

@@ -4,7 +4,7 @@ from prompts to responses, updates and passes, in numbers and in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,11 +176,13 @@ class RolloutJob(Job):
 
 
 def batch_meanings(
-    job: RolloutJob, prompts: str, responses: str, mini_batch: str, epochs: str
+    job: RolloutJob, keys: Sequence[str], devices: int, sharing: int
 ) -> Iterator[tuple[str, str]]:
     """Yield the meanings of the keys that every system with mini batches of prompts
-    has.
+    has: those of prompts, responses, a mini batch and epochs; and of the policy's
+    devices, of which `sharing` share a sample.
     """
+    prompts, responses, mini_batch, epochs = keys
     yield prompts, f"{counted(job.prompts, 'prompt')} per training step"
     samples = counted(job.samples, "sample")
     yield responses, f"{samples} per training step, generated together"
@@ -197,6 +199,27 @@ def batch_meanings(
             f"mini batch of the critic = {critic.mini_batch:,}",
             f"prompts: {size} per update, {updates} per training step",
         )
+    share = counted(job.policy.padded_share, "sample")
+    yield (
+        f"{counted(devices, 'device')} / {sharing:,} that share a sample",
+        f"{counted(job.policy.replicas, 'replica')}; each has {share} of a mini batch",
+    )
+
+
+def rounded_replicas(
+    system: str, devices: Mapping[str, int], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield a note on each model whose devices are no multiple of those that share a
+    sample.
+    """
+    for model, count in devices.items():
+        if count % sizes[model]:
+            replicas = counted(count // sizes[model], "replica")
+            yield (
+                f"the {model}'s {count:,} devices are not a multiple of the"
+                f" {sizes[model]:,} that share a sample: {system} counts {replicas},"
+                " rounded down."
+            )
 
 
 def dropped_prompts(job: RolloutJob) -> Iterator[str]:

@@ -25,10 +25,11 @@ from rampup.contrib.check.rollout import (
     batch_meanings,
     dropped_prompts,
     group_note,
+    rounded_replicas,
 )
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Run, Term, counted, product, rounded_down
+from rampup.contrib.check.verdict import Run, Term, counted, product
 
 TRAIN = "trainer.train_batch_size"
 MINI = "trainer.policy_mini_batch_size"
@@ -212,16 +213,8 @@ class SkyRLJob(RolloutJob):
 
 
 def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
-    policy = job.policy
-    yield from batch_meanings(job, TRAIN, RESPONSES, MINI, EPOCHS)
-    devices = counted(job.devices["policy"], "policy device")
-    share = f"{counted(policy.padded_share, 'sample')} of a mini batch"
-    if policy.padding:
-        share += f" ({policy.padding:,} of the mini batch are empty)"
-    yield (
-        f"{devices} / {job.model_sizes['policy']:,} that share a sample",
-        f"{counted(policy.replicas, 'replica')}; each has {share}",
-    )
+    keys, size = (TRAIN, RESPONSES, MINI, EPOCHS), job.model_sizes["policy"]
+    yield from batch_meanings(job, keys, job.devices["policy"], size)
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
     what = "forward-only passes (log-probabilities, values)"
     yield FORWARD, f"samples per replica in {what}"
@@ -240,11 +233,10 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
         "a mini batch is consecutive samples, those of a prompt next to each other;"
         " replicas take consecutive parts of it."
     )
-    for model in job.models:
-        if job.devices[model] % job.model_sizes[model] and not job.has_megatron(model):
-            devices = f"the {model}'s {job.devices[model]:,} devices"
-            size, replicas = job.model_sizes[model], job.replicas[model]
-            yield f"{rounded_down(devices, size, 'SkyRL', replicas)}, without a warning."
+    devices = {
+        model: job.devices[model] for model in job.models if not job.has_megatron(model)
+    }
+    yield from rounded_replicas("SkyRL", devices, job.model_sizes)
     for trained in job.trained.values():
         if trained.padding:
             yield (

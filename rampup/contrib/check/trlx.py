@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.contrib.check.base_files import Version, read_hydra
 from rampup.contrib.check.launch import (
     Launch,
-    Reading,
     load_entries,
     option,
-    program_of,
 )
-from rampup.contrib.check.reading import Source, flatten
+from rampup.contrib.check.reading import flatten
 from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
@@ -70,25 +67,6 @@ LAUNCH = Launch(
     read=read_words,
 )
 MOST = 10_000  # generate calls and passes that are counted
-
-
-def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source; a program has a configuration of its own, of which a command sets
-    a part.
-    """
-
-    def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
-        program = "" if reading.command is None else program_of(reading.command)
-        names = {setting.partition("=")[0] for setting in reading.overrides}
-        unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in names]
-        unset = [key for key in unset if key not in reading.leaves]
-        note = (
-            f"{program}.py may set {', '.join(unset)} itself; it is not read, and"
-            " trlX's ready-made sizes are taken."
-        )
-        return Version(notes=[note] if program and unset else [])
-
-    return read_hydra(source, overrides, launch, choose)
 
 
 class TrlxJob(RolloutJob):
@@ -211,6 +189,12 @@ def _notes(job: TrlxJob) -> Iterator[str]:
             " chunk, so later rounds may collect a different number of samples than the"
             " first, from which trlX computes the planned steps."
         )
+    sizes = (TRAIN, ROLLOUTS, CHUNK)
+    if unset := [key for key in sizes if key not in job.settings.given]:
+        yield (
+            f"a program may set {', '.join(unset)} itself; it is not read, and trlX's"
+            " ready-made sizes are taken."
+        )
     yield group_note(1)
     yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process."
 
@@ -227,6 +211,5 @@ DIALECT = Dialect(
     rules=_rules,
     meanings=_meanings,
     notes=_notes,
-    reader=read,
     launch=LAUNCH,
 )

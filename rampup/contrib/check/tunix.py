@@ -86,14 +86,8 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
     if TRAIN in named:  # a pasted constant
         named.setdefault(MINI, named.get(BATCH, named[TRAIN]))
     shape = named.get(_NAMES["mesh"])
-    if shape is not None and isinstance(shape.value, tuple):
-        value = shape.value
-        if value and isinstance(value[0], tuple):  # with the names of its axes
-            value, names = value
-            named[f"{MESHES['actor']}.axis_names"] = dataclasses.replace(
-                shape, value=str(names)
-            )
-        named[_NAMES["mesh"]] = dataclasses.replace(shape, value=str(value))
+    if shape is not None:  # perhaps with the names of its axes
+        named[_NAMES["mesh"]] = dataclasses.replace(shape, value=str(shape.value))
     return named
 
 
@@ -251,7 +245,7 @@ class PromptJob(RolloutJob):
 
 def _sizes(text: str | None) -> list[int]:
     """Return the sizes of a mesh such as `(2, 4)`."""
-    sizes = [int(number) for number in re.findall(r"\d+", text or "")]
+    sizes = [int(number) for number in re.findall(r"\b\d+\b", text or "")]
     if 0 in sizes:
         raise ConfigError(f"the mesh {text} must have sizes of at least 1")
     return sizes
@@ -297,8 +291,11 @@ class TunixJob(PromptJob):
             if role == "actor" or mesh not in self.settings.others
         }
         names = self[f"{MESHES['actor']}.axis_names"]
-        names = names or self[f"{MODEL_MESH}.axis_names"] or "fsdp tp"
-        sizes = zip(re.findall(r"\w+", names), self.meshes["actor"], strict=False)
+        names = names or self[f"{MODEL_MESH}.axis_names"]
+        # A notebook has them beside the sizes.
+        names = names or self[f"{MESHES['actor']}.shape"] or ""
+        axes = re.findall(r"[A-Za-z_]\w*", names) or ("fsdp", "tp")
+        sizes = zip(axes, self.meshes["actor"], strict=False)
         self.fsdp: int = dict(sizes).get("fsdp", 1)
         self.chips = sum(math.prod(shape) for shape in self.meshes.values() if shape)
 

@@ -157,13 +157,3 @@ def counted(number: int, noun: str) -> str:
     if noun.endswith("py"):
         return f"{number:,} {noun[:-1]}ies"
     return f"{number:,} {noun}" + ("es" if noun.endswith(("ch", "s")) else "s")
-
-
-def rounded_down(devices: str, size: int, system: str, replicas: int) -> str:
-    """Return the note, without its end, on devices that are not a multiple of the
-    `size` that share a sample.
-    """
-    return (
-        f"{devices} are not a multiple of the {size:,} that share a sample: {system}"
-        f" counts {counted(replicas, 'replica')}, rounded down"
-    )

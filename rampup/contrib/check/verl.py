@@ -8,7 +8,6 @@ replica. Sources: veRL `trainer/ppo`, `workers/engine_workers.py`, and until 0.7
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -38,11 +37,12 @@ from rampup.contrib.check.rollout import (
     batch_meanings,
     dropped_prompts,
     group_note,
+    rounded_replicas,
 )
 from rampup.contrib.check.rules import Dialect, Ruling, found_by_run
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Term, counted, product, rounded_down
-from rampup.errors import ConfigError, RampupError
+from rampup.contrib.check.verdict import Term, counted, product
+from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
 
 ACTOR, ROLLOUT, REF = (
@@ -128,7 +128,6 @@ class Generation(NamedTuple):
     """What a version of veRL does otherwise than that of August 2026."""
 
     number: int  # of the version in the table of keys, where 0.1 is 1
-    nearest_to: tuple[int, ...] = ()  # versions that have no rules of their own here
     defaults: Mapping[str, Any] = {}
     # Workers that divide the whole job's micro sizes, and whose last mini batch and
     # pass may be smaller.
@@ -140,9 +139,9 @@ class Generation(NamedTuple):
 
 _OLD = {PACKING["actor"]: False, PACKING["critic"]: False, "trainer.use_v1": False}
 GENERATIONS = {
-    "0.2": Generation(2, (1,), _OLD, old_workers=True, early=True),
-    "0.4": Generation(4, (3, 5, 6, 7), _OLD, old_workers=True),
-    "0.9": Generation(9, (8,)),
+    "0.2": Generation(2, _OLD, old_workers=True, early=True),
+    "0.4": Generation(4, _OLD, old_workers=True),
+    "0.9": Generation(9),
 }
 NEWEST = 9
 KEYS = load_entries("verl")
@@ -229,7 +228,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         elif covered:
             version = covered[0]
         else:
-            version = _nearest(keys_of)
+            version = "0.9" if keys_of > _LAST_OF_OLD_WORKERS else "0.4"
         question = ConfigError(
             f"unknown: this is for veRL 0.{keys_of} ({why}), and rampup has the rules of"
             f" {', '.join(GENERATIONS)}",
@@ -268,11 +267,6 @@ def _chosen(text: str) -> str:
             nearest=tuple(GENERATIONS),
         )
     return text
-
-
-def _nearest(number: int) -> str:
-    """Return the rules that are nearest to those of a version without its own."""
-    return next(name for name, row in GENERATIONS.items() if number in row.nearest_to)
 
 
 def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
@@ -554,13 +548,6 @@ class VerlJob(RolloutJob):
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
 
-    def at_version(self, version: str) -> VerlJob:
-        """Return the job of the same file with the rules of another version."""
-        values = {**self.settings.values, WORD: float(version)}
-        for key in _OLD.keys() - self.settings.given:
-            values[key] = GENERATIONS[version].defaults.get(key, KEYS[key].default)
-        return VerlJob(dataclasses.replace(self.settings, values=values))
-
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples, with those of the
         padding.
@@ -576,39 +563,14 @@ class VerlJob(RolloutJob):
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     prompts = TRAIN if job.prompts == job[TRAIN] else GEN
-    yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
-    actor = job.policy
-    devices = counted(job.devices, "device")
-    shared = f"{job.model_sizes['actor']:,} that share a sample"
-    share = counted(actor.share, "sample")
-    yield (
-        f"{devices} / {shared} ({job.strategies['actor']})",
-        f"{counted(actor.replicas, 'replica')}; each has {share} of a mini batch",
-    )
+    keys, size = (prompts, RESPONSES, MINI, EPOCHS), job.model_sizes["actor"]
+    yield from batch_meanings(job, keys, job.devices, size)
     if job.tokens is not None:
         tokens = f"about {job.tokens:,} tokens per replica and pass"
         yield BUDGET, f"{tokens}: {job.passes_text}"
     else:
         each = "samples per replica (not per device)"
         yield MICRO, f"{each}: {job.passes_text} per optimizer step"
-
-
-def _outcome(job: VerlJob) -> str:
-    """Return what a run does, in a line."""
-    broken = [rule.name.partition(".")[2] for rule in _rules(job) if not rule.holds]
-    return f"{', '.join(broken[:2])} broken" if broken else job.summary()
-
-
-def _other_versions(job: VerlJob) -> Iterator[str]:
-    """Yield a note on each version that is possible and decides otherwise."""
-    own = _outcome(job)
-    for version in job.settings.other_versions:
-        with contextlib.suppress(RampupError):
-            if (text := _outcome(job.at_version(version))) != own:
-                yield (
-                    f"the source fits veRL {version} too, which decides otherwise:"
-                    f" {text}. {WORD}={version} chooses it."
-                )
 
 
 def _old_worker_notes(job: VerlJob) -> Iterator[str]:
@@ -679,13 +641,8 @@ def _budget_notes(job: VerlJob) -> Iterator[str]:
 
 
 def _device_notes(job: VerlJob) -> Iterator[str]:
-    for model in job.models:
-        if job.devices % job.model_sizes[model]:
-            devices, size = (
-                f"the {model}'s {job.devices:,} devices",
-                job.model_sizes[model],
-            )
-            yield f"{rounded_down(devices, size, 'veRL', job.replicas[model])}."
+    devices = dict.fromkeys(job.models, job.devices)
+    yield from rounded_replicas("veRL", devices, job.model_sizes)
     is_sized = bool(job.settings.given & set(ROLLOUT_SIZES))
     if not is_sized and job.rollout_devices % job.rollout_size:
         yield (
@@ -724,9 +681,13 @@ def _data_notes(job: VerlJob) -> Iterator[str]:
 
 def _notes(job: VerlJob) -> Iterator[str]:
     """Yield what is special to the file first, and what is always true last."""
-    yield from _other_versions(job)
-    others = job.settings.others
-    if "trainer.val_only" in others and others["trainer.val_only"].value is True:
+    if others := job.settings.other_versions:
+        yield (
+            f"the source fits veRL {' and '.join(others)} too, which may decide"
+            f" otherwise; {WORD}={others[0]} shows it."
+        )
+    validates = job.settings.others.get("trainer.val_only")
+    if validates is not None and validates.value is True:
         yield "trainer.val_only: the run validates and ends, and trains on nothing."
     if job.of.old_workers:
         yield from _old_worker_notes(job)

@@ -129,8 +129,7 @@ def test_sizes_that_a_program_may_set_are_named():
     expect(
         check_command(words, "trlx"),
         note=(
-            "hh/ppo_hh.py may set train.batch_size, method.num_rollouts,"
-            " method.chunk_size itself"
+            "may set train.batch_size, method.num_rollouts, method.chunk_size itself"
         ),
     )
     sizes = ["train.batch_size=4", "method.num_rollouts=64", "method.chunk_size=16"]
