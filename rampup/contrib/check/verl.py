@@ -43,7 +43,6 @@ from rampup.contrib.check.rules import Dialect, Ruling, found_by_run
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Term, counted, product
 from rampup.errors import ConfigError
-from rampup.plan.numbers import divisors
 
 ACTOR, ROLLOUT, REF = (
     f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref")
@@ -839,15 +838,11 @@ def _one_of_two(job: VerlJob, kind: str) -> Iterator[Ruling]:
     if kind == "critic" and not job.of.old_workers:
         value = value or job[old]
     if job[old] is None and value is None:
-        # What its passes divide; the largest divisor up to 8 is a good start.
-        share = job.step_share(MODEL[kind])
-        if kind in job.trained:
-            share = job.trained[kind].share
         yield job.broken(
             f"{kind}_micro_given",
             [new],
             f"{new} must be set (or a token budget used, {DYNAMIC})",
-            candidates=[n for n in divisors(share) if n <= 8][::-1],
+            candidates=(8, 4, 2, 1),  # a good start, of those that divide
         )
     if job[old] is not None and value is not None:
         yield job.broken(
