@@ -206,7 +206,7 @@ FILES = {
     "one process": ("megatron", f"python -u {GPT} --tensor-model-parallel-size 1", {}, [], "add world_size=N"),
     "nodes of NeMo": ("megatron", "apiVersion: 1\ntrainer: {devices: 8}\nmodel: {micro_batch_size: 1, global_batch_size: 64}\n", {}, [], {"num_devices": 8, "note": "one node is taken"}),
     "torchrun of one": ("megatron", f"torchrun --master_port 6000 {GPT.replace('size 2', 'size 1')}", {}, ["world_size=1"], {"num_devices": 1}),
-    "a module that generates": ("megatron", f"torchrun --nproc_per_node 8 -m examples.gpt_static_inference {GPT[15:]}", {}, [], "which the rules of SkyRL do not cover"),
+    "a module that generates": ("megatron", f"torchrun --nproc_per_node 8 -m examples.gpt_static_inference {GPT[15:]}", {}, [], "which the rules of Megatron do not cover"),
     "processes of another script": ("megatron", f"python {GPT}", {}, [], "number of devices"),
     "devices of deepspeed": ("megatron", f"deepspeed --include=a:0,1@b:2,3 {GPT}", {}, [], {"num_devices": 4}),
     "validation": ("verl", f"{PPO} +trainer.val_only=true actor_rollout_ref.actor.use_dynamic_bsz=true", {}, [], {"note": "trains on nothing"}),

@@ -196,7 +196,7 @@ COMMANDS = [
     # A key of a fork that repeats each prompt says what has the same effect.
     ("verl", f"{VERL} actor_rollout_ref.rollout.n_agent=5", [], r"n_agent=5 .* counts the rows: give data\.train_batch_size as many times as large"),
     ("verl", f"{VERL} actor_rollout_ref.rollout.n_agent=1", ["verl_version=0.2"], {"ok": False}),
-    ("verl", f"{VERL.replace('3 -m verl.trainer.main_ppo', ' -u train.py')} actor_rollout_ref.rollout.n=2", [], r"this starts train, a trainer of a fork"),
+    ("verl", f"{VERL.replace('3 -m verl.trainer.main_ppo', ' -u train.py')} actor_rollout_ref.rollout.n=2", [], r"this starts train, a program of a fork"),
     # A key of older versions is noted, one like a size asked for.
     ("maxtext", f"{MAXTEXT} enable_profiler=true", [], {"ok": True, "note": "only MaxText before August 2026"}),
     ("maxtext", f"{MAXTEXT} n_samples=4", [], r"unknown, a fork: n_samples=4 is a key of no version of MaxText"),
