@@ -24,6 +24,7 @@ from rampup.contrib.check.reading import Source, read_leaves, read_source
 from rampup.contrib.check.rollout import RolloutJob, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings, type_settings
+from rampup.contrib.check.shell.values import unknown_names
 from rampup.contrib.check.verdict import Term, counted, times
 from rampup.errors import ConfigError
 
@@ -141,9 +142,10 @@ def _files_of(reading: Reading) -> dict[str, dict[str, Located]]:
     found = {}
     for word in () if reading.command is None else reading.command.words:
         name = word.rpartition("=")[2]
+        if unknown_names(name) or not name.endswith((".yaml", ".yml")):
+            continue
         files = [folder / name for folder in repository_folders(reading.path)]
-        file = next((path for path in files if path.is_file()), None)
-        if name.endswith((".yaml", ".yml")) and file is not None:
+        if file := next((path for path in files if path.is_file()), None):
             found[name] = read_leaves(read_text(file), str(file))[0]
     return found
 

@@ -272,6 +272,13 @@ def test_a_script_reads_its_base_file_and_the_overriding_one(tmp_path):
     script.write_text(f"{command} grpo_config.num_generations=4\n")
     assert find_system(script) == "tunix"
     expect(check_file(script), ok=True, samples_per_step=32, mini_batches=2)
+    # Words with open parts name no file, however long the reason is.
+    long = "awk 'BEGIN { printf 0.1 * " + "1 * " * 60 + "$N }'"
+    script.write_text(
+        f"W=$({long})\n{command} grpo_config.num_generations=4"
+        " optimizer_config.warmup_steps=$W x=$W.yaml\n"
+    )
+    expect(check_file(script), ok=True, samples_per_step=32)
     words = command.replace("own", "other").split()
     with pytest.raises(ConfigError, match=r"=other\.yaml is not here"):
         check_command(words, "tunix")
