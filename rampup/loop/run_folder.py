@@ -36,7 +36,6 @@ PREDICTION_FILE = (  # what `rampup design --write` has predicted for the run
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
-PART_BYTES = 2**20  # in a bucket, a part of a file that has as many is full
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged_checkpoints"
 
@@ -46,9 +45,8 @@ class StepLog:
     that are flushed when they are written.
 
     Lines that a full disk refuses stay in memory and are written with the next line, or
-    by `sync`. A bucket cannot append, so there lines wait for `sync`, and the file has
-    parts, such as `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `PART_BYTES`
-    each, of which only the last one is written again.
+    by `sync`. A bucket cannot append, so there lines wait for `sync`, which writes the
+    whole file again.
 
     Damaged lines, those of step `keep_below` and later, and a last line that a crash
     left incomplete, are removed first; damage is reported. A process with
@@ -65,18 +63,15 @@ class StepLog:
     ) -> None:
         self.path = path
         self._writes = writes
-        self._unwritten = b""
-        # Locally the open file. In a bucket None, and then the last part and its
-        # content there.
+        self._unwritten = bytearray()
+        # Locally the open file. In a bucket None, and then its content there.
         self._file: int | None = None
-        self._part = path
         self._content = b""
         if not writes:
             return
         try:
             self._cut(keep_below, on_event)
             if not is_bucket(path):
-                self._content = b""
                 self._file = os.open(
                     path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
                 )
@@ -89,21 +84,20 @@ class StepLog:
         """Remove lines from a step on, and damaged ones."""
         if problem := describe_damage(self.path):
             on_event(StorageFailed(problem=f"{problem}; such lines were removed"))
-        for part in _parts(self.path):
-            content = part.read_bytes()
-            kept = b"".join(
-                line
-                for line, record in _parse(content.splitlines(keepends=True))
-                if record is not None and record["step"] < keep_below
-            )
-            if not kept and part != self.path:
-                part.unlink()
-                continue
-            if is_bucket(part) or not content.startswith(kept):
-                write_whole(part, kept)
-            else:
-                os.truncate(part, len(kept))  # needs no room on a full disk
-            self._part, self._content = part, kept
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept = b"".join(
+            line
+            for line, record in _parse(content.splitlines(keepends=True))
+            if record is not None and record["step"] < keep_below
+        )
+        if is_bucket(self.path):
+            self._content = kept
+        if kept == content:
+            return
+        if is_bucket(self.path) or not content.startswith(kept):
+            write_whole(self.path, kept)
+        else:
+            os.truncate(self.path, len(kept))  # needs no room on a full disk
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -121,9 +115,7 @@ class StepLog:
         end = time.monotonic() + PATIENCE_SECONDS
         while self._writes:
             try:
-                if self._file is None:
-                    self._upload()
-                else:
+                if self._file is not None:
                     self._append(self._file)
                     # A checkpoint may follow: after a power cut it must not be newer
                     # than the lines of its steps.
@@ -132,6 +124,11 @@ class StepLog:
                         raise FileNotFoundError(
                             errno.ENOENT, "it was deleted or replaced during the run"
                         )
+                elif self._unwritten:
+                    content = self._content + self._unwritten
+                    self.path.write_bytes(content)
+                    self._content = content
+                    self._unwritten.clear()
                 return
             except OSError as error:
                 if self._file is not None or time.monotonic() > end:
@@ -150,21 +147,7 @@ class StepLog:
         stays in front.
         """
         while self._unwritten:
-            self._unwritten = self._unwritten[os.write(file, self._unwritten) :]
-
-    def _upload(self) -> None:
-        """Write the last part again, with what is unwritten, or the next one."""
-        if not self._unwritten:
-            return
-        if len(self._content) >= PART_BYTES:
-            number = _part_number(self._part) + 1
-            self._part = self.path.with_name(
-                f"{self.path.stem}-{number:03}{self.path.suffix}"
-            )
-            self._content = b""
-        self._part.write_bytes(self._content + self._unwritten)
-        self._content += self._unwritten
-        self._unwritten = b""
+            del self._unwritten[: os.write(file, self._unwritten)]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -270,32 +253,14 @@ def describe_gaps(path: Path, steps: int) -> str:
     return ""
 
 
-def _parts(path: Path) -> list[Path]:
-    """Return the files that exist of metrics.jsonl or eval.jsonl: one, or in a bucket
-    any number.
-    """
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line, and its record, or None if it is not JSON with a step."""
     if path.is_dir():
         raise StorageError(
             f"{path} is a folder and not a file", fix="move it away, or rename it"
         )
-    later = path.parent.glob(f"{path.stem}-*{path.suffix}") if is_bucket(path) else ()
-    return [
-        *([path] if path.exists() else []),
-        *sorted((part for part in later if _part_number(part)), key=_part_number),
-    ]
-
-
-def _part_number(part: Path) -> int:
-    number = part.stem.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line of all parts, and its record, or None if it is not JSON with a
-    step.
-    """
-    for part in _parts(path):
-        with part.open("rb") as file:
+    if path.exists():
+        with path.open("rb") as file:
             yield from _parse(file)
 
 
