@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ from rampup.loop.same_run import describe_change
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
 # the devices of all
 NOTICE_STEPS = 8
+_LAST_SECONDS = 2.0
 _agreement_numbers = itertools.count()
 _check_numbers = itertools.count()
 has_failed = threading.Event()  # the last run of several processes, in this one
@@ -179,8 +181,10 @@ def leaving_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not has_failed.is_set():
             has_failed.set()
+            # The others hear through process 0 what all of them say, so it ends last.
+            time.sleep(_LAST_SECONDS if is_primary() else 0)
         raise
 
 
