@@ -152,7 +152,7 @@ def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
         [tmp_path] * 2, tmp_path, (resource.RLIM_INFINITY, 65_536), **keys, steps=12
     )
     assert codes[1] == 1, printed
-    assert codes[0] not in (0, 1), printed
+    assert codes[0] != 0, printed
     assert re.search(
         r"the checkpoint of step 8 could not be written: File too large in .*; the"
         r" newest is \S+/4$",
