@@ -107,9 +107,8 @@ def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
     system here.
     """
     _refuse_foreign(source)
-    found = _recognize(source, overrides)
-    if found:
-        return found[0][0]
+    if found := _recognize(source, overrides):
+        return found
     for system in SYSTEMS:  # what one of them says of it is a better reason
         launch = load_dialect(system).launch
         if launch.program.search(_text(source)):
@@ -148,11 +147,11 @@ def _path(source: Source) -> str | None:
     return None if isinstance(source, tuple) else str(source)
 
 
-def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the systems that a source starts or of which it sets several keys, with
-    these keys, the best first.
+def _recognize(source: Source, overrides: Sequence[str]) -> str:
+    """Return the system that a source starts, or of which it sets most keys; empty if
+    there is none.
     """
-    found: list[tuple[bool, str, list[str]]] = []
+    found: list[tuple[bool, int, str]] = []
     for system in SYSTEMS:
         launch = load_dialect(system).launch
         with contextlib.suppress(ConfigError):
@@ -161,9 +160,8 @@ def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list
                 key for key in reading.leaves if launch.known(key) and key not in SHARED
             ]
             if reading.recognized or len(keys) >= MIN_MATCHES:
-                found.append((reading.recognized, system, keys))
-    found.sort(key=lambda row: (row[0], len(row[2])), reverse=True)
-    return [(system, keys) for _, system, keys in found]
+                found.append((reading.recognized, len(keys), system))
+    return max(found, key=lambda row: row[:2], default=(False, 0, ""))[2]
 
 
 def load_dialect(system: str) -> Dialect:
@@ -265,7 +263,7 @@ def _check_source(
         moved = [*overrides, f"{dialect.devices}={devices}"]
         notes = (_keep(dialect, source, overrides, moved, devices),)
         overrides = moved
-    verdict = _judge(dialect, system, _read(dialect, system, source, overrides))
+    verdict = _judge(dialect, system, dialect.read(source, overrides))
     return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
 
 
@@ -300,27 +298,6 @@ def _keep(
         f"on {devices:,} devices {shown} keeps the update of"
         f" {before.derived()['num_devices']:,}: {before.summary()}"
     )
-
-
-def _read(
-    dialect: Dialect, system: str, source: Source, overrides: Sequence[str]
-) -> Settings:
-    """Return the values of a source, or refuse one of another system by its name."""
-    try:
-        return dialect.read(source, overrides)
-    except ConfigError as error:
-        if error.key != "from":
-            raise
-        name, keys = next(iter(_recognize(source, ())), (system, []))
-        if name == system or len(keys) < MIN_MATCHES:
-            raise
-        said = (
-            f"this looks like a file of {name}, not of {system}: it sets"
-            f" {', '.join(keys[:3])}; use --from {name}"
-        )
-        raise ConfigError(
-            said, key="from", nearest=(name,), path=_path(source)
-        ) from error
 
 
 def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:

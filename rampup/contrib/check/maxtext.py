@@ -34,7 +34,7 @@ from rampup.contrib.check.rules import (
     found_by_run,
 )
 from rampup.contrib.check.settings import Settings, type_settings
-from rampup.contrib.check.shell.values import show_unknown, unknown_names
+from rampup.contrib.check.shell.values import show_unknown
 from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
@@ -119,13 +119,11 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     looked_up = {
         key: value for key, value in reading.leaves.items() if key not in answered
     }
-    leaves, model_notes = _above_model(bases.leaves, reading, launch, chosen)
     reading = dataclasses.replace(
         reading,
-        notes=(*reading.notes, *model_notes),
         leaves={
             name: value
-            for name, value in leaves.items()
+            for name, value in bases.leaves.items()
             if not (name in MAY_BE_EMPTY and value.value in ("", None))
         },
         overrides=[
@@ -140,6 +138,12 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     }
     settings = type_settings(reading, launch, defaults)
     notes = [*settings.notes]
+    model = settings.values.get("model_name", "default")
+    if not _MODELS.match(model):
+        notes.append(
+            f"model_name={model} is no model of MaxText; what its own file sets is not"
+            " read."
+        )
     if bases.files[1:] and reading.command is not None:
         notes.append(f"{', '.join(bases.files[1:])}: its base file, which is read.")
     if bases.shipped not in ("", "base.yml"):
@@ -218,34 +222,6 @@ def _copies(name: str, path: str) -> Iterator[Path]:
     if path != COMMAND_LINE and ".." not in parts:
         for first in range(max(len(parts) - 1, 1)):
             yield from find_in_repository(path, "/".join(parts[first:]))
-
-
-def _above_model(
-    leaves: Mapping[str, Located],
-    reading: Reading,
-    launch: Launch,
-    chosen: Mapping[str, str],
-) -> tuple[Mapping[str, Located], list[str]]:
-    """Return the keys with those of the model's own file, which counts above base.yml
-    and below a command's settings; and a note on it.
-    """
-    place = leaves.get("model_name")
-    model = chosen.get("model_name", str(place.value) if place else "default")
-    if not model or unknown_names(model):
-        return leaves, []
-    files = find_in_repository(reading.path, f"configs/models/{model}.yml")
-    if files:
-        own = read_source(files[0], (), launch, strict=False).rename(launch.canonical)
-        note = f"model_name={model}: {files[0]} is read above base.yml."
-        if reading.command is None:
-            return {**leaves, **own.leaves}, [note]
-        return {**own.leaves, **leaves}, [note]
-    if _MODELS.match(model):
-        return leaves, []
-    return leaves, [
-        f"model_name={model} is no model of MaxText; what its"
-        f" configs/models/{model}.yml sets is not read."
-    ]
 
 
 def known_keys(job: Any, key: str) -> Iterator[Ruling]:
@@ -672,39 +648,6 @@ def product_text(job: MaxTextJob, key: str) -> str:
     )
 
 
-def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
-    sizes = job.sizes
-    devices = counted(job.num_devices, "device")
-    tokens = sizes.micro * job["max_target_length"]
-    rows = counted(sizes.micro, "sample")
-    yield END, f"{rows} per forward pass over {devices}; {tokens:,} tokens"
-    passes = counted(job[ACCUMULATION], "pass")
-    rows = counted(sizes.to_train, "sample")
-    yield ACCUMULATION, f"{passes}, so {rows} per optimizer step"
-    yield EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step"
-    evaluated = counted(job.eval_sizes.to_train, "sample")
-    if job["eval_interval"] > 0:
-        yield EVAL, f"{evaluated} per evaluation batch"
-    else:
-        yield EVAL, "no evaluation"
-    replicas = counted(job.replicas, "replica")
-    yield "", f"the batch is sharded over {replicas} (data * fsdp)"
-    if job.ramps:
-        first = counted(job.global_size(START), "sample")
-        more = counted(job.global_size(INCREMENT), "sample")
-        yield START, f"{first} in the first phase, without accumulation"
-        yield INCREMENT, f"{more} more in each phase, without accumulation"
-        shared = "samples requested for the whole ramp, shared equally by its phases"
-        yield SAMPLES, shared
-    if job.is_piped and job.microbatches > 0:
-        rows = counted(sizes.micro // job.microbatches, "sample")
-        yield (
-            MICROBATCHES,
-            f"{counted(job.microbatches, 'microbatch')} of {rows} through"
-            f" {job.stages:,} stages, {counted(job.repeats, 'repeat')}",
-        )
-
-
 def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
     yield from old_keys(job)
@@ -1058,7 +1001,6 @@ def _eval_rule(job: MaxTextJob) -> Iterator[Ruling]:
 DIALECT = Dialect(
     job=MaxTextJob,
     rules=_rules,
-    meanings=_meanings,
     notes=_notes,
     reader=read_chain,
     launch=LAUNCH,

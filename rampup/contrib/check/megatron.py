@@ -15,7 +15,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase, check_num_phases
+from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase
 from rampup.plan.split import BatchSplitter
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
@@ -354,76 +353,22 @@ class LinearRamp:
     increment: int
     end: int
     samples: int
-    # divisor that every batch is rounded down to, with
-    # `--decrease-batch-size-if-needed`
-    unit: int = 1
 
     @property
-    def num_increments(self) -> int:
-        """Requested changes of size."""
-        return (self.end - self.start) // self.increment
-
-    def size(self, k: int) -> int:
-        """Return the batch after k increments."""
-        return (self.start + k * self.increment) // self.unit * self.unit
-
-    def exact(self) -> BatchRamp:
-        """Return the ramp without any rounding."""
-        if self.unit == 1:
-            return BatchRamp.linear(
-                start=self.start,
-                increment=self.increment,
-                end=self.end,
-                samples=self.samples,
-                carry_overshoot=True,
-            )
-        return BatchRamp.piecewise(self.thresholds())
+    def sizes(self) -> range:
+        """The batch after each number of increments."""
+        return range(self.start, self.end + 1, self.increment)
 
     def thresholds(self) -> list[tuple[int, int]]:
-        """Return (samples, batch) at every change; sizes that rounding makes equal are
-        merged.
+        """Return (samples, batch) at every change, without any rounding but to whole
+        samples; of sizes at the same sample, only the last one counts.
         """
-        count = self.num_increments
-        check_num_phases(count + 1)
-        pairs = sorted(
-            {
-                -(-k * self.samples // count): self.size(k) for k in range(count + 1)
-            }.items()
-        )
-        changed = [
-            pair for before, pair in itertools.pairwise(pairs) if pair[1] != before[1]
-        ]
-        return [pairs[0], *changed]
+        count = len(self.sizes) - 1
+        found = {-(-k * self.samples // count): b for k, b in enumerate(self.sizes)}
+        return [*found.items()]
 
-    def as_run(self) -> list[tuple[int, int, int]]:
-        """Return (first step, batch, samples before) as Megatron's floating-point
-        division gives them.
-        """
-        count = self.num_increments
-        share = self.samples / count
-        rows = []
-        step = consumed = k = 0
 
-        def stage(samples: int) -> int:
-            return count if samples > self.samples else int(samples / share)
-
-        while k < count:
-            size = self.size(k)
-            number = max(
-                math.ceil((Fraction((k + 1) * self.samples, count) - consumed) / size),
-                1,
-            )
-            while number > 1 and stage(consumed + (number - 1) * size) > k:
-                number -= 1
-            while stage(consumed + number * size) <= k:
-                number += 1
-            rows.append((step, size, consumed))
-            step, consumed = step + number, consumed + number * size
-            k = stage(consumed)
-        rows.append((step, self.size(count), consumed))
-        return rows[:1] + [
-            row for before, row in itertools.pairwise(rows) if row[1] != before[1]
-        ]
+_COUNT = re.compile(r"([-+]?\d[\d_]{0,18}(?:\.\d{0,18})?)([KMBT]?)")
 
 
 class Threshold(NamedTuple):
@@ -441,34 +386,23 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     Thresholds are tokens if `seq_length` is given. Source: Megatron-LM
     `num_microbatches_calculator.py`, the step schedule.
     """
-    numbers: list[tuple[int, int]] = []
-    for part in text.split(":", 1):
-        digits, factor = part.strip().upper(), 1
-        if digits and digits[-1] in SUFFIXES:
-            digits, factor = digits[:-1], SUFFIXES[digits[-1]]
-        try:
-            exact = Decimal(digits)
-        except InvalidOperation:
-            return None
-        if (
-            not exact.is_finite()
-            or abs(exact.adjusted()) > 18
-            or abs(exact) * factor > MAX_COUNT
-        ):
-            return None
-        numbers.append((int(exact * factor), int(float(exact) * factor)))
-    if len(numbers) < 2:
+    parts = [_COUNT.fullmatch(part.strip().upper()) for part in text.split(":")]
+    found = [match for match in parts if match]
+    if len(found) != 2 or len(parts) != 2:
         return None
-    (samples, as_run), (_, size) = numbers
+    factors = [SUFFIXES.get(match[2], 1) for match in found]
+    exact = [int(Fraction(m[1]) * f) for m, f in zip(found, factors, strict=True)]
+    if max(map(abs, exact)) > MAX_COUNT:
+        return None
     return Threshold(
         text=text,
-        samples=samples // (seq_length or 1),
-        as_run=as_run // (seq_length or 1),
-        size=size,
+        samples=exact[0] // (seq_length or 1),
+        as_run=int(float(found[0][1]) * factors[0]) // (seq_length or 1),
+        size=exact[1],
     )
 
 
-MAX_LISTED = 12
+_SHOWN = 200  # letters of a schedule
 
 
 class MegatronJob(PretrainingJob):
@@ -540,8 +474,6 @@ class MegatronJob(PretrainingJob):
         self.unit = self.micro * self.replicas
         # The requested batch after the ramp.
         self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]
-        # The divisor to which batches are rounded down.
-        self.rounding = self.unit if self[DECREASE] else 1
 
     def _count_chunks(self) -> None:
         """Count stages, their layers and layer chunks."""
@@ -592,12 +524,18 @@ class MegatronJob(PretrainingJob):
         self.start, self.increment, self.ramp_samples = (
             self.triple if len(self.triple) == 3 else (0, 0, 0)
         )
+        if self.has_linear and self[DECREASE]:
+            raise ConfigError(
+                f"{DECREASE} rounds each batch of {RAMP} down, and the rules do not"
+                " follow it",
+                fix=f"add {DECREASE}=false, and a ramp of multiples of {self.unit:,}",
+                key=DECREASE,
+            )
         # Whether rules about the relation of the three can use them.
         self.ordered = min(self.start, self.increment) > 0 and self.ramp_samples >= 0
         # The linear ramp, if its numbers make one.
         self.linear: LinearRamp | None = None
-        grows = self.final > self.start >= self.rounding >= 1
-        if self.ordered and self.ramp_samples and grows:
+        if self.ordered and self.ramp_samples and self.final > self.start:
             count, rest = divmod(self.final - self.start, self.increment)
             if not rest and count < MAX_PHASES:
                 self.linear = LinearRamp(
@@ -605,7 +543,6 @@ class MegatronJob(PretrainingJob):
                     increment=self.increment,
                     end=self.final,
                     samples=self.ramp_samples,
-                    unit=self.rounding,
                 )
 
     def _read_schedule(self) -> None:
@@ -638,15 +575,17 @@ class MegatronJob(PretrainingJob):
         be none to follow.
         """
         self.ramp: BatchRamp | None = None
-        rounding = max(self.rounding, 1)
+        # The samples from which each size counts.
+        self.changes: list[tuple[int, int]] = []
+        unit = max(self.unit, 1) if self[DECREASE] else 1
         if self.schedule_valid:
-            self.ramp = BatchRamp.piecewise(
-                [(entry.samples, entry.size) for entry in self.thresholds]
-            )
+            self.changes = [(entry.samples, entry.size) for entry in self.thresholds]
         elif self.linear is not None:
-            self.ramp = self.linear.exact()
-        elif not self.has_ramp and self.final >= rounding:
-            self.ramp = BatchRamp.constant(self.final // rounding * rounding)
+            self.changes = self.linear.thresholds()
+        elif not self.has_ramp and self.final >= unit:
+            self.changes = [(0, self.final // unit * unit)]
+        if self.changes:
+            self.ramp = BatchRamp.piecewise(self.changes)
         # Phases that are over need no split.
         self.coming: Sequence[Phase] = ()
         if self.ramp is not None:
@@ -769,27 +708,14 @@ class MegatronJob(PretrainingJob):
             "learning_rate_clock": "samples",
             "eval_interval": -1,
         }
-        linear = self.linear
-        if self.has_schedule or (linear is not None and linear.unit > 1):
-            given = [(entry.samples, entry.size) for entry in self.thresholds]
-            pairs = given if linear is None else linear.thresholds()
+        if self.has_ramp:
             values["batch_size_schedule"] = " ".join(
-                f"{threshold}:{size}" for threshold, size in pairs
+                f"{threshold}:{size}" for threshold, size in self.changes
             )
         else:
             values["per_device_batch_size"] = Fraction(
                 self.ramp.sizes[-1], self.num_devices
             )
-        if linear is not None and linear.unit == 1:
-            values |= {
-                "enable_rampup_batch_size": True,
-                "per_device_batch_size_start": Fraction(linear.start, self.num_devices),
-                "per_device_batch_size_increment": Fraction(
-                    linear.increment, self.num_devices
-                ),
-                "global_rampup_samples": linear.samples,
-                "rampup_carry_overshoot": True,
-            }
         if self["seq_length"] is not None:
             values["max_target_length"] = self["seq_length"]
         if self.stages > 1:
@@ -810,34 +736,6 @@ class MegatronJob(PretrainingJob):
                 refusal="rampup's pipeline has the same number of layers in every stage"
             )
         return super().conversion()
-
-
-def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
-    if job.micro:
-        yield MICRO, f"{counted(job.micro, 'sample')} per replica and forward pass"
-    devices = counted(job.model_parallel, "device")
-    yield (
-        f"{job.axes} = {job.axes_sizes}",
-        f"{devices} per replica, {counted(job.replicas, 'replica')}",
-    )
-    if job.ramp is not None:
-        final = job.ramp.sizes[-1]
-        passes = ""
-        if job.splits:
-            count = counted(final // job.unit, "microbatch")
-            passes = f", {count} per replica"
-        size = counted(final, "sample")
-        yield GLOBAL, f"{size} per optimizer step after any ramp{passes}"
-        if job.has_ramp:
-            phases = counted(len(job.ramp.phases), "phase")
-            yield (
-                SCHEDULE if job.has_schedule else RAMP,
-                f"{phases} from {job.ramp.sizes[0]:,} to {final:,} samples, complete"
-                f" after {counted(job.ramp.ramp_steps, 'step')} and"
-                f" {job.ramp.ramp_samples:,} samples",
-            )
-    if job.chunks > 1:
-        yield VIRTUAL, f"{job.chunks:,} layer chunks on each of {job.stages:,} stages"
 
 
 def _notes(job: MegatronJob) -> Iterator[str]:
@@ -866,15 +764,17 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     if job.num_microbatches and job.stages == 1:
         count = math.gcd(*job.num_microbatches)
         yield from few_samples_per_pass(count, job.micro, MICRO)
-    if job.rounding > 1 and job.ramp is not None and not job.has_schedule:
-        yield (
-            f"{DECREASE}: every batch is rounded down to a multiple of {job.unit:,}:"
-            f" {_listed(job.ramp.sizes)}"
-        )
+    if job[DECREASE] and job.ramp is not None:
+        yield f"{DECREASE}: the batch is rounded down to a multiple of {job.unit:,}"
     if job.has_schedule:
         yield from _schedule_notes(job)
     elif job.linear is not None and job.ramp is not None:
-        yield from _linear_notes(job.linear, job.ramp)
+        yield from _skipped({*job.linear.sizes}, job.ramp)
+        yield Always(
+            "phases are exact: Megatron's floating-point division may change the batch"
+            " one step later; at every change it saves a checkpoint; the learning rate"
+            " follows samples and is not scaled with the batch"
+        )
     is_megatron_lm = {"num_nodes", "devices", PARTITION, "deepspeed"}.isdisjoint(given)
     if job[RAMP] is not None and is_megatron_lm:
         yield _version_note(job)
@@ -887,7 +787,7 @@ def _schedule_notes(job: MegatronJob) -> Iterator[str]:
     if not job.unreadable and job.written_entries != kept:
         yield (
             f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done"
-            f" here: {_listed(kept)}"
+            f" here: {', '.join(kept)[:_SHOWN]}"
         )
     if job["seq_length"] is None:
         yield (
@@ -918,24 +818,6 @@ def _skipped(sizes: Collection[int], ramp: BatchRamp) -> Iterator[str]:
             f"{skipped:,} of the {len(sizes):,} sizes are skipped by one large step and"
             " never run"
         )
-
-
-def _linear_notes(linear: LinearRamp, ramp: BatchRamp) -> Iterator[str]:
-    """Yield what a linear ramp rounds, skips and saves."""
-    for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
-        if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
-            yield (
-                f"exact arithmetic changes to {phase.global_batch_size:,} at step"
-                f" {phase.start_step:,} (sample {phase.start_sample:,}); Megatron's"
-                f" floating-point division has {row[1]:,} from step {row[0]:,} (sample"
-                f" {row[2]:,}); later phases may differ too"
-            )
-            break
-    yield from _skipped({*map(linear.size, range(linear.num_increments + 1))}, ramp)
-    yield Always(
-        "at every change Megatron saves a checkpoint; the learning rate follows"
-        " samples and is not scaled with the batch"
-    )
 
 
 def _version_note(job: MegatronJob) -> str:
@@ -973,14 +855,6 @@ def _pipeline_notes(job: MegatronJob) -> Iterator[str]:
         )
 
 
-def _listed(values: Sequence[object]) -> str:
-    shown = ", ".join(
-        f"{value:,}" if isinstance(value, int) else str(value)
-        for value in values[:MAX_LISTED]
-    )
-    return shown + (", ..." if len(values) > MAX_LISTED else "")
-
-
 def _rules(job: MegatronJob) -> Iterator[Ruling]:
     """Yield what Megatron's arguments and its run ask. Its run looks at each batch of a
     ramp only when its step comes.
@@ -990,7 +864,6 @@ def _rules(job: MegatronJob) -> Iterator[Ruling]:
         job.unit,
     )
     final = Term(f"{GLOBAL}={job.final:,}", job.final)
-    too_small = f"; {DECREASE} rounds it down to 0 microbatches"
     if job[MICRO] is None:
         yield job.broken("micro_batch_positive", [MICRO], f"{MICRO} must be set")
     elif job.micro < 1:
@@ -1002,11 +875,10 @@ def _rules(job: MegatronJob) -> Iterator[Ruling]:
     if not job.has_ramp and not job[DECREASE]:
         yield job.multiple("batch_divisible", (GLOBAL, MICRO), final, unit)
     elif not job.has_ramp and job.unit >= 1 and job.final >= 1:
-        yield job.at_least(
-            "decreased_to_nothing", (GLOBAL, MICRO), final, unit, too_small
-        )
+        note = f"; {DECREASE} rounds it down to 0 microbatches"
+        yield job.at_least("decreased_to_nothing", (GLOBAL, MICRO), final, unit, note)
     if job.has_linear:
-        yield from _ramp_rules(job, final, unit, too_small)
+        yield from _ramp_rules(job, final, unit)
     if job.has_schedule:
         yield from _schedule_rules(job, unit)
     yield from _pipeline_rules(job)
@@ -1043,9 +915,7 @@ def _device_rules(job: MegatronJob) -> Iterator[Ruling]:
         yield job.equal("no_pipeline", keys, STAGES, 1, " with no_pipeline_parallel")
 
 
-def _ramp_rules(
-    job: MegatronJob, final: Term, unit: Term, too_small: str
-) -> Iterator[Ruling]:
+def _ramp_rules(job: MegatronJob, final: Term, unit: Term) -> Iterator[Ruling]:
     """Yield the rules of a linear ramp: start, increment and samples."""
     shown = f"{RAMP}={job[RAMP]}"
     keys, size_keys = (RAMP,), (GLOBAL, RAMP)
@@ -1085,9 +955,6 @@ def _ramp_rules(
             " zero; leave it out",
             found_by="run",
         )
-    if job[DECREASE] and job.unit >= 1:
-        name = "ramp_decreased_to_nothing"
-        yield job.at_least(name, (RAMP, MICRO), start, unit, too_small, found_by="run")
     if job.linear is not None and job.unit >= 1 and not job.splits:
         phase = next(p for p in job.coming if p.global_batch_size % job.unit)
         yield job.broken(
@@ -1200,7 +1067,6 @@ def _pipeline_rules(job: MegatronJob) -> Iterator[Ruling]:
 DIALECT = Dialect(
     job=MegatronJob,
     rules=_rules,
-    meanings=_meanings,
     notes=_notes,
     reader=read,
     launch=LAUNCH,

@@ -246,10 +246,9 @@ class Dialect:
     job: Callable[[Settings], Job]  # from settings to the numbers that follow
     rules: Callable[[Any], Iterator[Ruling]]  # what its rules say about a job
     launch: Launch  # its name, its keys, and how it is started
-    meanings: Callable[
-        [Any], Iterable[tuple[str, str]]
-    ]  # of a job: keys, or other texts, and what they mean
     notes: Callable[[Any], Iterable[str]]  # of a job: what is legal but surprising
+    # Of a job: keys, or other texts, and what they mean, where sizes count prompts.
+    meanings: Callable[[Any], Iterable[tuple[str, str]]] = lambda _: ()
     reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
     # For other devices: the setting that is their number; given keys that are counted
     # by device, whose sizes change together; and those that only divide an update.

@@ -140,6 +140,7 @@ def _refuse_other_systems(
     raise ConfigError(
         f"not a file of {launch.system}: it sets none of its batch keys, such as"
         f" {', '.join(list(entries)[:3])}",
+        fix="leave out --from, and rampup finds the system",
         key="from",
         path=reading.path,
     )
@@ -259,43 +260,34 @@ def _decides(entries: Mapping[str, Entry]) -> re.Pattern[str]:
 
 
 def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
-    """Return `key=value` settings of any key of the source or the system: of its
-    entries, or with the first part of one.
+    """Return `key=value` settings of any key of the source or the system, or of one of
+    its sections.
     """
     entries = launch.entries
-    groups = {
-        *launch.groups,
-        *(name.partition(".")[0] for name in entries if "." in name),
-    }
-    is_flat = 2 * sum("." in name for name in entries) < len(entries)
+    sections = {name.partition(".")[0] for name in entries if "." in name}
+    known = load_known_keys(launch.keys) if launch.keys else None
     result = {}
     for setting in reading.overrides:
-        name, equals, text = setting.partition("=")
-        if not equals or name != name.strip() or name.startswith("-"):
+        written, equals, text = setting.partition("=")
+        if not equals or written != written.strip() or written.startswith("-"):
             raise ConfigError(
                 f"{setting!r} is not key=value (no spaces around '=', no dashes)",
                 path=COMMAND_LINE,
             )
-        name = name.lstrip("+")
+        name = written.lstrip("+")
         result[name] = Located(
             value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE
         )
-        if name in entries or name in reading.leaves or name in launch.unread:
-            continue
-        close = difflib.get_close_matches(
-            name, entries, n=1, cutoff=0.8 if is_flat else 0.0
-        )
-        first, dot, _ = name.partition(".")
-        is_foreign = not (dot and first in groups)
-        if is_flat:
-            is_known = launch.keys and load_known_keys(launch.keys).life(name)
-            is_foreign = bool(close) or not is_known
-        if is_foreign or any(
-            True for _ in _find_misspelt({name: result[name]}, entries)
+        section, dot, _ = name.partition(".")
+        if (
+            name in {*entries, *reading.leaves, *launch.unread}
+            or (dot and section in {*sections, *launch.groups})
+            or (known is not None and known.life(name))
         ):
-            close = close or difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
-            said = f"unknown key {name[:100]!r}; the closest is {close[0]}"
-            raise ConfigError(said, key=name, nearest=close, path=COMMAND_LINE)
+            continue
+        close = difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
+        said = f"unknown key {name[:100]!r}; the closest is {close[0]}"
+        raise ConfigError(said, key=name, nearest=close, path=COMMAND_LINE)
     return result
 
 
@@ -308,49 +300,39 @@ def _find_mappings(
         for name, place in located.items()
         for section in sections_of(name)
     }
-    found = {
-        name: within[name] for name in entries if name in within and name not in located
-    }
-    said = {
-        name: f"{name} is a mapping; it must be {entries[name].key.expected}"
-        for name in found
-    }
     return [
-        ConfigError(said[name], key=name, path=place.path, line=place.line)
-        for name, place in found.items()
+        ConfigError(
+            f"{name} is a mapping; it must be {entries[name].key.expected}",
+            key=name,
+            path=within[name].path,
+            line=within[name].line,
+        )
+        for name in entries
+        if name in within and name not in located
     ]
 
 
 def _find_misspelt(
     located: Mapping[str, Located], entries: Mapping[str, Entry]
 ) -> Iterator[ConfigError]:
-    """Yield an error for each unknown key that differs from a known, unset one by very
-    little.
-
-    Its last part is compared with those beside it; the parts before the last, if no
-    known key has them, with those of keys of the same name.
+    """Yield an error for each unknown key that differs very little from a known, unset
+    one in the same section.
     """
-    missing = [(*name.rpartition("."), name) for name in entries if name not in located]
-    parents = {name.rpartition(".")[0] for name in entries}
     for name in sorted(located.keys() - entries.keys()):
-        parent, _, last = name.rpartition(".")
-        if parent in parents:
-            alike = {
-                other: key
-                for above, _, other, key in missing
-                if above == parent and len(key) > _MIN_LENGTH
-            }
-        else:
-            alike = {above: key for above, _, other, key in missing if other == last}
-        written = last if parent in parents else parent
-        if close := [
-            alike[found]
-            for found in difflib.get_close_matches(written, alike, n=1, cutoff=_SIMILAR)
-        ]:
-            said = f"unknown key {name!r}; did you mean {close[0]}?"
-            place = located[name]
+        section, _, last = name.rpartition(".")
+        alike = {
+            part: key
+            for key in entries.keys() - located.keys()
+            if len(part := key.rpartition(".")[2]) > _MIN_LENGTH
+            and key.removesuffix(part).rstrip(".") == section
+        }
+        for part in difflib.get_close_matches(last, alike, n=1, cutoff=_SIMILAR):
             yield ConfigError(
-                said, key=name, nearest=close, path=place.path, line=place.line
+                f"unknown key {name!r}; did you mean {alike[part]}?",
+                key=name,
+                nearest=[alike[part]],
+                path=located[name].path,
+                line=located[name].line,
             )
 
 

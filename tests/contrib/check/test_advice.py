@@ -21,11 +21,6 @@ STEPS = {"step_batch_size_schedule": "0:8 1000:16 2500:32"} | {
     "micro_batch_size": 1,
     "data_parallel_size": 8,
 }
-ROUNDED = {"rampup_batch_size": [8, 8, 10_000], "global_batch_size": 64} | {
-    "micro_batch_size": 1,
-    "data_parallel_size": 3,
-    "decrease_batch_size_if_needed": True,
-}
 MAXTEXT_RAMP = MAXTEXT | {
     "enable_rampup_batch_size": True,
     "per_device_batch_size_start": 1,
@@ -53,7 +48,6 @@ NOTES = [
     ("maxtext", MAXTEXT_RAMP | {"steps": 10}, "ends in step 10, before the ramp does"),
     ("megatron", STEPS | {"train_samples": 800}, "ends in step 100, before the ramp does in step 219: its last batch is 8 samples, and 32 are never"),
     ("megatron", STEPS | {"train_iters": 150}, "ends in step 150, before the ramp does in step 219: its last batch is 16 samples, and 32 are never"),
-    ("megatron", ROUNDED | {"train_samples": 500}, "ends in step 83, before the ramp does in step 535: its last batch is 6 samples, and 63 are never"),
     ("megatron", RAMP | {"train_samples": 999}, "ends in step 185, before the ramp does in step 186: its last batch is 14 samples, and 16 are never"),
     ("megatron", MEGATRON, "32 passes of 1 sample: micro_batch_size=8 makes 4 of 8"),
     ("maxtext", MAXTEXT | {"per_device_batch_size": 1, "gradient_accumulation_steps": 64}, "64 passes of 1 sample: per_device_batch_size=8 makes 8 of 8"),

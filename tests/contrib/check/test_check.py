@@ -2,7 +2,6 @@
 and of its conversion.
 """
 
-import itertools
 import json
 import subprocess
 import sys
@@ -118,19 +117,16 @@ def test_check_rejects_wrong_usage(capsys, file, arguments, key, said):
     assert said in found["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "real"), [*itertools.permutations(["skyrl", "verl", "trlx"], 2)]
-)
-def test_check_file_recognizes_another_system(asked, real):
-    """A file that sets keys only of another system is an error that names that
-    system.
+@pytest.mark.parametrize("real", ["skyrl", "verl", "trlx"])
+def test_check_file_of_another_system_is_refused(real):
+    """A file that sets keys only of another system; the error says how the right one is
+    found.
     """
     config = next(case["config"] for case in cases(real) if len(case["config"]) > 1)
-    with pytest.raises(
-        ConfigError, match=f"looks like a file of {real}, not of {asked}.*--from {real}"
-    ) as error:
-        verdict(asked, config, "num_prompts=1000")
-    assert error.value.nearest == (real,)
+    for asked in {"skyrl", "verl", "trlx"} - {real}:
+        with pytest.raises(ConfigError, match="leave out --from"):
+            verdict(asked, config, "num_prompts=1000")
+    assert verdict(None, config, "num_prompts=1000").system == real
 
 
 FOREIGN = {
@@ -329,7 +325,7 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
     )
     if found.ok:
         assert found.derived
-        assert found.meanings
+        assert found.summary
 
 
 @pytest.mark.parametrize(
@@ -467,14 +463,7 @@ PIPELINES = {
             "num_layers": 16,
         }
     ),
-    "decreased": (
-        BASE
-        | {
-            "micro_batch_size": 4,
-            "rampup_batch_size": "48 8 600",
-            "decrease_batch_size_if_needed": True,
-        }
-    ),
+    "decreased": BASE | {"micro_batch_size": 5, "decrease_batch_size_if_needed": True},
     "unsorted": {
         "step_batch_size_schedule": "100:64 0:32",
         "micro_batch_size": 1,

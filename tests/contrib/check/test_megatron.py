@@ -5,7 +5,6 @@ from helpers.dialect_files import boundary_test, cases, expect, numbers_test, ve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rampup.contrib.check.megatron import LinearRamp
 from rampup.errors import ConfigError, RampupError
 
 RAMP = {
@@ -15,7 +14,6 @@ RAMP = {
 }
 STEPS = {"step_batch_size_schedule": "0:8 100:16 250:32", "micro_batch_size": 1}
 CONSTANT = {"global_batch_size": 64, "micro_batch_size": 2}
-ROUNDED = {**RAMP, "decrease_batch_size_if_needed": True}
 TP, PP, CP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -85,12 +83,6 @@ EMBEDDING, LOSS = (
 PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, PP: 4}
 WORLD = {**CONSTANT, "global_batch_size": 1024, "world_size": 64}
-FLOATS = {
-    "rampup_batch_size": [1, 4, 22952],
-    "global_batch_size": 61,
-    "micro_batch_size": 1,
-    "data_parallel_size": 1,
-}
 NOT_CHECKED = "how layers are split is not checked"
 HEAD = {"megatron_version": "head", "data_parallel_size": 8}
 DECREASED = {
@@ -153,14 +145,11 @@ NUMBERS = [
     (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, {**ORDERED, "no_note": "wrong order"}),
     # The linear ramp is ignored beside a schedule.
     (STEPS | {"rampup_batch_size": [16, 8, 500], **REPLICAS}, {**ORDERED, "note": "rampup_batch_size is ignored"}),
-    # Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one
-    # phase.
-    (DECREASED | {"decrease_batch_size_if_needed": True},
-     {"ramp_phases": [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]],
-      "num_microbatches": [1, 2, 3, 4, 5], "note": "rounded down to a multiple of 12"}),
-    # If Megatron's division ends a ramp one step later than exact arithmetic, a note
-    # names the step.
-    (FLOATS, {"ramp_steps": 2648, "note": "floating-point division"}),
+    # The batch is rounded down to a multiple of 16 = 2 * 8.
+    (CONSTANT | REPLICAS | {"global_batch_size": 65, "decrease_batch_size_if_needed": True},
+     {"num_microbatches": [4], "note": "rounded down to a multiple of 16"}),
+    # Exact arithmetic decides, and a note says that Megatron's division may not.
+    (RAMP | REPLICAS, {"ramp_steps": 21, "note": "floating-point division"}),
     # The second size, 272, stops the run, and the message names its step.
     (AT_272, {"rules": ["ramp_phases_divisible"], "validator": "accepts", "message": "272 from step 35"}),
     # The last batch fits the interleaved pipeline, the second does not: the message
@@ -186,7 +175,7 @@ NUMBERS = [
     (DEEPSEEK, {"ok": True, "note": [FIRST, NOT_CHECKED]}),
     # Megatron-LM has ignored a linear ramp without a schedule since April 2026
     # (core/num_microbatches_calculator.py).
-    (RAMP | REPLICAS, {"note": ["until April 2026", "the batch is 48 from the first step"], "no_note": "floating-point"}),
+    (RAMP | REPLICAS, {"note": ["until April 2026", "the batch is 48 from the first step"], "no_note": "wrong order"}),
     (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": "has no effect in Megatron-LM since April 2026"}),
     (RAMP | HEAD | {"rampup_batch_size": "1 2 x", "train_iters": 10}, {"ok": True}),
     (CONSTANT | REPLICAS, {"no_note": "April 2026"}),
@@ -212,10 +201,11 @@ def test_devices_and_conversion_are_refused_with_a_reason():
     )
     legacy, head = found(RAMP), verdict("megatron", RAMP | HEAD)
     assert (len(legacy.phases) > 1, head.phases) == (True, None)
-    assert "enable_rampup_batch_size" not in head.conversion.values
+    assert "batch_size_schedule" in legacy.conversion.values
+    assert "batch_size_schedule" not in head.conversion.values
     assert "rampup_batch_size" in head.conversion.left_out
-    ramp = LinearRamp(start=1, increment=4, end=61, samples=22952)
-    assert (ramp.exact().ramp_steps, ramp.as_run()[-1][0]) == (2648, 2649)
+    with pytest.raises(ConfigError, match="rounds each batch of rampup_batch_size"):
+        verdict("megatron", DECREASED | {"decrease_batch_size_if_needed": True})
 
 
 GLOBAL, MICRO, DECREASE = (
@@ -241,7 +231,6 @@ BOUNDARIES = [
     ("ramp_increment_divides", {**RAMP, LINEAR: [16, 16, 500]}, {**RAMP, LINEAR: [16, 24, 500]}, "rejects"),
     ("ramp_phases_divisible", RAMP, {**RAMP, LINEAR: [20, 4, 500]}, "accepts"),
     ("ramp_phases_divisible", RAMP, {**RAMP, LINEAR: [16, 4, 500]}, "accepts"),
-    ("ramp_decreased_to_nothing", {**ROUNDED, LINEAR: [8, 4, 500]}, {**ROUNDED, LINEAR: [4, 4, 500]}, "accepts"),
     ("ramp_counts_samples", {**RAMP, "train_samples": 100}, {**RAMP, "train_iters": 100}, "rejects"),
     ("schedule_excludes_global_batch", STEPS, {**STEPS, GLOBAL: 32}, "rejects"),
     ("schedule_excludes_decrease", STEPS, {**STEPS, DECREASE: True}, "rejects"),
