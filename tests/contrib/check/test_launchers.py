@@ -146,7 +146,7 @@ FILES = {
     # refused for what they are.
     "trainer without rules": (None, "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_batch_size=8", {}, [], "starts sft_trainer"),
     "evaluation": (None, "deepspeed evaluate.py --micro-batch-size 64 --tensor-model-parallel-size 2", {}, [], r"evaluate\.py, .* of Megatron do not cover"),
-    "open sizes": (None, f"if [ -d /npu ]; then RUN=({MAIN_PPO} data.train_batch_size=8); else RUN=({MAIN_PPO}); fi\n${{RUN[@]}} actor_rollout_ref.rollout.n=2 data.train_batch_size=64", {}, [], "not known whether"),
+    "open sizes": (None, f"if [ -d /npu ]; then RUN=({MAIN_PPO} data.train_batch_size=8); else RUN=({MAIN_PPO}); fi\n${{RUN[@]}} actor_rollout_ref.rollout.n=2 data.train_batch_size=64", {}, [], "does not say what"),
     # Without `--from`, a command under a condition that does not hold, and the name of
     # a base file, tell whose file it is.
     "system of a run that is off": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, [], r"does not start SkyRL itself.*if a condition decides, add VARIABLE="),
@@ -231,7 +231,7 @@ FILES = {
     "base file nowhere": ("verl", f"{PPO} --config-name=own", {}, [], r"start from a known one \(defaults=ppo_trainer\)"),
     "base file that is given": ("verl", f"{PPO} --config-name=own", {}, ["defaults=ppo_trainer"], {"samples_per_step": 64}),
     "equal branches": ("megatron", BRANCHES.replace("TP=4", "TP=2"), {}, [], {"data_parallel_size": 4}),
-    "open branches": ("megatron", BRANCHES, {}, [], r"not known whether `\[ -d /opt/big \]` \(line 1\) holds, and \$TP depends on it; add TP="),
+    "open branches": ("megatron", BRANCHES, {}, [], r"does not say what \$TP is; add TP="),
     "branches of an argument": ("megatron", BRANCHES.replace("-d /opt/big", "$1 -eq 7"), {}, [], r"\[ \$1 -eq 7 \].*or the script's arguments"),
     "decided branches": ("megatron", BRANCHES, {}, ["TP=4"], {"data_parallel_size": 2}),
     "a run that is off": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, [], r"does not start SkyRL itself.*if a condition decides, add VARIABLE="),

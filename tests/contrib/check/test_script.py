@@ -108,6 +108,7 @@ GETOPTS = (
 )
 # Scripts with options of their own, loops and small programs, and their arguments.
 WITH_ARGUMENTS = {
+    "a document in a substitution": ("N=4\nCMD=$(cat <<'EOS'\nset -e  # it's (here\nN=5\nrun a $N\nEOS\n)\nbash -lc \"${CMD}\"\nC2=\"$(cat <<EOF\nrun b $N\nEOF\n)\"\nbash -c \"$C2\"", ""),
     "long options": (LONG, "--n 4 a -v b --n=8 -- --n c"),
     "no options": (LONG, ""),
     "a value that is missing": ('N=1; while [ $# -gt 0 ]; do case $1 in --n) N=$2; shift; shift;; esac; done; run "$N" $#', "--n"),
@@ -389,40 +390,39 @@ def test_read_commands_executes_nothing(tmp_path):
     assert not target.exists()
 
 
-WHETHER = "it is not known whether `{}` (line 1) holds, and $N depends on it"
-LOOP = "the loop in line 1 is not followed to its end, and $N depends on it"
+ASKED = "the script does not say what $N is"
 # What a script leaves open, and the question; or what it does not leave open.
 OPEN = [
-    ("if [ -f x ]; then N=1; else N=2; fi", WHETHER.format("[ -f x ]")),
+    ("if [ -f x ]; then N=1; else N=2; fi", ASKED),
     ("if echo $(x) | grep -q y; then N=4; else N=4; fi", "4"),
-    ("N=8; [ -d y ] || N=4", WHETHER.format("[ -d y ]")),
-    ("if [ -f x ]; then N=1; elif [ -f y ]; then N=2; fi", "`[ -f y ]` (line 1) holds, and $N depends on it"),
-    ("if [ -f a ]; then N=1; elif [ -f b ]; then N=2; elif [ -f c ]; then N=3; elif [ -f d ]; then N=4; fi", "`[ -f c ]` (line 1) holds, and $N"),
-    ("if nvidia-smi | grep -q H100; then N=8; else N=4; fi", WHETHER.format("nvidia-smi | grep -q H100")),
-    ("if python3 probe.py; then N=8; else N=4; fi", "it is not known whether `python3 probe.py` (line 1) succeeds, and $N depends on it"),
+    ("N=8; [ -d y ] || N=4", ASKED),
+    ("if [ -f x ]; then N=1; elif [ -f y ]; then N=2; fi", ASKED),
+    ("if [ -f a ]; then N=1; elif [ -f b ]; then N=2; elif [ -f c ]; then N=3; elif [ -f d ]; then N=4; fi", ASKED),
+    ("if nvidia-smi | grep -q H100; then N=8; else N=4; fi", ASKED),
+    ("if python3 probe.py; then N=8; else N=4; fi", ASKED),
     ("N=4; if ! python3 probe.py; then exit 1; fi", "4"),
     ("M=$1; if [ $M = 7B ]; then N=8; else N=4; fi", "the script does not say what $M is"),
-    ("case $(uname) in Linux) N=8;; *) N=4;; esac", "it is not known what $(uname) is (line 1), and $N depends on it"),
-    ("N=1; while read -r line; do N=$((N * 2)); done", WHETHER.format("read -r line")),
+    ("case $(uname) in Linux) N=8;; *) N=4;; esac", ASKED),
+    ("N=1; while read -r line; do N=$((N * 2)); done", ASKED),
     ("N=1; while read -r line; do N=1; done", "1"),
     ("N=1; while true; do ((N++)); done", "the script does not say what $N is"),
-    ("i=0; while [ $i -lt 10000 ]; do i=$((i + 1)); N=$i; done", LOOP),
-    ("for ((i = 0; i < 3; )); do M=$((M)); N=3; done", "the loop in line 1 is not followed, and $N depends on it"),
-    ("for ((i = 0; i < K; i++)); do N=$(x $i); if [ $N = 3 ]; then M=0; else M=$(y $N); fi; if [ $i -gt 0 -a $M != $P ]; then M=2; fi; P=$M; done", "the loop in line 1 is not followed, and $N depends on it"),
-    ("if [ -f x ]; then A=1; else A=2; fi; eval \"N=$A\"", "`[ -f x ]` (line 1) holds, and $A depends on it"),
-    ("N=0; for h in $(hosts); do N=$((N + 1)); done", "it is not known what the loop over h in line 1 goes through, and $N depends on it"),
-    ("for N in 1 2 4; do [ -f x ] && break; done", WHETHER.format("[ -f x ]")),
+    ("i=0; while [ $i -lt 10000 ]; do i=$((i + 1)); N=$i; done", ASKED),
+    ("for ((i = 0; i < 3; )); do M=$((M)); N=3; done", ASKED),
+    ("for ((i = 0; i < K; i++)); do N=$(x $i); if [ $N = 3 ]; then M=0; else M=$(y $N); fi; if [ $i -gt 0 -a $M != $P ]; then M=2; fi; P=$M; done", ASKED),
+    ("if [ -f x ]; then A=1; else A=2; fi; eval \"N=$A\"", "the script does not say what $A is"),
+    ("N=0; for h in $(hosts); do N=$((N + 1)); done", ASKED),
+    ("for N in 1 2 4; do [ -f x ] && break; done", ASKED),
     ("for N in 1 2 4; do if [ -f x ]; then continue; fi; done", "4"),
-    ("f() { N=1; if [ -f x ]; then return; fi; N=2; }; f", WHETHER.format("[ -f x ]")),
+    ("f() { N=1; if [ -f x ]; then return; fi; N=2; }; f", ASKED),
     ("f() { N=1; if [ ! -f x ]; then echo no; return 1; fi; N=2; }; f", "2"),
     ("f() { N=1; if [ -f x ]; then return; fi; N=2; exit 1; }; f", "1"),
-    ("for N in 1 2 4; do if [ -f x ]; then M=1; break; fi; source ./exits.sh; done", WHETHER.format("[ -f x ]")),
-    ("set -- 1 2; if [ -f x ]; then shift; fi; N=$1", "`[ -f x ]` (line 1) holds, and $@ depends on it"),
+    ("for N in 1 2 4; do if [ -f x ]; then M=1; break; fi; source ./exits.sh; done", ASKED),
+    ("set -- 1 2; if [ -f x ]; then shift; fi; N=$1", "the script does not say what $@ is"),
     ("A=($(hosts) b); N=${#A[@]}", "the script does not say what $A is"),
     ("C=${CUDA_VISIBLE_DEVICES//[^,]/}; N=$((${#C} + 1))", "the script does not say what $C is"),
     ("M=a8; [[ $M =~ [0-9] ]]; N=${BASH_REMATCH[0]}", "the script does not say what $BASH_REMATCH is"),
     ("A=(1 2 3); unset 'A[1]'; N=${#A[@]}", "the script does not say what $A is"),
-    ("if [ $(wc -l < hosts) = 0 ]; then N=$(cd x || echo 8); else N=8; fi", WHETHER.format("[ $(wc -l < hosts) = 0 ]")),
+    ("if [ $(wc -l < hosts) = 0 ]; then N=$(cd x || echo 8); else N=8; fi", ASKED),
     ("N=$(awk -F, '{print NF}' <<< $CUDA_VISIBLE_DEVICES)", "the script does not say what $N is"),
     ("case $HOSTNAME in a*) N=4;; *) N=8;; esac", "the script does not say what $HOSTNAME is"),
     ("A=($(hosts) b); N=${A[1]}", "the script does not say what $A is"),
@@ -431,7 +431,7 @@ OPEN = [
     ("A=(\"$(hosts)\" b); N=${#A[@]}${A[1]}", "2b"),
     ("#SBATCH --nodes=3\nN=$(scontrol show hostnames $SLURM_JOB_NODELIST | wc -l)", "the script does not say what $N is"),
     ('set -- -n 2; A=$(getopt n: "$@"); eval set -- "$A"; while [ "$1" != -- ]; do case $1 in -n) N=$2; shift;; esac; shift; done', "what $A is"),
-    ("set -- -n 2; while getopts $(x) o; do N=$OPTARG; done", "depends on it"),
+    ("set -- -n 2; while getopts $(x) o; do N=$OPTARG; done", ASKED),
     ("N=4; while [[ $# -gt 0 ]]; do case $1 in -n) N=$2; shift 2;; esac; done", "4"),
     ('N=4; while [ "$1" != "" ]; do case $1 in -n) N=$2; shift;; esac; shift; done', "4"),
 ]  # fmt: skip
@@ -440,7 +440,7 @@ OPEN = [
 @pytest.mark.parametrize(("text", "question"), OPEN)
 def test_what_is_open_is_asked_as_it_is(text, question):
     """A condition or a loop that is not known opens what it changes, and no more; the
-    question names it.
+    question names a variable that settles it.
     """
     found = read_commands(f"{text}\nrun $N", "x.sh", {}, NESTED)[-1].words[-1]
     assert question in (explain_unknown(found) if unknown_names(found) else [found])

@@ -3,10 +3,9 @@ known which way a run goes.
 
 If a condition is unknown, every branch is read. Where they join (`Flow.join`), a
 variable keeps its first value if all branches agree, or if its words set the same keys
-to the same values in all of them (`relevant`). Otherwise it goes up to a marker with
-the name of a variable of the condition, because to give that one settles all that
-differ; if the condition has none, the marker has the name of the variable that differs,
-and the condition as its reason. A branch that ends in `exit` is a check that has
+to the same values in all of them (`relevant`). Otherwise it goes up to the marker of a
+variable of the condition, because to give that one settles all that differ; if the
+condition has none, to one with the name of the variable that differs. A branch that ends in `exit` is a check that has
 passed, and does not take part. The state before the branches does, if it is possible
 that none of them is taken.
 
@@ -41,8 +40,6 @@ from rampup.contrib.check.shell.variables import MAX_NESTING, Variables
 
 MAX_STEPS = 40_000
 MAX_REPEATS = 256
-_MAX_REASONS = 3  # that a question names
-_SHOWN = 60
 _OPEN = re.compile(r"\*|\{.*(?:,|\.\.).*\}")  # files, or several words
 
 Relevant = Callable[[Sequence[str]], object]
@@ -62,21 +59,12 @@ class Stop(Exception):  # noqa: N818 - control flow, not an error
         return self.name == "exit" or (self.name == "return" and bool(self.status))
 
 
-class Why(NamedTuple):
-    """Why a condition is unknown: the marker of a variable on which it depends, if
-    there is one, and its text.
-    """
-
-    marker: str = ""
-    reason: str = ""
-
-
 class Left(NamedTuple):
     """A branch that may have left a loop or a function."""
 
     name: str
     env: dict[str, Any]
-    why: Why
+    why: str
 
 
 @dataclass(kw_only=True)
@@ -87,7 +75,8 @@ class Flow(Variables):
     spent: Counter[Any] = field(
         default_factory=Counter
     )  # of all shells: "steps" and "scripts"
-    why: Why = field(default_factory=Why)  # of the last unknown condition
+    # The marker of a variable of the last unknown condition; empty if it has none.
+    why: str = ""
     left: list[Left] = field(default_factory=list)
     # What the local variables of this function were before it; None outside of one.
     locals: dict[str, Any] | None = None
@@ -123,9 +112,6 @@ class Flow(Variables):
                 if not (connector and stop.name == "exit"):
                     raise
                 continue
-            if status is None and (len(pipe) > 1 or not self.why.reason):
-                said = f"it is not known whether {_show(pipe)} holds"
-                self.why = Why(self.why.marker, said)
             if negated and status is not None:
                 status = not status
             if before is None and connector and status is (connector == "&&"):
@@ -134,13 +120,9 @@ class Flow(Variables):
 
     def condition(self, rows: Sequence[Any]) -> bool | None:
         """Evaluate a condition; the success of a program is not known in advance."""
-        self.why, self.assumed = Why(), False
+        self.why, self.assumed = "", False
         status = self.run(rows)
-        if self.assumed and status is not None:
-            said = f"it is not known whether {_show(rows[-1][2])} succeeds"
-            self.why = Why("", said)
-            return None
-        return status
+        return None if self.assumed else status
 
     def pipe(self, nodes: Sequence[Node]) -> bool | None:
         """Evaluate commands with pipes between them, each in a shell of its own."""
@@ -172,7 +154,7 @@ class Flow(Variables):
                 return self.subshell(node.parts[0])
             case "arithmetic":
                 value = self.arithmetic(node.words[0])
-                self.why = Why(first_marker(value), self.why.reason)
+                self.why = first_marker(value)
                 return None if has_unknown(value) else value != "0"
             case "function":
                 self.functions[node.words[0]] = node.parts[0]
@@ -200,7 +182,7 @@ class Flow(Variables):
             return self.env
 
     def join(
-        self, branches: Iterable[dict[str, Any] | None], why: Why, *, exhaustive: bool
+        self, branches: Iterable[dict[str, Any] | None], why: str, *, exhaustive: bool
     ) -> None:
         """Continue after branches when `why` leaves open which one was taken."""
         ends = [env for env in branches if env is not None]
@@ -217,8 +199,7 @@ class Flow(Variables):
                 joined[name] = values[0]  # they do not differ in anything that matters
                 continue
             kind = OPTIONS if any(matters) else UNKNOWN
-            named = kind + why.marker[1:]
-            joined[name] = named if why.marker else mark(name, kind, why.reason)
+            joined[name] = kind + why[1:] if why else mark(name, kind)
         self.env = joined
 
     def choose(self, node: Node) -> None:
@@ -226,7 +207,7 @@ class Flow(Variables):
         be.
         """
         ends: list[dict[str, Any] | None] = []
-        whys: list[Why] = []
+        whys: list[str] = []
         for met, body in self.branches(node):
             if met is False:
                 continue
@@ -251,10 +232,7 @@ class Flow(Variables):
                 break
         else:
             ends.append(self.env)
-        marker = next((why.marker for why in whys if why.marker), "")
-        reasons = list(dict.fromkeys(why.reason for why in whys))
-        reason = "; ".join(reasons[:_MAX_REASONS])
-        self.join(ends, Why(marker, reason), exhaustive=True)
+        self.join(ends, next(filter(None, whys), ""), exhaustive=True)
 
     def branches(self, node: Node) -> Iterator[tuple[bool | None, Sequence[Any]]]:
         """Yield whether the condition of each branch holds, and the branch. None is
@@ -271,8 +249,7 @@ class Flow(Variables):
             met: bool | None = any(fnmatchcase(subject, text) for text in texts)
             if any(map(has_unknown, (subject, *texts))) and "*" not in texts:
                 met = None
-                said = f"it is not known what {word} is (line {node.line})"
-                self.why = Why(first_marker(subject, *texts), said)
+                self.why = first_marker(subject, *texts)
             yield met, body
 
     # Loops.
@@ -280,7 +257,6 @@ class Flow(Variables):
     def loop(self, node: Node) -> None:
         """Evaluate a loop to its end, or until its state stays."""
         body, passes = node.parts[-1], self.passes(node)
-        endless = Why("", f"the loop in line {node.line} is not followed to its end")
         outer, self.left = self.left, []
         leavers: list[Left] = []
         is_open = False
@@ -293,7 +269,7 @@ class Flow(Variables):
             )
             is_open |= status is None or is_long
             if is_open:
-                why = self.why if status is None else endless
+                why = self.why if status is None else ""
                 ends = [self.attempt(body), self.env, before if number else None]
                 self.join(ends, why, exhaustive=True)
                 # What is open stays so, under one name: then the state stays, too.
@@ -336,7 +312,7 @@ class Flow(Variables):
         while node.kind == "count":  # what its head changes is unknown
             for part in node.words:
                 self.arithmetic(part)
-            self.why = Why("", f"the loop in line {node.line} is not followed")
+            self.why = ""
             yield None
         while True:
             # Where no arguments are given, a loop over them does nothing.
@@ -354,11 +330,9 @@ class Flow(Variables):
                 self.assign(name, item)
                 yield True
             return
-        place = f"the loop over {name} in line {node.line}"
-        said = f"it is not known what {place} goes through"
         while True:
             self.assign(name, mark(name))
-            self.why = Why(first_marker(*unknown), said)
+            self.why = first_marker(*unknown)
             yield None
 
     # Commands of the shell itself, and calls.
@@ -394,8 +368,7 @@ class Flow(Variables):
         test = Test(words if raw[0] == "test" else words[:-1])
         value = test.value()
         if value is None:
-            marker = self.why.marker or first_marker(*test.unknown)
-            self.why = Why(marker, self.why.reason)
+            self.why = self.why or first_marker(*test.unknown)
         return value
 
     def declare(self, raw: Sequence[str]) -> None:
@@ -470,11 +443,3 @@ def _is_test(pipe: Sequence[Node]) -> bool:
 def _words(value: Any) -> list[str]:
     """Return the words of the value of a variable."""
     return value if isinstance(value, list) else (value or "").split()
-
-
-def _show(pipe: Sequence[Node]) -> str:
-    """Return a condition for a message, with its line."""
-    parts = [" ".join(node.words) or node.kind for node in pipe]
-    text = " ".join(" | ".join(parts).split())
-    dots = "..." if len(text) > _SHOWN else ""
-    return f"`{text[:_SHOWN]}{dots}` (line {pipe[0].line})"

@@ -1,6 +1,7 @@
 """The values of a script: texts with parts that only a run could know.
 
-A part that is not known is a marker: its kind, a name, and why it is open.
+A part that is not known is a marker: its kind, a name, and perhaps the command that
+would print it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ UNSET = "\ue000"
 ARGUMENT = "\ue001"
 UNKNOWN = "\ue002"
 OPTIONS = "\ue003"
-# A marker is a kind, a name, perhaps a reason behind the first of these, and the
-# second.
+# What is between the name and the command in a marker, and its end.
 _WHY, _END = "\ue007", "\ue004"
-# added to the characters of a reason, so that no part of it means anything to a shell
+# added to the characters of a command, so that none means anything to a shell
 _HIDDEN = 0xF0000
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 BREAK, EMPTY = "\ue005", "\ue006"
@@ -25,21 +25,14 @@ MARKER = re.compile(
 )
 _EMPTIES = re.compile(f"[{UNSET}][^{_END}]*{_END}")
 _LONGEST = 80
-# The end of the reason why it is open what a command of the script prints.
-NOT_RUN = " is not run"
 
 
-def mark(name: str, kind: str = UNKNOWN, reason: str = "") -> str:
-    """Return a marker of a kind; `reason` says which condition or loop leaves it
-    open.
-    """
+def mark(name: str, kind: str = UNKNOWN, command: str = "") -> str:
+    """Return a marker of a kind; `command` would print the value."""
     plain = re.sub(rf"[\s{UNSET}-{_WHY}]+", "_", name[:_LONGEST])
-    why = (
-        _WHY + "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in reason)
-        if reason
-        else ""
-    )
-    return f"{kind}{plain}{why}{_END}"
+    shown = " ".join(command.split())[:_LONGEST]
+    hidden = "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in shown)
+    return f"{kind}{plain}{_WHY}{hidden}{_END}"
 
 
 def has_unknown(text: str) -> bool:
@@ -67,14 +60,11 @@ def show_unknown(text: str) -> str:
 def explain_unknown(text: str) -> str:
     """Return why the unknown parts of a text are open, as a sentence without an end."""
     names = " and ".join(map(_shown, unknown_names(text)))
-    if reasons := list(
-        dict.fromkeys(match[2] for match in MARKER.finditer(text) if match[2])
-    ):
-        shown = "".join(chr(ord(letter) % _HIDDEN) for letter in "; ".join(reasons))
-        if shown.endswith(NOT_RUN):
-            return f"the script does not say what {names} is: {shown}"
-        return f"{shown}, and {names} depends on it"
-    return f"the script does not say what {names} is"
+    said = f"the script does not say what {names} is"
+    hidden = (match[2] for match in MARKER.finditer(text))
+    commands = "; ".join(dict.fromkeys(filter(None, hidden)))
+    shown = "".join(chr(ord(letter) % _HIDDEN) for letter in commands)
+    return f"{said}: {shown} is not run" if shown else said
 
 
 def first_marker(*texts: str) -> str:

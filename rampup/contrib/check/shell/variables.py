@@ -28,7 +28,6 @@ from rampup.contrib.check.shell.values import (
     BREAK,
     EMPTY,
     MARKER,
-    NOT_RUN,
     UNSET,
     drop_unset,
     has_unknown,
@@ -170,7 +169,7 @@ class Variables:
         # its variable.
         match = MARKER.fullmatch(value)
         if match and match[1].startswith("$"):
-            value = mark(name, value[0], match[2] or "")
+            value = mark(name, value[0])
         if len(value) > MAX_TEXT:
             raise ScriptError(f"{name} is longer than {MAX_TEXT:,} characters")
         if self.exports_all:
@@ -266,7 +265,7 @@ class Variables:
             printed = self.substitute(part.removeprefix("$")[1:-1])
             name = "$" + part if part[0] == "`" else part
             if printed is None:
-                printed = mark(name, reason=" ".join(part.split())[:80] + NOT_RUN)
+                printed = mark(name, command=part)
             return printed, end
         if part.startswith("${"):
             return self.parameter(part[2:-1]), end
