@@ -310,7 +310,6 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
             violations=violations,
             notes=settings.notes,
             version=job.version,
-            files=settings.files,
         )
     conversion, phases = job.conversion(), job.phases()
     plan = None
@@ -329,7 +328,6 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
             )
         ),
         version=job.version,
-        files=settings.files,
         summary=job.summary(),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),

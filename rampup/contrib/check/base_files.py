@@ -101,7 +101,6 @@ def read_hydra(
     reading = dataclasses.replace(
         reading,
         leaves=bases.beside | own,
-        files=reading.files | {place.path for place in bases.beside.values()},
         recognized=reading.recognized or bool(bases.named),
     )
     version = choose_version(reading, bases.beside)

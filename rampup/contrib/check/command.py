@@ -49,7 +49,6 @@ CHECK = {
         "N", "check for N devices, and say which values keep the update", type=int
     ),
     "--step": arg("N", "the run stands at this step: only later phases", type=int),
-    "--samples": arg("N", "the same, in samples (megatron)", type=int),
     "--verbose": arg(None, "also print what is true of every file of the system"),
     "--all": arg(None, "print all phases of a ramp"),
     "--to": arg(None, "also convert what can be expressed", choices=("rampup",)),
@@ -100,7 +99,7 @@ def check(args: argparse.Namespace) -> Result:
         sources = [file for word in named for file in _files(word)]
     if not sources:
         raise usage_error("give a file, or a command after `--`")
-    settings = [*given, *_positions(args)]
+    settings = [*given, *([] if args.step is None else [f"at_step={args.step}"])]
     if len(sources) > 1:
         return _check_rows(sources, settings, args)
     verdict = _judge(sources[0], settings, args)
@@ -123,12 +122,6 @@ def check(args: argparse.Namespace) -> Result:
         ),
         exit_code=0 if verdict.ok else EXIT_REFUSED,
     )
-
-
-def _positions(args: argparse.Namespace) -> list[str]:
-    """Return the settings that say where a run stands."""
-    places = {"at_step": args.step, "at_samples": args.samples}
-    return [f"{key}={place}" for key, place in places.items() if place is not None]
 
 
 def _judge(
@@ -166,13 +159,10 @@ def _files(word: str) -> list[str]:
 def _check_rows(
     sources: Sequence[Source], settings: Sequence[str], args: argparse.Namespace
 ) -> Result:
-    """Return one row for each run; the other files are counted: those of no system, and
-    those of a folder that another one of it starts or is based on.
-    """
+    """Return one row for each file of a system; the others are counted."""
     from rampup.contrib.check import NoSystemError
 
     rows: list[dict[str, object]] = []
-    parts = set[Path]()
     for source in sources:
         row: dict[str, object] = {"file": source}
         try:
@@ -185,10 +175,6 @@ def _check_rows(
         said = f"{OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}"
         row |= {"verdict": said, "ok": verdict.ok, **verdict.to_dict()}
         rows.append(row | {"summary": verdict.summary})
-        own = Path(str(source)).resolve()
-        parts |= {Path(file).resolve() for file in verdict.files} - {own}
-    parts -= {Path(word).resolve() for word in (args.file, *args.overrides)}
-    rows = [row for row in rows if Path(str(row["file"])).resolve() not in parts]
     others = len(sources) - len(rows)
 
     def show(console: Console) -> None:
@@ -203,9 +189,7 @@ def _check_rows(
         ]
         _print_table(console, ("file", "system", "update", "verdict"), cells)
         if others:
-            console.print(
-                f"{format_count(others, 'file')} of no run of its own", style="dim"
-            )
+            console.print(f"{format_count(others, 'file')} of no system", style="dim")
 
     return Result(
         facts={"files": rows, "others": others},

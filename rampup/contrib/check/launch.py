@@ -85,8 +85,6 @@ class Reading:
     # whether its program is none of the system's own, and the user has said that it
     # follows the rules
     is_fork: bool = False
-    # The files that were read for it: scripts that it starts, and base files.
-    files: frozenset[str] = frozenset()
 
     def written(self, *signs: str) -> set[str]:
         """Return the keys that the command writes with one of Hydra's signs."""

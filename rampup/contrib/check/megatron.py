@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -63,7 +62,7 @@ EXTRAS = (
     "account_for_loss_in_pipeline_split",
 )
 VERSION = "megatron_version"
-AT_STEP, AT_SAMPLES = "at_step", "at_samples"  # where a run stands
+AT_STEP = "at_step"  # where a run stands
 # What splits layers over stages in another way than evenly.
 UNEVEN = (
     *(*ENDS, *EXTRAS, PARTITION, "deepspeed"),
@@ -73,8 +72,11 @@ UNEVEN = (
 )
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
-# Options of DeepSpeed's launcher. With a file of hosts they are bounds.
-_DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
+# Launchers whose options have names of their own.
+_LAUNCHERS = {
+    "deepspeed": {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"},
+    "msrun": {"worker_num": "world_size"},
+}
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
 KEYS = load_entries("megatron")
@@ -95,46 +97,47 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with
     underscores or dashes), a script or a command.
     """
-    reading = _rename(read_source(source, overrides, launch), launch)
-    overridden = {setting.partition("=")[0] for setting in reading.overrides}
+    reading = read_source(source, overrides, launch)
+    settings = [setting.partition("=") for setting in reading.overrides]
+    chosen = {_known_name(name): value for name, _, value in settings}
     if reading.command is None:
-        leaves = _least_nested(reading, overridden)
+        leaves = _least_nested(reading, chosen)
+        notes = reading.notes
     else:
-        leaves = _with_devices(reading.command, reading.leaves, overridden)
-        if _starts_swift(reading.command):
-            note = "ms-swift starts this: the rules are those of Megatron-LM."
-            reading = dataclasses.replace(reading, notes=(*reading.notes, note))
+        leaves = _with_devices(reading.command, reading.leaves, chosen)
+        notes = (*reading.notes, *_notes_of_launcher(reading.command))
     # What a script does not say about the devices is one question: the size of the job.
     if any(name in leaves and _is_open(leaves[name]) for name in _DEVICES):
         leaves = {name: at for name, at in leaves.items() if name not in _DEVICES}
-    reading = dataclasses.replace(reading, leaves=leaves)
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
     # that of layers.
     entries = KEYS
-    if not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*leaves, *overridden}):
+    if not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*leaves, *chosen}):
         entries = {
             name: dataclasses.replace(entry, optional=False)
             for name, entry in KEYS.items()
         }
     own = _own_options(reading)
-    decides = _LAYOUTS if own is None else _SIZES
-    launch = dataclasses.replace(launch, entries=entries, decides=decides)
-    foreign = (own or set()) - KEYS.keys() - overridden
+    launch = dataclasses.replace(
+        launch, entries=entries, decides=_LAYOUTS if own is None else _SIZES
+    )
+    written = [f"{_known_name(name)}{sign}{value}" for name, sign, value in settings]
+    reading = dataclasses.replace(
+        reading,
+        leaves=leaves,
+        overrides=written,
+        notes=notes,
+        repeated={canonical(name): line for name, line in reading.repeated.items()},
+    )
+    foreign = (own or set()) - KEYS.keys() - chosen.keys()
     looked_up = {name: place for name, place in leaves.items() if name in foreign}
     return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
 
 
-def _rename(reading: Reading, launch: Launch) -> Reading:
-    """Return a reading whose settings have Megatron's own names."""
-
-    def rename(setting: str) -> str:
-        name, equals, value = setting.partition("=")
-        is_known = launch.known(name) and name[0] != "-"
-        return (canonical(name) if is_known else name) + equals + value
-
-    repeated = {canonical(name): line for name, line in reading.repeated.items()}
-    overrides = [rename(setting) for setting in reading.overrides]
-    return dataclasses.replace(reading, overrides=overrides, repeated=repeated)
+def _known_name(name: str) -> str:
+    """Return Megatron's name of a setting, or another one as it is."""
+    known = canonical(name)
+    return known if known in KEYS and name[:1] != "-" else name
 
 
 def _own_options(reading: Reading) -> set[str] | None:
@@ -143,53 +146,40 @@ def _own_options(reading: Reading) -> set[str] | None:
     None for a file of NeMo.
     """
     if reading.command is None:
-        is_nemo = not {"devices", "num_nodes"}.isdisjoint(reading.leaves)
-        return None if is_nemo else {*reading.leaves}
+        names = {canonical(name) for name in reading.leaves}
+        return None if names & {"devices", "num_nodes"} else names
     words = reading.command.words
     behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
     options = (word.partition("=")[0] for word in behind if word.startswith("--"))
     return {canonical(word) for word in options} & reading.leaves.keys()
 
 
-def _least_nested(reading: Reading, overridden: Collection[str]) -> dict[str, Located]:
+def _least_nested(reading: Reading, chosen: Collection[str]) -> dict[str, Located]:
     """Return the keys of a YAML file by Megatron's names. Of several values the least
     nested counts; two such are refused.
     """
-    names = defaultdict[str, list[str]](list)
-    for name in sorted(reading.leaves, key=lambda name: name.count(".")):
-        names[canonical(name)].append(name)
-    located: dict[str, Located] = {}
-    for known, (first, *rest) in names.items():
-        value = _resolve(reading, first)
-        located.update([_normalize(known, value)])
-        for other in rest:
-            second = _resolve(reading, other)
-            if (
-                known in KEYS
-                and known not in overridden
-                and other.count(".") == first.count(".")
-                and second.value != value.value
-            ):
-                raise ConfigError(
-                    f"{known} is given twice, as {first}={value.value!r} and"
-                    f" {other}={second.value!r}",
-                    fix=f"choose one with {known}=...",
-                    key=known,
-                    path=reading.path,
-                    line=second.line,
-                )
-    return located
-
-
-def _resolve(reading: Reading, name: str) -> Located:
-    """Return the value of a key, or of the key that it refers to; a reference to
-    Megatron's own name of a key is resolved later.
-    """
-    place = reading.leaves[name]
-    with contextlib.suppress(ConfigError):
-        value = resolve_reference(place.value, name, reading.leaves, {})
-        place = dataclasses.replace(place, value=value)
-    return place
+    found: dict[str, tuple[int, Located]] = {}
+    for written in sorted(reading.leaves, key=lambda name: name.count(".")):
+        name, depth = canonical(written), written.count(".")
+        place = reading.leaves[written]
+        with contextlib.suppress(ConfigError):  # another key of Megatron's own name
+            value = resolve_reference(place.value, written, reading.leaves, {})
+            place = dataclasses.replace(place, value=value)
+        above, first = found.setdefault(name, (depth, place))
+        if (
+            name in KEYS
+            and name not in chosen
+            and (above, first.value != place.value) == (depth, True)
+        ):
+            raise ConfigError(
+                f"{name} is given twice, as {first.value!r} and as"
+                f" {written}={place.value!r}",
+                fix=f"choose one with {name}=...",
+                key=name,
+                path=reading.path,
+                line=place.line,
+            )
+    return dict(_normalize(name, place) for name, (_, place) in found.items())
 
 
 def _is_open(place: Located) -> bool:
@@ -203,26 +193,26 @@ def _number(text: str) -> int | str:
 
 
 def _with_devices(
-    command: Command, leaves: Mapping[str, Located], overridden: Collection[str]
+    command: Command, leaves: Mapping[str, Located], chosen: Collection[str]
 ) -> dict[str, Located]:
     """Return the keys of a command with the devices that its launcher, Slurm, MPI or a
     manifest gives to it.
     """
     located = {**_read_launcher(command), **leaves}
-    is_stated = not _DEVICES_GIVEN.isdisjoint(overridden)
+    if not _DEVICES_GIVEN.isdisjoint(chosen):
+        return located
     # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each
     # device.
     is_launched = any(map(_LAUNCHER.search, command.words))
-    is_sized = is_stated or not _DEVICES_GIVEN.isdisjoint(located)
+    is_sized = not _DEVICES_GIVEN.isdisjoint(located)
     if command.tasks and not is_sized and not is_launched:
         located["world_size"] = command.locate(_number(command.tasks))
     sizes = [located.get(name) for name in ("nnodes", "nproc_per_node")]
     is_open = any(place is None or _is_open(place) for place in sizes)
-    if command.machine.devices and not is_stated and is_open:
+    if command.machine.devices and is_open:
         # What the command leaves open, the cluster tells each pod.
-        for name in _DEVICES:
-            located.pop(name, None)
-        located.setdefault("world_size", command.locate(command.machine.devices))
+        kept = {name: at for name, at in located.items() if name not in _DEVICES}
+        return {"world_size": command.locate(command.machine.devices), **kept}
     return located
 
 
@@ -230,20 +220,21 @@ def _read_launcher(command: Command) -> dict[str, Located]:
     """Return the devices that the launcher of a command says: in its options, those of
     the command around it, or the variables of ms-swift.
     """
-    found: dict[str, Located] = {}
     launcher = command._replace(words=command.outer or command.words)
-    names = {word.rpartition("/")[2] for word in launcher.words}
     options = read_options(launcher)
-    if "deepspeed" in names and "hostfile" not in options:
-        found = {
-            key: options[name] for name, key in _DEEPSPEED.items() if name in options
-        }
-        included = option(launcher, "--include", "-i") or ""
-        if re.fullmatch(r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*", included):
-            count = len(re.findall(r"[:,]\d", included))
-            found["world_size"] = command.locate(count)
-    if "msrun" in names and "worker_num" in options:
-        found["world_size"] = options["worker_num"]
+    names = {word.rpartition("/")[2] for word in launcher.words} & _LAUNCHERS.keys()
+    if "hostfile" in options:
+        names.discard("deepspeed")  # then its options are bounds
+    found = {
+        key: options[option_name]
+        for name in names
+        for option_name, key in _LAUNCHERS[name].items()
+        if option_name in options
+    }
+    included = option(launcher, "--include", "-i") or ""
+    if "deepspeed" in names and re.fullmatch(r"([\w.-]+:\d+(,\d+)*@?)+", included):
+        count = len(re.findall(r"[:,]\d", included))
+        found["world_size"] = command.locate(count)
     if _starts_swift(command):
         found[EXPERT_TENSOR] = command.locate(1)  # its own default
         for name in ("nnodes", "nproc_per_node"):
@@ -255,6 +246,11 @@ def _read_launcher(command: Command) -> dict[str, Located]:
 def _starts_swift(command: Command) -> bool:
     """Return whether a command is ms-swift's `megatron sft`."""
     return command.words[0].rpartition("/")[2] in ("megatron", "swift")
+
+
+def _notes_of_launcher(command: Command) -> Iterator[str]:
+    if _starts_swift(command):
+        yield "ms-swift starts this: the rules are those of Megatron-LM."
 
 
 def canonical(name: str) -> str:
@@ -589,8 +585,7 @@ class MegatronJob(PretrainingJob):
         # Phases that are over need no split.
         self.coming: Sequence[Phase] = ()
         if self.ramp is not None:
-            step = max(self[AT_STEP], self.ramp.step_of_sample(self[AT_SAMPLES]))
-            self.ramp = ramp = self.ramp.resumed_at(step)
+            self.ramp = ramp = self.ramp.resumed_at(self[AT_STEP])
             self.coming = [phase for phase in ramp.phases if not ramp.is_over(phase)]
         sizes = [phase.global_batch_size for phase in self.coming]
         self.sizes = tuple(dict.fromkeys(sizes))

@@ -165,5 +165,4 @@ def _read_commands(
         reading,
         overrides=kept,
         notes=(*reading.notes, *notes),
-        files=frozenset(started),
     )

@@ -39,7 +39,7 @@ _MAX_HOPS = 20
 
 # What users state of a run beside its file; it does not tell whose file it is.
 FACTS = frozenset({
-    "num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size", "at_step", "at_samples",
+    "num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size", "at_step",
 })  # fmt: skip
 
 # A name at least this similar to a longer one is a misspelling of it.
@@ -66,7 +66,6 @@ class Settings:
         str, ...
     ] = ()  # versions of the system that are possible beside the one of the rules
     notes: tuple[str, ...] = ()  # remarks of the reader
-    files: frozenset[str] = frozenset()  # as in `Reading`
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -124,7 +123,6 @@ def type_settings(
         given=frozenset(entries.keys() & given) - typed.open,
         others={name: at for name, at in located.items() if name not in entries},
         notes=notes,
-        files=reading.files | {place.path for place in reading.leaves.values()},
     )
 
 

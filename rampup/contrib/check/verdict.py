@@ -67,7 +67,6 @@ class Verdict:
     notes: tuple[str, ...] = ()  # settings that are legal but surprising
     version: str = ""  # the version of the system whose rules these are
     summary: str = ""  # the numbers of a step in one line
-    files: frozenset[str] = frozenset()  # those that were read for it, as named
     derived: Mapping[str, Any] = field(
         default_factory=dict
     )  # such as `samples_per_step` and `optimizer_steps`

@@ -165,29 +165,6 @@ def test_a_folder_and_several_files_are_rows(capsys, tmp_path):
     ]
 
 
-def test_what_a_script_of_a_folder_reads_is_no_run_of_its_own(capsys, tmp_path):
-    """Its base file, and the script that it starts, are no rows, except by name."""
-    command = (
-        "python3 -m verl.trainer.main_ppo --config-path=config --config-name=own"
-        " critic.enable=false actor_rollout_ref.actor.ppo_mini_batch_size=64"
-        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
-        " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
-    )
-    write(tmp_path, "run.sh", "N=8 bash inner.sh\n")
-    write(tmp_path, "inner.sh", f"{command} trainer.n_gpus_per_node=$N\n")
-    base = write(
-        tmp_path,
-        "own.yaml",
-        "data: {train_batch_size: 64}\nactor_rollout_ref: {rollout: {n: 2}}\n",
-    )
-    code, found = run(capsys, str(tmp_path))
-    assert code == 0
-    assert [row["file"] for row in found["files"]] == [str(tmp_path / "run.sh")]
-    assert found["others"] == 2
-    code, found = run(capsys, str(tmp_path), str(base))
-    assert [row["file"] for row in found["files"]][-1] == str(base)
-
-
 def test_env_takes_the_variables_of_this_shell_and_names_them(
     capsys, tmp_path, monkeypatch
 ):
@@ -213,7 +190,6 @@ def test_only_phases_to_come_are_checked(capsys, tmp_path):
     assert rules(check_file(path, "megatron")) == ["ramp_phases_divisible"]
     code, found = run(capsys, path, "--step", "186")
     assert (code, found["derived"]["num_microbatches"]) == (0, [2])
-    assert run(capsys, path, "--samples", "1000")[0] == 0
     assert run(capsys, path, "--step", "100")[0] == 2
     config = MAXTEXT_RAMP | {"ici_fsdp_parallelism": 8, "num_devices": 8}
     config |= {

@@ -173,7 +173,7 @@ FILES = {
     "repeated size": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8], "micro_batch_size is given twice"),
     "repeated size that is chosen": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8, "micro_batch_size=2"], {"micro_batch_size": 2}),
     "reference": ("megatron", "model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n", {}, [WORLD8], {"micro_batch_size": 2}),
-    "further runs": ("megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8], "given twice, as ARGS.--micro-batch-size=2"),
+    "further runs": ("megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8], "given twice, as 2 and as ARGS_2.--micro-batch-size=4"),
     "mapping": ("trlx", "method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n", {}, [], r"method\.num_rollouts is a mapping; it must be a whole number"),
     # Layers and the length of a run may be unknown, with a note; not if a ramp or a
     # chunk depends on them. An unknown value of an option is no unknown option.
@@ -232,7 +232,7 @@ FILES = {
     "base file that is given": ("verl", f"{PPO} --config-name=own", {}, ["defaults=ppo_trainer"], {"samples_per_step": 64}),
     "equal branches": ("megatron", BRANCHES.replace("TP=4", "TP=2"), {}, [], {"data_parallel_size": 4}),
     "open branches": ("megatron", BRANCHES, {}, [], r"does not say what \$TP is; add TP="),
-    "branches of an argument": ("megatron", BRANCHES.replace("-d /opt/big", "$1 -eq 7"), {}, [], r"\[ \$1 -eq 7 \].*or the script's arguments"),
+    "branches of an argument": ("megatron", BRANCHES.replace("-d /opt/big", "$1 -eq 7"), {}, [], r"what \$1 is; add .*, or the script's arguments"),
     "decided branches": ("megatron", BRANCHES, {}, ["TP=4"], {"data_parallel_size": 2}),
     "a run that is off": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, [], r"does not start SkyRL itself.*if a condition decides, add VARIABLE="),
     "a run that is switched on": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, ["RUN_TRAINING=1"], {"samples_per_step": 160}),

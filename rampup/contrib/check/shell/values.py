@@ -72,7 +72,8 @@ def first_marker(*texts: str) -> str:
     if there is none.
     """
     found = (match for text in texts for match in MARKER.finditer(text))
-    return next((match[0] for match in found if match[1].isidentifier()), "")
+    is_settled = re.compile(r"[A-Za-z_]\w*|\$\d")  # by a name, or an argument
+    return next((match[0] for match in found if is_settled.fullmatch(match[1])), "")
 
 
 def _shown(name: str) -> str:
