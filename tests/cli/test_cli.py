@@ -365,7 +365,7 @@ def test_check_says_that_it_wrote_nothing(capsys, tmp_path, monkeypatch):
     Path("a.yml").write_text("per_device_batch_size: 3\nici_fsdp_parallelism: 3\n")
     check = ["check", "a.yml", "--from", "maxtext", "--devices", "8", "--to", "rampup"]
     assert main([*check, "-o", "b.yml"]) == 2
-    assert "b.yml is not written: the file breaks 1 rule" in capsys.readouterr().err
+    assert "b.yml is not written: the file breaks rules" in capsys.readouterr().err
     assert not Path("b.yml").exists()
 
 

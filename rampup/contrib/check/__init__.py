@@ -195,15 +195,8 @@ def to_rampup(verdict: Verdict) -> str:
         "",
     ]
     for key, value in conversion.values.items():
-        if (key, value) == ("rampup_microbatch", "per_phase"):
-            lines.append(
-                f"# As in {name}: one compiled shape for each batch; `fixed` has one for"
-                " all."
-            )
-        lines.append(
-            f"{key}:"
-            f" {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}"
-        )
+        plain = to_yaml_number(value) if isinstance(value, Fraction) else value
+        lines.append(f"{key}: {yaml_value(plain)}")
     if conversion.left_out:
         lines += ["", "# Left out:"]
     for key, reason in conversion.left_out.items():
@@ -219,18 +212,16 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
     """
     text = to_rampup(verdict)
     target = Path(path)
-    try:
-        if not (is_source := target.exists() and target.samefile(source)):
-            target.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot write the file: {reason}", key="output", path=str(path)
-        ) from None
-    if is_source:
+    if target.resolve() == Path(source).resolve():
         raise ConfigError(
             "the output file must not be the source file", key="output", path=str(path)
         )
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the file: {error.strerror}", key="output", path=str(path)
+        ) from None
 
 
 def _check_source(

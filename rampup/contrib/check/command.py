@@ -105,16 +105,12 @@ def check(args: argparse.Namespace) -> Result:
     verdict = _judge(sources[0], settings, args)
     if args.against is not None:
         return _compare(verdict, _judge(args.against, settings, args))
-    if verdict.ok and args.output is not None:
-        write_conversion(verdict, args.output, source=args.file or "")
-        print(f"wrote {args.output}", file=sys.stderr)
-    elif args.output is not None:
-        print(
-            f"{args.output} is not written: the file breaks"
-            f" {format_count(len(verdict.violations), 'rule')} of {verdict.system}; mend them"
-            " first",
-            file=sys.stderr,
-        )
+    if args.output is not None:
+        said = f"{args.output} is not written: the file breaks rules; mend them first"
+        if verdict.ok:
+            write_conversion(verdict, args.output, source=args.file or "")
+            said = f"wrote {args.output}"
+        print(said, file=sys.stderr)
     return Result(
         facts=verdict.to_dict(),
         show=lambda console: print_verdict(

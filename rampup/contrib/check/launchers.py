@@ -99,11 +99,9 @@ def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
     for number in (nodes, each):
         if has_unknown(number):
             return number
-    return (
-        str(int(nodes) * int(each or 1))
-        if nodes.isdecimal() and (each or "1").isdecimal()
-        else ""
-    )
+    each = each or "1"
+    is_known = nodes.isdecimal() and each.isdecimal()
+    return str(int(nodes) * int(each)) if is_known else ""
 
 
 def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -174,16 +172,10 @@ def find_containers(text: str) -> list[Container]:
         for root in yaml.load_all(text, Loader=_Loader):
             rows = list(_walk(root, (), set()))
             machines = [machine for _, machine in rows if machine is not None]
-            is_known = all(machine.devices for machine in machines)
-            devices = sum(machine.devices for machine in machines) if is_known else 0
-            machine = Machine(
-                devices,
-                (
-                    max((machine.slices for machine in machines), default=0)
-                    if is_known
-                    else 0
-                ),
-            )
+            machine = Machine()
+            if machines and all(row.devices for row in machines):
+                devices = sum(row.devices for row in machines)
+                machine = Machine(devices, max(row.slices for row in machines))
             found += [
                 container._replace(machine=machine)
                 for container, _ in rows
@@ -200,7 +192,7 @@ def _walk(
     """Yield the command and the devices of each container in a part of a manifest,
     below the mappings `above`.
     """
-    if id(part) in seen:  # an alias
+    if id(part) in seen or not isinstance(part, dict | list):  # or an alias
         return
     seen.add(id(part))
     if isinstance(part, dict):
@@ -209,15 +201,9 @@ def _walk(
         if container or machine:
             yield container, machine
         above = (*above, part)
-    for child in (
-        part.values()
-        if isinstance(part, dict)
-        else part
-        if isinstance(part, list)
-        else ()
-    ):
-        if isinstance(child, dict | list):
-            yield from _walk(child, above, seen)
+        part = list(part.values())
+    for child in part if isinstance(part, list) else ():
+        yield from _walk(child, above, seen)
 
 
 def _read_container(part: _Entries) -> Container | None:
@@ -229,12 +215,9 @@ def _read_container(part: _Entries) -> Container | None:
     name = "run" if is_task else written[0] if written else ""
     if not name:
         return None
-    listed = [
-        word
-        for key in ([name] if is_task else written)
-        for word in (part[key] if isinstance(part[key], list) else [part[key]])
-    ]
-    words = [word for word in listed if isinstance(word, str)]
+    parts = [part[key] for key in ([name] if is_task else written)]
+    listed = [part if isinstance(part, list) else [part] for part in parts]
+    words = [word for row in listed for word in row if isinstance(word, str)]
     if not words:
         return None
     variables = _read_variables(part)
@@ -315,18 +298,12 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
         for name in ("replicas", "replicaCount", "replica_count"):
             replicas *= _number(level[name]) if name in level else 1
         if "parallelism" in level:
+            pods_at_once = _number(level["parallelism"])
             completions = _number(level.get("completions"))
-            pods *= min(
-                _number(level["parallelism"]),
-                completions or _number(level["parallelism"]),
-            )
-        chip = (
-            2
-            if str(_entries(level.get("nodeSelector")).get(_ACCELERATOR)).startswith(
-                "tpu7"
-            )
-            else chip
-        )
+            pods *= min(pods_at_once, completions or pods_at_once)
+        kind = _entries(level.get("nodeSelector")).get(_ACCELERATOR)
+        if str(kind).startswith("tpu7"):
+            chip = 2
     return Machine(_number(asked[0]) * pods * replicas * chip, replicas)
 
 
@@ -336,8 +313,5 @@ def _entries(value: Any) -> _Entries:
 
 def _number(value: Any) -> int:
     """Return a whole number; 0 for what a template leaves open."""
-    return (
-        int(value)
-        if isinstance(value, str) and value.isdecimal() and len(value) < 10
-        else 0
-    )
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
+    return int(value) if is_number else 0

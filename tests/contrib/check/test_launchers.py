@@ -232,7 +232,7 @@ FILES = {
     "base file that is given": ("verl", f"{PPO} --config-name=own", {}, ["defaults=ppo_trainer"], {"samples_per_step": 64}),
     "equal branches": ("megatron", BRANCHES.replace("TP=4", "TP=2"), {}, [], {"data_parallel_size": 4}),
     "open branches": ("megatron", BRANCHES, {}, [], r"does not say what \$TP is; add TP="),
-    "branches of an argument": ("megatron", BRANCHES.replace("-d /opt/big", "$1 -eq 7"), {}, [], r"what \$1 is; add .*, or the script's arguments"),
+    "branches of an argument": ("megatron", BRANCHES.replace("-d /opt/big", "$1 -eq 7"), {}, [], r"what \$TP is; add TP="),
     "decided branches": ("megatron", BRANCHES, {}, ["TP=4"], {"data_parallel_size": 2}),
     "a run that is off": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, [], r"does not start SkyRL itself.*if a condition decides, add VARIABLE="),
     "a run that is switched on": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, ["RUN_TRAINING=1"], {"samples_per_step": 160}),

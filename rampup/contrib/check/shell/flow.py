@@ -32,6 +32,9 @@ from rampup.contrib.check.shell.values import (
     MARKER,
     OPTIONS,
     UNKNOWN,
+    Env,
+    Status,
+    Words,
     first_marker,
     has_unknown,
     mark,
@@ -42,7 +45,7 @@ MAX_STEPS = 40_000
 MAX_REPEATS = 256
 _OPEN = re.compile(r"\*|\{.*(?:,|\.\.).*\}")  # files, or several words
 
-Relevant = Callable[[Sequence[str]], object]
+Relevant = Callable[[Words], object]
 
 
 class Stop(Exception):  # noqa: N818 - control flow, not an error
@@ -63,7 +66,7 @@ class Left(NamedTuple):
     """A branch that may have left a loop or a function."""
 
     name: str
-    env: dict[str, Any]
+    env: Env
     why: str
 
 
@@ -79,15 +82,13 @@ class Flow(Variables):
     why: str = ""
     left: list[Left] = field(default_factory=list)
     # What the local variables of this function were before it; None outside of one.
-    locals: dict[str, Any] | None = None
+    locals: Env | None = None
     # Loops around this command in its function: without one, `break` does nothing.
     loops: int = 0
     # Whether the last status is that of a program, which is taken to succeed.
     assumed: bool = False
 
-    def program(
-        self, words: list[str], node: Node, values: dict[str, str]
-    ) -> bool | None:
+    def program(self, words: list[str], node: Node, values: dict[str, str]) -> Status:
         """Evaluate another command; return its status. `values` are the variables
         before it.
         """
@@ -95,9 +96,9 @@ class Flow(Variables):
 
     # Lists and pipes.
 
-    def run(self, rows: Sequence[Any]) -> bool | None:
+    def run(self, rows: Sequence[Any]) -> Status:
         """Evaluate a list; return its status: None if unknown."""
-        status: bool | None = True
+        status: Status = True
         for connector, negated, pipe in rows:
             if connector and status is (connector == "||"):
                 continue
@@ -118,15 +119,15 @@ class Flow(Variables):
                 status = None  # unknown and true, or unknown or false
         return status
 
-    def condition(self, rows: Sequence[Any]) -> bool | None:
+    def condition(self, rows: Sequence[Any]) -> Status:
         """Evaluate a condition; the success of a program is not known in advance."""
         self.why, self.assumed = "", False
         status = self.run(rows)
         return None if self.assumed else status
 
-    def pipe(self, nodes: Sequence[Node]) -> bool | None:
+    def pipe(self, nodes: Sequence[Node]) -> Status:
         """Evaluate commands with pipes between them, each in a shell of its own."""
-        status: bool | None = True
+        status: Status = True
         for node in nodes:
             self.spent["steps"] += 1
             if self.spent["steps"] > MAX_STEPS:
@@ -137,13 +138,13 @@ class Flow(Variables):
             status = self.node(node) if is_one else self.subshell([("", False, [node])])
         return status
 
-    def subshell(self, rows: Sequence[Any]) -> bool | None:
+    def subshell(self, rows: Sequence[Any]) -> Status:
         """Evaluate a list whose variables are lost behind it."""
         with self.changed(env=dict(self.env), left=[]), contextlib.suppress(Stop):
             return self.run(rows)
         return True
 
-    def node(self, node: Node) -> bool | None:
+    def node(self, node: Node) -> Status:
         """Evaluate a command or a compound; return its status."""
         match node.kind:
             case "command":
@@ -167,7 +168,7 @@ class Flow(Variables):
 
     # Branches.
 
-    def attempt(self, rows: Sequence[Any]) -> dict[str, Any] | None:
+    def attempt(self, rows: Sequence[Any]) -> Env | None:
         """Evaluate a branch in a copy of the variables; return them, or None if it
         leaves a loop, a function or the script.
         """
@@ -182,13 +183,13 @@ class Flow(Variables):
             return self.env
 
     def join(
-        self, branches: Iterable[dict[str, Any] | None], why: str, *, exhaustive: bool
+        self, branches: Iterable[Env | None], why: str, *, exhaustive: bool
     ) -> None:
         """Continue after branches when `why` leaves open which one was taken."""
         ends = [env for env in branches if env is not None]
         if not exhaustive or not ends:
             ends.append(self.env)
-        joined: dict[str, Any] = {}
+        joined: Env = {}
         for name in {n: 0 for env in ends for n in env}:
             values = [env.get(name) for env in ends]
             if values.count(values[0]) == len(values):
@@ -206,7 +207,7 @@ class Flow(Variables):
         """Evaluate an `if` or a `case`: the branch that is taken, or all that may
         be.
         """
-        ends: list[dict[str, Any] | None] = []
+        ends: list[Env | None] = []
         whys: list[str] = []
         for met, body in self.branches(node):
             if met is False:
@@ -234,7 +235,7 @@ class Flow(Variables):
             ends.append(self.env)
         self.join(ends, next(filter(None, whys), ""), exhaustive=True)
 
-    def branches(self, node: Node) -> Iterator[tuple[bool | None, Sequence[Any]]]:
+    def branches(self, node: Node) -> Iterator[tuple[Status, Sequence[Any]]]:
         """Yield whether the condition of each branch holds, and the branch. None is
         unknown, and `why` then says why.
         """
@@ -246,7 +247,7 @@ class Flow(Variables):
         subject = self.text(word, empty=True)
         for patterns, body in node.parts:
             texts = [self.text(pattern, empty=True) for pattern in patterns]
-            met: bool | None = any(fnmatchcase(subject, text) for text in texts)
+            met: Status = any(fnmatchcase(subject, text) for text in texts)
             if any(map(has_unknown, (subject, *texts))) and "*" not in texts:
                 met = None
                 self.why = first_marker(subject, *texts)
@@ -286,13 +287,19 @@ class Flow(Variables):
                     if stop.name != "continue":
                         self.left = [*outer, *self.left]
                         raise
-            self.join_left([left for left in self.left if left.name != "return"])
-            leavers += [left for left in self.left if left.name == "break"]
-            self.left = [left for left in self.left if left.name == "return"]
+            left = self.take_left("break", "continue")
+            self.join_left(left)
+            leavers += [row for row in left if row.name == "break"]
             if number and self.env == before and (is_open or node.kind != "for"):
                 break  # or it goes on like this without end
-        self.join_left([*leavers, *(row for row in self.left if row.name != "return")])
-        self.left = [*outer, *(row for row in self.left if row.name == "return")]
+        self.join_left([*leavers, *self.take_left("break", "continue")])
+        self.left = [*outer, *self.left]
+
+    def take_left(self, *names: str) -> list[Left]:
+        """Return the branches that may have left by some commands, and forget them."""
+        taken = [row for row in self.left if row.name in names]
+        self.left = [row for row in self.left if row.name not in names]
+        return taken
 
     def join_left(self, lefts: Sequence[Left]) -> None:
         """Continue with the state that each of some branches may have left behind,
@@ -302,7 +309,7 @@ class Flow(Variables):
             ends = [self.env, *(left.env for left in lefts)]
             self.join(ends, lefts[0].why, exhaustive=True)
 
-    def passes(self, node: Node) -> Iterator[bool | None]:
+    def passes(self, node: Node) -> Iterator[Status]:
         """Prepare each pass of a loop; yield whether there is one, None if that is not
         known.
         """
@@ -320,7 +327,7 @@ class Flow(Variables):
                 status = self.condition(node.parts[0])
             yield status if status is None else status is not (node.kind == "until")
 
-    def listed(self, node: Node) -> Iterator[bool | None]:
+    def listed(self, node: Node) -> Iterator[Status]:
         """Give the variable of a `for` each of its words, as `passes` does."""
         name, *listed = node.words
         items = [word for raw in listed for word in self.words(raw)]
@@ -337,7 +344,7 @@ class Flow(Variables):
 
     # Commands of the shell itself, and calls.
 
-    def command(self, node: Node) -> bool | None:
+    def command(self, node: Node) -> Status:
         """Evaluate a simple command; return its status."""
         matches = itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, node.words))
         own = [match.groups() for match in matches if match]
@@ -360,7 +367,7 @@ class Flow(Variables):
         values = {name: self.text(value) for name, _, _, value in own}
         return self.program(words, node, values)
 
-    def test(self, raw: Sequence[str]) -> bool | None:
+    def test(self, raw: Words) -> Status:
         """Evaluate a test in brackets."""
         quoted, words = raw[0] == "[[", list[str]()
         for part in raw[1:]:
@@ -371,7 +378,7 @@ class Flow(Variables):
             self.why = self.why or first_marker(*test.unknown)
         return value
 
-    def declare(self, raw: Sequence[str]) -> None:
+    def declare(self, raw: Words) -> None:
         """Evaluate `export`, `declare`, `local`, `readonly` or `typeset`."""
         command, *rest = raw
         options = "".join(word for word in rest if word.startswith("-"))
@@ -391,11 +398,11 @@ class Flow(Variables):
             if exports:
                 self.exported = self.exported | {match[1] if match else word}
 
-    def function(self, words: list[str]) -> bool | None:
+    def function(self, words: list[str]) -> Status:
         """Call a function; return its status."""
         if self.depth >= MAX_NESTING:
             return None
-        before: dict[str, Any] = {}
+        before: Env = {}
         body = self.functions[words[0]]
         with self.changed(depth=self.depth + 1, asks=False, loops=0, locals=before):
             try:
@@ -404,9 +411,7 @@ class Flow(Variables):
                 self.env = {k: v for k, v in self.env.items() if k not in before}
                 self.env |= {k: v for k, v in before.items() if v is not None}
 
-    def call(
-        self, body: Callable[[], bool | None], arguments: list[str] | None
-    ) -> bool | None:
+    def call(self, body: Callable[[], Status], arguments: list[str] | None) -> Status:
         """Evaluate a function or a sourced script, which `return` ends; return its
         status. None shares the arguments.
         """
@@ -418,8 +423,8 @@ class Flow(Variables):
         except Stop as stop:
             end = stop
             status = None if stop.status is None else not stop.status
-        returned = [left for left in self.left if left.name == "return"]
-        self.left = [*outer, *(left for left in self.left if left.name != "return")]
+        returned = self.take_left("return")
+        self.left = [*outer, *self.left]
         is_over = end is not None and end.name != "return"
         if is_over and returned:  # a branch goes on behind the call
             self.env = returned[0].env

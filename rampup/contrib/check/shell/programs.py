@@ -7,10 +7,15 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from rampup.contrib.check.shell.values import ARGUMENT, has_unknown
+from rampup.contrib.check.shell.values import (
+    ARGUMENT,
+    Status,
+    Words,
+    has_unknown,
+)
 
 _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
@@ -32,7 +37,7 @@ class Test:
         self.words = words
         self.unknown: list[str] = []
 
-    def value(self, *, any_of: bool = True) -> bool | None:
+    def value(self, *, any_of: bool = True) -> Status:
         """Return the result of the words up to an end or a `)`."""
         signs = ("||", "-o") if any_of else ("&&", "-a")
         result = self.value(any_of=False) if any_of else self.one()
@@ -45,7 +50,7 @@ class Test:
                 result = other
         return result
 
-    def one(self) -> bool | None:
+    def one(self) -> Status:
         """Return the result of the first test of the words."""
         if not self.words:
             return False
@@ -71,20 +76,20 @@ class Test:
             return is_full if word == "-n" or is_full is None else not is_full
         return self.is_full(word)
 
-    def is_full(self, text: str) -> bool | None:
+    def is_full(self, text: str) -> Status:
         """Return whether a text is not empty; an argument that is not given is."""
         if text[:1] == ARGUMENT or not text:
             return False
         return self.known(text, True)
 
-    def known(self, text: str, value: bool) -> bool | None:
+    def known(self, text: str, value: bool) -> Status:
         """Return the value of a test of a text, or None if the text is unknown."""
         if not has_unknown(text):
             return value
         self.unknown.append(text)
         return None
 
-    def compare(self, word: str, sign: str, other: str) -> bool | None:
+    def compare(self, word: str, sign: str, other: str) -> Status:
         """Return the result of a comparison."""
         if not (word and other):  # whether the other side is empty
             word = "" if word[:1] == ARGUMENT else word
@@ -102,7 +107,7 @@ class Test:
         return self.known(word + other, value)
 
 
-def print_output(words: Sequence[str], given: str | None) -> str | None:
+def print_output(words: Words, given: str | None) -> str | None:
     """Return what a program prints for what a script gives it to read, both known; None
     if that is not known here.
     """
@@ -121,7 +126,7 @@ def print_output(words: Sequence[str], given: str | None) -> str | None:
     return None
 
 
-def print_path(words: Sequence[str], folder: str) -> str | None:
+def print_path(words: Words, folder: str) -> str | None:
     """Return the path that a program prints which is started in a folder; None if that
     is not known here.
     """

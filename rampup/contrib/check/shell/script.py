@@ -34,7 +34,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -51,6 +51,8 @@ from rampup.contrib.check.shell.flow import Flow, Relevant, Stop
 from rampup.contrib.check.shell.grammar import ASSIGNMENT, Node, ScriptError, parse
 from rampup.contrib.check.shell.values import (
     RESERVED,
+    Status,
+    Words,
     drop_unset,
     explain_unknown,
     has_unknown,
@@ -186,9 +188,7 @@ class _Reader(Flow):
     tasks: str = ""  # how many processes run this, if a launcher says so
     commands: list[Command] = field(default_factory=list)
 
-    def program(
-        self, words: list[str], node: Node, values: dict[str, str]
-    ) -> bool | None:
+    def program(self, words: list[str], node: Node, values: dict[str, str]) -> Status:
         """Evaluate a command of bash itself, or record a program; `values` are the
         variables before it.
         """
@@ -239,7 +239,7 @@ class _Reader(Flow):
 
     # Commands of bash itself.
 
-    def leave(self, name: str, rest: Sequence[str], line: int) -> None:
+    def leave(self, name: str, rest: Words, line: int) -> None:
         """Leave a loop, a function or the script."""
         if name in ("exit", "return"):
             is_known = bool(rest) and rest[0].isdecimal()
@@ -249,7 +249,7 @@ class _Reader(Flow):
         if self.loops:
             raise Stop(name)
 
-    def shift(self, rest: Sequence[str]) -> bool | None:
+    def shift(self, rest: Words) -> Status:
         """Drop the first positional parameters."""
         arguments = self.env["@"]
         if isinstance(arguments, str) or any(map(has_unknown, rest)):
@@ -261,14 +261,14 @@ class _Reader(Flow):
         self.env["@"] = [arguments[0], *arguments[1 + number :]]
         return True
 
-    def script(self, text: str, line: int | None) -> bool | None:
+    def script(self, text: str, line: int | None) -> Status:
         """Evaluate a text in the same shell."""
         with self.changed(depth=self.depth + 1):
             return self.run(parse(text, line)) if self.depth < MAX_NESTING else None
 
     # Programs, and the scripts that they start.
 
-    def record(self, words: list[str], node: Node, own: dict[str, str]) -> bool | None:
+    def record(self, words: list[str], node: Node, own: dict[str, str]) -> Status:
         """Keep a command, and those in its script, its quoted words and
         here-documents.
         """
@@ -299,9 +299,7 @@ class _Reader(Flow):
                     del self.commands[number:]
         return None if words[0] in _ASKING else True
 
-    def find_texts(
-        self, words: Sequence[str], node: Node
-    ) -> Iterator[tuple[str, list[str]]]:
+    def find_texts(self, words: Words, node: Node) -> Iterator[tuple[str, list[str]]]:
         """Yield the texts in a command that are scripts themselves, with their
         arguments.
         """
@@ -345,7 +343,7 @@ class _Reader(Flow):
 
     def follow(
         self, words: list[str], place: int, line: int, own: dict[str, str]
-    ) -> bool | None:
+    ) -> Status:
         """Evaluate the script that the word at a place starts or sources, or keep the
         reason why it is not read.
         """
@@ -394,7 +392,7 @@ class _Reader(Flow):
             asks=line == 0 and not arguments,
         )
 
-    def source(self, file: str, arguments: list[str]) -> bool | None:
+    def source(self, file: str, arguments: list[str]) -> Status:
         """Evaluate a script in this shell."""
         text = self.open(file)
         given = [self.zero, *arguments] if arguments else None
@@ -441,7 +439,7 @@ def _shown(file: str) -> Path:
     return Path(file.removeprefix(f"{Path.cwd()}/"))
 
 
-def _find_script(words: Sequence[str]) -> int | None:
+def _find_script(words: Words) -> int | None:
     """Return the place of the script that a command starts: `bash x.sh`, `./x.sh`, or
     `srun -n 8 bash -x x.sh`.
     """

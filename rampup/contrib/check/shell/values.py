@@ -7,6 +7,14 @@ would print it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+# Whether a command succeeds or a condition holds; None if that is not known.
+Status: TypeAlias = bool | None
+# The variables of a shell: texts, and lists for arrays.
+Env: TypeAlias = dict[str, Any]
+Words: TypeAlias = Sequence[str]
 
 # The kinds of markers; `script.py` says what they mean.
 UNSET = "\ue000"
@@ -72,8 +80,7 @@ def first_marker(*texts: str) -> str:
     if there is none.
     """
     found = (match for text in texts for match in MARKER.finditer(text))
-    is_settled = re.compile(r"[A-Za-z_]\w*|\$\d")  # by a name, or an argument
-    return next((match[0] for match in found if is_settled.fullmatch(match[1])), "")
+    return next((match[0] for match in found if match[1].isidentifier()), "")
 
 
 def _shown(name: str) -> str:

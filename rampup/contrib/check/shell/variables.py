@@ -29,6 +29,7 @@ from rampup.contrib.check.shell.values import (
     EMPTY,
     MARKER,
     UNSET,
+    Env,
     drop_unset,
     has_unknown,
     mark,
@@ -51,7 +52,7 @@ class Variables:
     path: Path  # the script
     given: Mapping[str, str]  # values that the user gives, which win
     # Texts, and lists for arrays. `@` has the positional parameters from $0 on.
-    env: dict[str, Any]
+    env: Env
     exported: Set[str]  # those that another shell sees
     exports_all: bool = False
     # whether a positional parameter that is not there may have been given
