@@ -78,7 +78,7 @@ SCRIPTS = {
         " run e\n(run f; X=1)\n{ run g${X:-}; }"
     ),
     "here-document": (
-        "N=3\nrun <<EOF\n$N a b\nEOF\nrun a <<-'X' > /dev/null\n\t$N\n\tX\nrun b <<<"
+        "N=3\nrun <<EOF\n$N a b\nEOF\nrun a <<'X' > /dev/null\n\t$N\nX\nrun b <<<"
         ' "$N"'
     ),
     "quoted commands": (
@@ -140,6 +140,7 @@ WITH_ARGUMENTS = {
 }  # fmt: skip
 # What is not read: its values are unknown, or the script is refused.
 UNREAD = {
+    "indented document": ("N=2\nbash <<-EOF\n\trun $N\n\tEOF\nrun 3", ""),
     "counted": ("S=0; for ((i = 0; i < 5; i++)); do if ((i % 2)); then continue; fi; S=$((S + i)); done; run $S $i", ""),
     "counted down": ("for ((i=8; i; i/=2)); do A+=($i); done; run ${A[@]}", ""),
     "over the keys of an array": ('S=0 A=(5 6 7); for i in "${!A[@]}"; do S=$((S + i * A[i])); done; run $S', ""),

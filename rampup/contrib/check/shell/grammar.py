@@ -46,7 +46,6 @@ class Document:
 
     text: str = ""
     end: str = ""  # the word that ends a here-document; empty for a here-string
-    tabs: str = ""  # a pattern of the indents to strip
     quoted: bool = False  # whether the text is as it stands, without expansions
 
 
@@ -118,11 +117,8 @@ class Parser:
         if token == "\n":
             documents, self.documents = self.documents, []
             for document in documents:
-                inner, self.at = _read_document(
-                    self.text, self.at, document.end, document.tabs
-                )
-                document.text = re.sub(
-                    rf"^{document.tabs}", "", inner, flags=re.MULTILINE
+                document.text, self.at = _read_document(
+                    self.text, self.at, document.end
                 )
         return token
 
@@ -300,12 +296,13 @@ class Parser:
             return False
         self.at = match.end()
         target = self.next()
-        if match[1] in ("<<", "<<-"):
+        if match[1] == "<<-":
+            raise ScriptError(f"line {self.here()}: `<<-` is not read")
+        if match[1] == "<<":
             end = re.sub(r"[\"'\\]", "", target)
             self.documents.append(
                 Document(
                     end=end,
-                    tabs="\t*" if match[1] == "<<-" else "",
                     quoted=end != target,
                 )
             )
@@ -369,9 +366,9 @@ def find_close(text: str, at: int) -> int:
         end = end + 1 if is_plain else skip_part(text, end)
 
 
-def _read_document(text: str, at: int, end: str, tabs: str) -> tuple[str, int]:
+def _read_document(text: str, at: int, end: str) -> tuple[str, int]:
     """Return the here-document that begins at a place, and the place after it."""
-    last = re.compile(rf"^{tabs}{re.escape(end)}\r*$", re.MULTILINE).search(text, at)
+    last = re.compile(rf"^{re.escape(end)}\r*$", re.MULTILINE).search(text, at)
     if last is None:
         return text[at:].removesuffix("\n"), len(text)
     return text[at : last.start()].removesuffix("\n"), last.end() + text.startswith(
