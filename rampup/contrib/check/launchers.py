@@ -101,7 +101,9 @@ def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
             return number
     each = each or "1"
     is_known = nodes.isdecimal() and each.isdecimal()
-    return str(int(nodes) * int(each)) if is_known else ""
+    if is_known:
+        return str(int(nodes) * int(each))
+    return ""
 
 
 def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -308,10 +310,14 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
 
 
 def _entries(value: Any) -> _Entries:
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _number(value: Any) -> int:
     """Return a whole number; 0 for what a template leaves open."""
     is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
-    return int(value) if is_number else 0
+    if is_number:
+        return int(value)
+    return 0

@@ -156,7 +156,9 @@ class Flow(Variables):
             case "arithmetic":
                 value = self.arithmetic(node.words[0])
                 self.why = first_marker(value)
-                return None if has_unknown(value) else value != "0"
+                if has_unknown(value):
+                    return None
+                return value != "0"
             case "function":
                 self.functions[node.words[0]] = node.parts[0]
             case "if" | "case":
@@ -447,4 +449,6 @@ def _is_test(pipe: Sequence[Node]) -> bool:
 
 def _words(value: Any) -> list[str]:
     """Return the words of the value of a variable."""
-    return value if isinstance(value, list) else (value or "").split()
+    if isinstance(value, list):
+        return value
+    return (value or "").split()

@@ -133,7 +133,9 @@ class Parser:
 
     def take(self, *tokens: str) -> str:
         """Return the next word and go on if it is one of some; otherwise nothing."""
-        return self.next() if self.peek() in tokens else ""
+        if self.peek() in tokens:
+            return self.next()
+        return ""
 
     def skip(self, *tokens: str) -> None:
         """Go on behind some words."""
@@ -142,11 +144,9 @@ class Parser:
 
     def here(self, at: int | None = None) -> int:
         """Return the line of the next word, or of a place in the text."""
-        return (
-            bisect.bisect_left(self.newlines, self.at if at is None else at) + 1
-            if self.line is None
-            else self.line
-        )
+        if self.line is None:
+            return bisect.bisect_left(self.newlines, self.at if at is None else at) + 1
+        return self.line
 
     def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""
@@ -286,7 +286,9 @@ class Parser:
             else 0
         )
         cut = _CUT.match(self.text, end)
-        return node._replace(cut=self.here(end)) if cut else node
+        if cut:
+            return node._replace(cut=self.here(end))
+        return node
 
     def redirect(self, documents: list[Any]) -> bool:
         """Drop a redirection, but add a here-document or a here-string; return whether

@@ -60,7 +60,9 @@ class Test:
             return False
         if word == "!" and self.words:
             result = self.one()
-            return None if result is None else not result
+            if result is None:
+                return None
+            return not result
         if word == "(":
             result = self.value()
             self.words[:1] = []
@@ -73,7 +75,9 @@ class Test:
             if word not in ("-z", "-n"):
                 return None
             is_full = self.is_full(text)
-            return is_full if word == "-n" or is_full is None else not is_full
+            if word == "-n" or is_full is None:
+                return is_full
+            return not is_full
         return self.is_full(word)
 
     def is_full(self, text: str) -> Status:

@@ -264,7 +264,9 @@ class _Reader(Flow):
     def script(self, text: str, line: int | None) -> Status:
         """Evaluate a text in the same shell."""
         with self.changed(depth=self.depth + 1):
-            return self.run(parse(text, line)) if self.depth < MAX_NESTING else None
+            if self.depth < MAX_NESTING:
+                return self.run(parse(text, line))
+            return None
 
     # Programs, and the scripts that they start.
 

@@ -72,7 +72,9 @@ def explain_unknown(text: str) -> str:
     hidden = (match[2] for match in MARKER.finditer(text))
     commands = "; ".join(dict.fromkeys(filter(None, hidden)))
     shown = "".join(chr(ord(letter) % _HIDDEN) for letter in commands)
-    return f"{said}: {shown} is not run" if shown else said
+    if shown:
+        return f"{said}: {shown} is not run"
+    return said
 
 
 def first_marker(*texts: str) -> str:
@@ -84,4 +86,6 @@ def first_marker(*texts: str) -> str:
 
 
 def _shown(name: str) -> str:
-    return name if name.startswith("$") else f"${name}"
+    if name.startswith("$"):
+        return name
+    return f"${name}"

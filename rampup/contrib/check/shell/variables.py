@@ -84,7 +84,9 @@ class Variables:
     def zero(self) -> str:
         """The script, as $0 is."""
         arguments = self.env["@"]
-        return arguments[0] if isinstance(arguments, list) else str(self.path)
+        if isinstance(arguments, list):
+            return str(arguments[0])
+        return str(self.path)
 
     def argument(self, name: str) -> Any:
         """Return a positional parameter, all of them, or their number."""
@@ -108,11 +110,15 @@ class Variables:
         if name.isdecimal() or name in "@*#":
             return self.argument(name)
         if name in "?$!-":
-            return "0" if name == "?" else mark(f"${name}")
+            if name == "?":
+                return "0"
+            return mark(f"${name}")
         if name == "BASH_SOURCE":
             return str(self.path.absolute())
         value = self.env.get(name, mark(name, UNSET))
-        return "".join(value[:1]) if isinstance(value, list) else value
+        if isinstance(value, list):
+            return "".join(value[:1])
+        return value
 
     def item(self, name: str, key: str) -> Any:
         """Return an item of an array, or a list of all."""
@@ -130,7 +136,9 @@ class Variables:
             return mark(name)
         place = int(number)
         is_there = -len(whole) <= place < len(whole)
-        return whole[place] if is_there else mark(name, UNSET)
+        if is_there:
+            return whole[place]
+        return mark(name, UNSET)
 
     # Assignments.
 
@@ -160,7 +168,9 @@ class Variables:
         items = [word for row in rows for word in row]
         is_open = any(isinstance(row, OpenList) for row in rows)
         is_open |= any("*" in word for word in items)
-        return OpenList(items) if is_open else items
+        if is_open:
+            return OpenList(items)
+        return items
 
     def assign(self, name: str, value: str) -> None:
         """Assign a text to a variable."""
@@ -170,7 +180,7 @@ class Variables:
         # its variable.
         match = MARKER.fullmatch(value)
         if match and match[1].startswith("$"):
-            value = mark(name, value[0])
+            value = mark(name, value[0], match[2])
         if len(value) > MAX_TEXT:
             raise ScriptError(f"{name} is longer than {MAX_TEXT:,} characters")
         if self.exports_all:
@@ -195,7 +205,9 @@ class Variables:
                 text += re.sub(r"[ \t\n]+", BREAK, BREAK.join(parts))
         text = drop_unset(text) if empty else text
         found = [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
-        return OpenList(found) if is_open else found
+        if is_open:
+            return OpenList(found)
+        return found
 
     def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
         """Return a raw word, or the inside of double quotes, as one text; in a test,
@@ -205,7 +217,9 @@ class Variables:
         text = "".join(
             " ".join(part) if isinstance(part, list) else part for part, _ in pieces
         )
-        return drop_unset(text) if empty else text
+        if empty:
+            return drop_unset(text)
+        return text
 
     def pieces(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
         """Yield the expanded parts of a raw word, or of the inside of double quotes,
@@ -272,7 +286,9 @@ class Variables:
             return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
         if match is None:  # `$[...]` is an old form, and other signs are texts
-            return (mark(part), end) if part.startswith("$[") else ("$", at + 1)
+            if part.startswith("$["):
+                return (mark(part), end)
+            return ("$", at + 1)
         return self.get(match[1]), match.end()
 
     def substitute(self, text: str) -> str | None:
@@ -339,7 +355,9 @@ class Variables:
         value = self.get(name) if key is None else self.item(name, key)
         if prefix:  # the number of items; that of letters, or a name, is not followed
             is_counted = prefix == "#" and not rest and type(value) is list
-            return str(len(value)) if is_counted else mark(name)
+            if is_counted:
+                return str(len(value))
+            return mark(name)
         if found := re.match(r":?[-=+?]", rest):
             return self.default(name, value, found[0], rest[found.end() :])
         if not rest:
@@ -357,7 +375,9 @@ class Variables:
         """Return `${NAME:-raw}` and the like."""
         is_set = not is_unset(value) and (sign[0] != ":" or bool(value))
         if sign[-1] == "+":
-            return self.text(raw) if is_set else ""
+            if is_set:
+                return self.text(raw)
+            return ""
         if is_set or sign[-1] == "?":
             return value
         other = self.text(raw.strip("\n"))
@@ -381,11 +401,9 @@ class Variables:
         if sign[0] == "/":  # only plain texts, of which one is found in one way
             is_plain = re.fullmatch(r"[\w.][\w.\- ]*", pattern)
             number = -1 if sign == "//" else 1
-            return (
-                value.replace(pattern, self.text(new), number)
-                if is_plain
-                else open_name
-            )
+            if is_plain:
+                return value.replace(pattern, self.text(new), number)
+            return open_name
         places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
         if sign[0] == "#":
             found = (value[n:] for n in places if fnmatchcase(value[:n], pattern))
@@ -407,7 +425,9 @@ class Variables:
                 name = match[1] or match[2]
                 self.env[name] = mark(name)
             found = MARKER.search(text) or MARKER.fullmatch(str(error))
-            return found[0] if found else mark(f"$(({text.strip()}))")
+            if found:
+                return found[0]
+            return mark(f"$(({text.strip()}))")
 
 
 def is_unset(value: Any) -> bool:
