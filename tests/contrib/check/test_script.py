@@ -130,7 +130,6 @@ WITH_ARGUMENTS = {
     "return of a status": ('big() { if [ $1 -gt 4 ]; then return 0; fi; return 1; }; if big 8; then N=8; fi; if ! big 2; then M=2; fi; big 3 || K=3; run $N $M $K', ""),
     "return from a loop": ('first() { for x in "$@"; do if [[ $x == b* ]]; then R=$x; return; fi; done; R=none; }; first a bc bd; run $R; first a; run $R', ""),
     "shift too far": ('shift 5; run "$@"; shift 2; run "$@" $#', "1 2 3"),
-    "a document in a substitution": ("N=4\nCMD=$(cat <<'EOS'\nset -e  # it's (here\nN=5\nrun a $N\nEOS\n)\nbash -lc \"${CMD}\"\nC2=\"$(cat <<EOF\nrun b $N\nEOF\n)\"\nbash -c \"$C2\"", ""),
     "a document for bash": ("N=4\nbash <<EOF\nrun $N\nEOF\nbash -s <<'EOF'\nN=3\nrun $N.\nEOF", ""),
     "number of devices": ("export D=0,1,2,3\nrun $(echo $D | tr ',' '\\n' | wc -l)", ""),
     "a pipe is a shell of its own": ('N=1; echo 2 | { N=2; run in $N; }; run $N; (N=3; run $N); run $N', ""),
