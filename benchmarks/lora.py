@@ -184,32 +184,26 @@ class Study:
             measure_gradient_noise=noise,
             check_loss=False,
         )
-        scales = rampup.plan.NoiseScale(half_life_samples=examples / 4)
-        adam = rampup.plan.NoiseScale(half_life_samples=examples / 4)
+        scale = rampup.plan.NoiseScale(half_life_samples=examples / 4)
         rows = make_rows("sums", 2, examples)
         for batch in step.batches(rows, seed=seed):
             state, metrics = step(state, batch)
             if noise:
                 found = jax.device_get(metrics["gradient_noise"])
                 weight = float(metrics["weight"])
-                for scale, names in (
-                    (scales, ("trace", "squared_norm")),
-                    (adam, ("adam_trace", "adam_squared_norm")),
-                ):
-                    scale.update(
-                        samples=size,
-                        weight=weight,
-                        trace=float(found[names[0]]),
-                        squared_norm=float(found[names[1]]),
-                    )
+                scale.update(
+                    samples=size,
+                    weight=weight,
+                    trace=float(found["trace"]),
+                    squared_norm=float(found["squared_norm"]),
+                )
         evaluate = rampup.EvalStep(loss, self.mesh)
         sums = [evaluate(state, batch) for batch in evaluate.batches(self.held_out, 64)]
         held_out = sum(float(x) for x, _ in sums) / sum(float(w) for _, w in sums)
         row: dict[str, Any] = {"loss": round(held_out, 5), "steps": steps}
         if noise:
-            for name, scale in (("plain", scales), ("adam", adam)):
-                estimate = scale.in_samples
-                row[name] = [estimate.value, estimate.low, estimate.high]
+            estimate = scale.in_samples
+            row["plain"] = [estimate.value, estimate.low, estimate.high]
         return row
 
 

@@ -441,7 +441,8 @@ def gpipe_sums(
     ticks, as GPipe and MaxText do.
     """
     check_sizes(loss, params, mesh)
-    check_parts(loss, params, (batch_KR, keys_KR), mesh)
+    replicas = stage_replicas(loss, params, mesh, param_shardings)
+    check_parts(loss, params, (batch_KR, keys_KR), replicas)
 
     def sum_stage(
         reduce: Any, _: Any, params: Any, batch_KR: Any, keys_KR: Any, *rest: Any
@@ -462,7 +463,7 @@ def gpipe_sums(
         grads, sums = jax.grad(forward, has_aux=True)(params)
         return reduce(sums._replace(grads=jax.tree.map(as_summed, grads)), rest[-1])
 
-    run = stage_replicas(loss, params, mesh, param_shardings).run(sum_stage)
+    run = replicas.run(sum_stage)
     return run(params, batch_KR, keys_KR, None, Recipe())
 
 

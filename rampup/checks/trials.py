@@ -21,10 +21,10 @@ from rampup.engine.contract import (
 )
 from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
+from rampup.engine.operations import operations
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
 from rampup.engine.sums import as_summed, check_trained
-from rampup.engine.whole import operations
 from rampup.errors import ConfigError, a_type
 
 # Rows that are evaluated together. Some losses take rows in pairs.
@@ -274,7 +274,7 @@ class Trials:
         def loss_of(params: Any) -> Any:
             args = (params, batch, keys) + (() if mutable is None else (mutable,))
             check_signature(function, len(args))
-            with explained(len(args), self.device.mesh.axis_names):
+            with explained(len(args)):
                 results = function(*args)
             loss, weight, aux, _ = check_results(results, function, args)
             found = {

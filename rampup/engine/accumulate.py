@@ -24,7 +24,6 @@ from rampup.engine.contract import (
     Counts,
     LossFn,
     SummableLoss,
-    SumsOfMicrobatches,
     check_results,
     check_signature,
     explained,
@@ -65,7 +64,7 @@ _GONE = {
 
 
 @dataclass(frozen=True, slots=True)
-class AccumulatedLoss(SumsOfMicrobatches):
+class AccumulatedLoss(SummableLoss):
     """The `SummableLoss` of a loss function: microbatches run one after the other on
     every replica.
 
@@ -133,9 +132,9 @@ class AccumulatedLoss(SumsOfMicrobatches):
         counts: Counts,
         recipe: Recipe,
         mesh: Mesh,
-        param_shardings: Any = None,
+        grad_shardings: Any = None,
     ) -> Sums:
-        """Return the sums over the microbatches; see `SumsOfMicrobatches`.
+        """Return the sums over the microbatches; see `SummableLoss`.
 
         Args:
             params: the parameters.
@@ -143,7 +142,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
             counts: microbatches of a pass, and passes; int32.
             recipe: what else to sum up, and how.
             mesh: the devices.
-            param_shardings: the shardings of the gradients; None = no gradients, as in
+            grad_shardings: the shardings of the gradients; None = no gradients, as in
                 an evaluation. Not `self.param_shardings`, the parts that the loss takes.
 
         Raises:
@@ -159,17 +158,17 @@ class AccumulatedLoss(SumsOfMicrobatches):
             )
         run = self.summation(
             mesh,
-            param_shardings,
+            grad_shardings,
             # A plan whose buffer has room for one microbatch runs one in every step.
             has_one=jax.tree.leaves(rows[0])[0].shape[0] == 1,
-            has_grads=param_shardings is not None,
+            has_grads=grad_shardings is not None,
         )
         return run(params, *rows, counts[0] * counts[1], recipe)
 
     def summation(
         self,
         mesh: Mesh,
-        param_shardings: Any = None,
+        grad_shardings: Any = None,
         *,
         has_one: bool = False,
         has_grads: bool = True,
@@ -179,7 +178,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
 
         Args:
             mesh: the devices.
-            param_shardings: the shardings of the gradients; None leaves them to the
+            grad_shardings: the shardings of the gradients; None leaves them to the
                 compiler.
             has_one: the buffer has one microbatch, which runs.
             has_grads: False: `recipe.mutable` is read and not carried.
@@ -191,7 +190,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
         axes = BatchAxes.of(mesh, self.batch_axes)
         takes_whole = self.param_shardings is None
         if not takes_whole and is_scattered(
-            (param_shardings, self.param_shardings), axes
+            (grad_shardings, self.param_shardings), axes
         ):
             raise ConfigError(
                 "a loss with `param_shardings` cannot have parameters or gradients that"
@@ -203,7 +202,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
             )
         # A loss function that takes shards was written for the shardings
         # `self.param_shardings`, and its gradients have those.
-        wanted = param_shardings if takes_whole else self.param_shardings
+        wanted = grad_shardings if takes_whole else self.param_shardings
         shardings = wanted if has_grads else None
         replicas = Replicas(
             mesh=mesh,
@@ -215,7 +214,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
         )
         # jit caches the trace: the loss function is traced once for the shapes of the
         # sums and for the body of the loop.
-        plain = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
+        plain = _loss_of(self.loss_fn, keeps_mutable=has_grads)
         loss_of = jax.jit(
             jax.value_and_grad(plain, has_aux=True) if has_grads else plain, inline=True
         )
@@ -237,7 +236,9 @@ class AccumulatedLoss(SumsOfMicrobatches):
                 step if the loss has several parts.
                 """
                 args = params, *take(rows, i), mutable, recipe.scale, weights
-                (_, sums), grads = run(*args) if has_grads else (run(*args), None)
+                (_, sums), grads = (
+                    loss_of(*args) if has_grads else (loss_of(*args), None)
+                )
                 if recipe.noise and isinstance(sums.weight, tuple):
                     raise ConfigError(
                         "measure_gradient_noise=true needs a loss with one weight, but"
@@ -250,9 +251,7 @@ class AccumulatedLoss(SumsOfMicrobatches):
                     unit = largest(sums.weight if weights is None else weights)
                     grads = jax.tree.map(lambda g: g * unit, grads)
                 grads = constrain_leaves(grads, shardings)
-                noise = recipe.noise and recipe.noise.block(
-                    grads, sums.weight, varying=sums.loss
-                )
+                noise = recipe.noise and recipe.noise.block(grads, sums.weight)
                 dtype = self.accumulator_dtype
                 grads = jax.tree.map(lambda g: as_summed(g, dtype), grads)
                 return sums._replace(grads=grads, noise=noise)
@@ -260,7 +259,6 @@ class AccumulatedLoss(SumsOfMicrobatches):
             first = params, *take(rows, 0), start, recipe.scale, None
             traced = jax.make_jaxpr(loss_of)(*first)
             replicas.check(traced)
-            run = replicas.partitioned(loss_of, traced)
             shapes = jax.eval_shape(sums_of, 0, start, None)
             weights = None
             if has_grads and isinstance(shapes.weight, tuple):
@@ -435,7 +433,7 @@ def accumulate(
 
 
 def _loss_of(
-    loss_fn: LossFn, mesh: Mesh, *, keeps_mutable: bool
+    loss_fn: LossFn, *, keeps_mutable: bool
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function of one microbatch that returns what `Sums.grads` is the
     gradient of, or with a scale its scaled mean, and the sums.
@@ -446,7 +444,7 @@ def _loss_of(
     ) -> tuple[Any, Sums]:
         args = (params, batch_R, keys_R) + (() if mutable is None else (mutable,))
         check_signature(loss_fn, len(args))
-        with explained(len(args), mesh.axis_names):
+        with explained(len(args)):
             results = loss_fn(*args)
         loss, weight, aux, carried = check_results(
             results, loss_fn, args, keeps_mutable=keeps_mutable

@@ -204,18 +204,10 @@ def _global_array(
         part_CR = np.concatenate(
             [part_CR, np.zeros((missing, *part_CR.shape[1:]), part_CR.dtype)]
         )
-    # Not by `jax.device_put`, which takes two to three times as long for a small array.
-    if part_CR.shape[1] == num_rows:
-        return jax.make_array_from_callback(
-            part_CR.shape, sharding, part_CR.__getitem__
-        )
     # Rows of other processes are missing here; a device of this process asks for a
     # range of its own ones.
-    local = process_rows(
-        sharding.mesh,
-        num_rows,
-        BatchAxes(replica=(), rows=axis_names(sharding.spec[1])),
-    )
+    axes = BatchAxes(replica=(), rows=axis_names(sharding.spec[1]))
+    local = process_rows(sharding.mesh, num_rows, axes)
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         start = index[1].start or 0
@@ -223,6 +215,7 @@ def _global_array(
         first = int(np.searchsorted(local, start))
         return part_CR[:, first : first + stop - start]
 
+    # Not by `jax.device_put`, which takes two to three times as long for a small array.
     return jax.make_array_from_callback(
         (part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard
     )

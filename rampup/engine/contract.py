@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,57 +30,49 @@ _MANUAL_TWICE = (
 )
 
 
-@runtime_checkable
-class SummableLoss(Protocol):
-    """A loss that adds itself up over the microbatches of a step. To take `batch_axes`,
-    be a dataclass with that field.
-    """
-
-    def check(self, mesh: Mesh, engine: str) -> None:
-        """Raise an error if this loss cannot run on a mesh, or with the engine `fused`
-        or `multi_steps`.
-        """
-
-    def sums_and_grads(
-        self,
-        params: Any,
-        batch_KR: Any,
-        keys_KR: Any,
-        counts: Counts,
-        recipe: Recipe,
-        *,
-        mesh: Mesh,
-        param_shardings: Any,
-    ) -> tuple[Sums, Any]:
-        """Return the sums over the microbatches, with None as `grads`, and the gradient
-        of the mean loss at least in float32.
-
-        Gradients have `param_shardings`: those of the parameters, or with ZeRO-1 of
-        each replica's own part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
-        multiplies what it differentiates by `recipe.scale` undoes that in
-        `recipe.finalize`; one that does neither is right too.
-        """
-
-    def eval_sums(
-        self,
-        params: Any,
-        batch_KR: Any,
-        keys_KR: jax.Array,
-        num_microbatches: jax.Array,
-        *,
-        mesh: Mesh,
-        mutable: Any = None,
-    ) -> Sums:
-        """Return the sums without gradients. `mutable` is read, not carried."""
-
-
-class SumsOfMicrobatches:
-    """The methods of a `SummableLoss` that has `sums(params, rows, counts, recipe, mesh,
-    param_shardings)`: without the last, those of the loss alone.
+class SummableLoss:
+    """A loss that adds itself up over the microbatches of a step. A subclass says how,
+    in `sums`. To take `batch_axes`, be a dataclass with that field.
     """
 
     __slots__ = ()
 
+    def check(self, mesh: Mesh, engine: str) -> None:
+        """Raise an error if this loss cannot run on a mesh, or with an engine.
+
+        Args:
+            mesh: the devices.
+            engine: `fused` or `multi_steps`.
+        """
+
+    def sums(
+        self,
+        params: Any,
+        rows: Any,
+        counts: Counts,
+        recipe: Recipe,
+        mesh: Mesh,
+        grad_shardings: Any = None,
+    ) -> Sums:
+        """Return the sums over the microbatches, with the gradient of the loss.
+
+        If the recipe has `mutable` or `noise`, so have the sums. A loss that multiplies
+        what it differentiates by `recipe.scale` is right, and one that does not too, if
+        it replaces the scale by None.
+
+        Args:
+            params: the parameters.
+            rows: the batch and a random key per row, arrays (K, R, ...) for K
+                microbatches of R rows.
+            counts: microbatches of a pass, and passes; int32.
+            recipe: what else to sum up, and how.
+            mesh: the devices.
+            grad_shardings: the shardings of the gradients: those of the parameters, or
+                with ZeRO-1 of each replica's own part. None: no gradients, as in an
+                evaluation, and `mutable` is read, not carried.
+        """
+        raise NotImplementedError
+
     def sums_and_grads(
         self,
         params: Any,
@@ -90,21 +82,18 @@ class SumsOfMicrobatches:
         recipe: Recipe,
         *,
         mesh: Mesh,
-        param_shardings: Any,
+        grad_shardings: Any,
     ) -> tuple[Sums, Any]:
-        """Return the sums and the gradient of the mean loss; see `SummableLoss`.
+        """Return the sums, with None as `grads`, and the gradient of the mean loss, at
+        least in float32; see `sums`.
 
         Args:
-            params: the parameters.
+            params, counts, recipe, mesh, grad_shardings: see `sums`.
             batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...) for K
                 microbatches of R rows.
-            counts: microbatches of a pass, and passes; int32.
-            recipe: what else to sum up, and how.
-            mesh: the devices.
-            param_shardings: the shardings of the gradients.
         """
         rows = batch_KR, keys_KR
-        sums = self.sums(params, rows, counts, recipe, mesh, param_shardings)  # type: ignore[attr-defined]
+        sums = self.sums(params, rows, counts, recipe, mesh, grad_shardings)
         return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
@@ -117,17 +106,16 @@ class SumsOfMicrobatches:
         mesh: Mesh,
         mutable: Any = None,
     ) -> Sums:
-        """Return the sums without gradients; see `SummableLoss`.
+        """Return the sums without gradients.
 
         Args:
-            params: the parameters.
-            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...).
+            params, mesh: see `sums`.
+            batch_KR, keys_KR: see `sums_and_grads`.
             num_microbatches: how many of the K count, int32.
-            mesh: the devices.
             mutable: what the loss reads, and does not carry.
         """
         rows, counts = (batch_KR, keys_KR), (num_microbatches, 1)
-        return self.sums(params, rows, counts, Recipe(mutable=mutable), mesh)  # type: ignore[attr-defined]
+        return self.sums(params, rows, counts, Recipe(mutable=mutable), mesh)
 
 
 def check_results(
@@ -214,21 +202,20 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
 
 
 @contextlib.contextmanager
-def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
-    """Raise JAX's errors in a loss function of this number of arguments in words of its
-    contract, if they are known.
+def explained(number: int) -> Iterator[None]:
+    """Raise two errors of JAX in a loss function of this number of arguments in words
+    of its contract.
     """
     try:
         yield
-    except (TypeError, ValueError, NameError) as error:
+    except (TypeError, ValueError) as error:
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        unbound = re.search(r"unbound axis name: (\w+)", str(error))
         if is_manual and re.search(_MANUAL_TWICE, str(error)):
             raise ConfigError(
                 f"the loss has a shard_map that cannot run where each replica runs by"
                 f" itself: {error}",
-                fix="leave out `mesh=`, which the context has, and the axes of the"
-                " replicas, or give reduce_once=False",
+                fix="leave out `mesh=`, which the context has, the axes of the replicas"
+                " and axes of one device, or give reduce_once=False",
                 key="reduce_once",
                 nearest=(False,),
             ) from error
@@ -239,18 +226,6 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
                 " rows and keys, or keys[0]",
                 number > 3,
             ) from error
-        if unbound and unbound[1] not in axes:
-            raise _contract_error(
-                f"names the axis {unbound[1]!r}, but those of the mesh are"
-                f" {', '.join(map(str, axes))}: leave out the collectives of a pmap, as"
-                " the step itself adds up over the replicas",
-                number > 3,
-            ) from error
-        if unbound:
-            error.add_note(
-                "A loss that sees all rows needs no collectives over them. With"
-                " reduce_once=True, one replica runs as several do, and has such axes."
-            )
         raise
 
 
@@ -271,19 +246,14 @@ def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
         return
     for path, leaf in jax.tree.leaves_with_path(aux):
         if path in other and other[path].shape != np.shape(leaf):
-            shapes = (
-                f"its shape is {list(np.shape(leaf))} for {R} rows and"
-                f" {list(other[path].shape)} for {2 * R}"
-            )
-            problem = (
+            raise ConfigError(
                 f"aux{jax.tree_util.keystr(path)} of the loss function has values for"
-                f" single rows: {shapes}"
+                f" single rows: its shape is {list(np.shape(leaf))} for {R} rows and"
+                f" {list(other[path].shape)} for {2 * R}. A step adds aux up over the"
+                " microbatches, so return sums over the rows, such as jnp.sum(x,"
+                " axis=0)",
+                key="loss_fn",
             )
-            fix = (
-                "A step adds aux up over the microbatches, so return sums over the"
-                " rows, such as jnp.sum(x, axis=0)"
-            )
-            raise ConfigError(f"{problem}. {fix}", key="loss_fn")
 
 
 def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:

@@ -424,7 +424,7 @@ def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     return PartitionSpec(*map(keep, spec))
 
 
-_with_sharding_constraint, _shard_map = jax.lax.with_sharding_constraint, jax.shard_map
+_with_sharding_constraint = jax.lax.with_sharding_constraint
 _patch, _patch_lock = threading.local(), threading.Lock()
 _num_patched = 0
 
@@ -432,18 +432,16 @@ _num_patched = 0
 @contextlib.contextmanager
 def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the
-    manual axes, and those that are `mapped`, and `jax.shard_map` the manual axes of one
-    device, and the mesh, which the context has.
+    manual axes, and those that are `mapped`.
 
-    Models constrain activations over the data axis, and give meshes, which JAX refuses
-    where an axis is manual, and there is no hook. So JAX's functions are replaced until
-    the last context ends; in other threads, they do what they did.
+    Models constrain activations over the data axis, which JAX refuses where it is
+    manual, and there is no hook. So JAX's function is replaced until the last context
+    ends; in other threads, it does what it did.
     """
     global _num_patched
     with _patch_lock:
         _num_patched += 1
         jax.lax.with_sharding_constraint = _constrain_without_manual_axes
-        jax.shard_map = _shard_map_without_manual_axes
     before = getattr(_patch, "mapped", None)
     _patch.mapped = mapped
     try:
@@ -454,7 +452,6 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
             _num_patched -= 1
             if not _num_patched:
                 jax.lax.with_sharding_constraint = _with_sharding_constraint
-                jax.shard_map = _shard_map
 
 
 @functools.wraps(_with_sharding_constraint)
@@ -473,27 +470,6 @@ def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
         return leaf is None or isinstance(leaf, PartitionSpec)
 
     return jax.tree.map(constrain_part, shardings, x, is_leaf=is_leaf)
-
-
-@functools.wraps(_shard_map)
-def _shard_map_without_manual_axes(
-    *args: Any, mesh: Any = None, axis_names: Any = frozenset(), **options: Any
-) -> Any:
-    context = jax.sharding.get_abstract_mesh()
-    is_own = getattr(_patch, "mapped", None) is not None and context.manual_axes
-    if not is_own or (mesh is not None and mesh.shape != context.shape):
-        return _shard_map(*args, mesh=mesh, axis_names=axis_names, **options)
-    single = frozenset(n for n in context.manual_axes if context.shape[n] == 1)
-    names = frozenset(axis_names or context.axis_names) - single
-    if not names:
-        return args[0] if args else lambda f: f
-    for key in {"in_specs", "out_specs"} & options.keys():
-        options[key] = jax.tree.map(
-            lambda spec: spec_without(spec, single),
-            options[key],
-            is_leaf=lambda spec: isinstance(spec, PartitionSpec),
-        )
-    return _shard_map(*args, axis_names=names, **options)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,6 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +70,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import take
-from rampup.engine.contract import Counts, SumsOfMicrobatches, check_aux
+from rampup.engine.contract import Counts, SummableLoss, check_aux
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, mesh_in_context
 from rampup.engine.replicas import Replicas
 from rampup.engine.sums import (
@@ -90,7 +89,7 @@ Params = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinedLoss(SumsOfMicrobatches):
+class PipelinedLoss(SummableLoss):
     """A loss in three parts, so that its layers can be spread over pipeline stages. It
     takes the place of a loss function.
 
@@ -162,10 +161,10 @@ class PipelinedLoss(SumsOfMicrobatches):
         counts: Counts,
         recipe: Recipe,
         mesh: Mesh,
-        param_shardings: Any = None,
+        grad_shardings: Any = None,
     ) -> Sums:
         """Return the sums over the microbatches of all passes, without
-        `param_shardings` those of the loss alone; see `SumsOfMicrobatches`.
+        `grad_shardings` those of the loss alone; see `SummableLoss`.
 
         Args:
             params: the parameters.
@@ -173,7 +172,7 @@ class PipelinedLoss(SumsOfMicrobatches):
             counts: microbatches of a pass, and passes; int32.
             recipe: how to sum.
             mesh: the devices.
-            param_shardings: the shardings of the gradients.
+            grad_shardings: the shardings of the gradients.
 
         Raises:
             ConfigError: what a pipeline has no support for.
@@ -189,8 +188,9 @@ class PipelinedLoss(SumsOfMicrobatches):
             )
         check_sizes(self, params, mesh)
         # As in the program below, a `jax.shard_map` of the loss finds the mesh.
+        replicas = stage_replicas(self, params, mesh, grad_shardings)
         with mesh_in_context(mesh):
-            check_parts(self, params, rows, mesh)
+            check_parts(self, params, rows, replicas)
 
         def sum_stage(
             reduce: Any,
@@ -203,7 +203,7 @@ class PipelinedLoss(SumsOfMicrobatches):
         ) -> Sums:
             m, passes = counts
             own = (params[LAYERS], _without_layers(params), (batch_KR, keys_KR))
-            stage = Stage(self, *own, mesh, has_grads=param_shardings is not None)
+            stage = Stage(self, *own, mesh, has_grads=grad_shardings is not None)
             sums = jax.lax.fori_loop(
                 0,
                 passes,
@@ -216,13 +216,12 @@ class PipelinedLoss(SumsOfMicrobatches):
                 sums = sums._replace(grads={LAYERS: layers, **shared})
             return reduce(sums, recipe)
 
-        replicas = stage_replicas(self, params, mesh, param_shardings)
         counts = tuple(jnp.asarray(count, jnp.int32) for count in counts)
         return replicas.run(sum_stage)(params, *rows, counts, recipe)
 
 
 def stage_replicas(
-    loss: PipelinedLoss, params: Params, mesh: Mesh, param_shardings: Any
+    loss: PipelinedLoss, params: Params, mesh: Mesh, grad_shardings: Any
 ) -> Replicas:
     """Return how the stages of all replicas run: each takes its layers and all other
     parameters.
@@ -238,7 +237,7 @@ def stage_replicas(
     return Replicas(
         mesh=mesh,
         axes=BatchAxes.of(mesh, loss.batch_axes),
-        shardings=param_shardings,
+        shardings=grad_shardings,
         shards=shards,
         has_stages=True,
         reduction_dtype=loss.reduction_dtype,
@@ -278,25 +277,25 @@ class Stage:
         *,
         has_grads: bool,
     ) -> None:
-        self.loss, self.shared, self.with_grads = loss, shared, has_grads
-        self.batch_KR, self.keys_KR = rows
+        self.loss, self.shared, self.has_grads = loss, shared, has_grads
+        self.rows_KR = rows
         self.p, self.v = mesh.shape[STAGE], loss.num_repeats
         self.s = jax.lax.axis_index(STAGE)
         # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the
         # model.
-        self.chunks = jax.tree.map(self._as_chunks, layers)
+        self.chunks = jax.tree.map(
+            lambda x: x.reshape(self.v, -1, *x.shape[1:]), layers
+        )
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
         # Ticks from the first forward of a pass to its first backward, and slots for
         # the inputs of forwards.
         self.lag = self.v * self.p - 1
         self.ring_size = 2 * self.v * self.p - 1
-        replica = BatchAxes.of(mesh, loss.batch_axes).replica
-        other_axes = math.prod(
-            mesh.shape[axis]
-            for axis in mesh.axis_names
-            if axis not in (STAGE, *replica)
+        own = (STAGE, *BatchAxes.of(mesh, loss.batch_axes).replica)
+        has_others = any(
+            size > 1 for axis, size in mesh.shape.items() if axis not in own
         )
-        self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
+        self.skips_idle = not has_others if loss.skip_idle is None else loss.skip_idle
 
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
@@ -307,7 +306,7 @@ class Stage:
             results,
         )
         grads = None
-        if self.with_grads:
+        if self.has_grads:
             dtype = self.loss.accumulator_dtype
             grads = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)),
@@ -323,12 +322,11 @@ class Stage:
 
         # Placeholders are ones: their results are dropped, but a NaN in them would stop
         # a run with jax_debug_nans.
-        def ones(shapes: Any) -> Any:
-            return jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
-
-        x = ones(jax.eval_shape(self._first, 0))
+        x = jax.tree.map(
+            lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0)
+        )
         ring = None
-        if self.with_grads:
+        if self.has_grads:
             ring = jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), x
             )
@@ -347,26 +345,30 @@ class Stage:
                 jnp.where(is_real, turn, 0),
             )
 
+        def arrive(t: jax.Array, arrived: Any) -> tuple[Any, ...]:
+            """Return of unit t - s whether it has a microbatch, whether its chunk is the
+            last one, its microbatch and repeat, and its input.
+            """
+            is_real, k, r = unit_of(t - self.s)
+            is_first = is_real & (self.s == 0) & (r == 0)
+            x = self._if(is_first, lambda: self._first(k), arrived)
+            return is_real, self._is_last(r), (k, r), x
+
         def forward(t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
             """Run the forward of unit t - s; return the activation to send, and the
             ring with what the backward will need.
             """
             with jax.named_scope("forward_tick"):
-                unit = t - self.s
-                is_real, k, r = unit_of(unit)
-                x = self._if(
-                    is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived
-                )
-                is_last = (self.s == self.p - 1) & (r == self.v - 1)
+                is_real, is_last, unit, x = arrive(t, arrived)
                 # The backward computes the chunk again. For the last chunk it does so in
                 # this very tick, so its forward is left to it, and y is the chunk's
                 # input.
                 y = self._if(
                     is_real & ~is_last,
-                    lambda: self.loss.stage(*self._inputs(x, k, r)),
+                    lambda: self.loss.stage(*self._inputs(x, *unit)),
                     x,
                 )
-                slot = unit % self.ring_size
+                slot = (t - self.s) % self.ring_size
                 return y, jax.tree.map(
                     lambda ring, x: ring.at[slot].set(
                         jnp.where(is_real, x, ring[slot])
@@ -374,6 +376,20 @@ class Stage:
                     ring,
                     x,
                 )
+
+        def evaluate(t: jax.Array, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+            """Run the forward of unit t - s without a backward to come; return the sums
+            and the activation to send.
+            """
+            with jax.named_scope("evaluation_tick"):
+                is_real, is_last, (k, r), x = arrive(t, arrived)
+                y = self._if(
+                    is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x
+                )
+                sums = self._if(
+                    is_real & is_last, lambda: _add_loss(sums, self._last(y, k)), sums
+                )
+                return sums, y
 
         def backward(
             t: jax.Array, ring: Any, arrived: Any, sums: Sums
@@ -386,30 +402,19 @@ class Stage:
                 is_real, k, turn = unit_of(unit)
                 r = self.v - 1 - turn
                 x = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
-
-                def compute() -> Any:
-                    return self._backward_chunk(sums, x, arrived, k, r)
-
-                return self._if(is_real, compute, (sums, arrived))
+                return self._if(
+                    is_real,
+                    lambda: self._backward_chunk(sums, x, arrived, k, r),
+                    (sums, arrived),
+                )
 
         def tick(t: jax.Array, carry: Any) -> Any:
             """Run tick t; the carry is the sums, the ring buffer, and the activation
             and the gradient that arrived.
             """
             sums, ring, x, gradient = carry
-            if not self.with_grads:
-                with jax.named_scope("evaluation_tick"):
-                    is_real, k, r = unit_of(t - self.s)
-                    x = self._if(
-                        is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x
-                    )
-                    y = self._if(
-                        is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x
-                    )
-                    is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-                    sums = self._if(
-                        is_last, lambda: _add_loss(sums, self._last(y, k)), sums
-                    )
+            if not self.has_grads:
+                sums, y = evaluate(t, x, sums)
                 return sums, ring, self._send(y, 1), gradient
             y, ring = self._if_any_stage(
                 t < forward_ticks, lambda: forward(t, x, ring), otherwise=(x, ring)
@@ -423,7 +428,7 @@ class Stage:
             # by all of them.
             return sums, ring, self._send(y, 1), self._send(gradient, -1)
 
-        num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
+        num_ticks = forward_ticks + (self.lag if self.has_grads else 0)
         return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
 
     def _inputs(self, x: Any, k: Any, r: Any) -> tuple[Any, ...]:
@@ -443,9 +448,8 @@ class Stage:
         """
         chunk, x, *others = self._inputs(x, k, r)
         y, run = jax.vjp(lambda chunk, x: self.loss.stage(chunk, x, *others), chunk, x)
-        is_last = (self.s == self.p - 1) & (r == self.v - 1)
         sums, gradient = self._if(
-            is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived)
+            self._is_last(r), lambda: self._loss_gradient(sums, y, k), (sums, arrived)
         )
         chunk_gradient, gradient = run(gradient)
         chunks, shared = sums.grads
@@ -460,8 +464,9 @@ class Stage:
         )
         return sums._replace(grads=(chunks, shared)), gradient
 
-    def _as_chunks(self, x: jax.Array) -> jax.Array:
-        return x.reshape(self.v, -1, *x.shape[1:])
+    def _is_last(self, r: Any) -> jax.Array:
+        """Return whether chunk r of this stage has the last layers of the model."""
+        return (self.s == self.p - 1) & (r == self.v - 1)
 
     def _loss_gradient(self, sums: Sums, y: Any, k: jax.Array) -> tuple[Sums, Any]:
         """Add the loss of a microbatch and the gradients of the last part to the sums;
@@ -493,7 +498,7 @@ class Stage:
         return self.loss.last(self.shared, y, *self._microbatch(k))
 
     def _microbatch(self, k: Any) -> tuple[Any, Any]:
-        return take((self.batch_KR, self.keys_KR), k)
+        return take(self.rows_KR, k)
 
     def _send(self, x: Any, step: int) -> Any:
         """Send a value `step` stages further around the ring; return the value that
@@ -576,19 +581,27 @@ def check_sizes(loss: PipelinedLoss, params: Params, mesh: Mesh) -> None:
         )
 
 
-def check_parts(loss: PipelinedLoss, params: Params, rows: Any, mesh: Mesh) -> None:
-    """Refuse a stage that changes its input's shape, and results that do not add up,
-    before anything is compiled.
+def check_parts(
+    loss: PipelinedLoss, params: Params, rows: Any, replicas: Replicas
+) -> None:
+    """Refuse a stage that changes its input's shape, results that do not add up, and
+    what the replicas cannot run, before anything is compiled.
     """
-    num_chunks = mesh.shape[STAGE] * loss.num_repeats
+
+    def shapes_of(part: Callable[..., Any], *args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(part, return_shape=True)(*args)
+        replicas.check(traced)
+        return shapes
+
+    num_chunks = replicas.mesh.shape[STAGE] * loss.num_repeats
     rows_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
     chunk = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((len(x) // num_chunks, *x.shape[1:]), x.dtype),
         params[LAYERS],
     )
     shared = _without_layers(params)
-    x = jax.eval_shape(loss.first, shared, *rows_R)
-    y = jax.eval_shape(loss.stage, chunk, x, *rows_R, 0)
+    x = shapes_of(loss.first, shared, *rows_R)
+    y = shapes_of(loss.stage, chunk, x, *rows_R, 0)
     before, after = (
         jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
         for tree in (x, y)
@@ -604,7 +617,8 @@ def check_parts(loss: PipelinedLoss, params: Params, rows: Any, mesh: Mesh) -> N
             f" travels back, and not {before}; put other values into the batch, which"
             " every stage sees"
         )
-    if isinstance(jax.eval_shape(loss.last, shared, y, *rows_R)[1], tuple):
+    _, weight, aux = shapes_of(loss.last, shared, y, *rows_R)
+    if isinstance(weight, tuple):
         raise ConfigError(
             "a PipelinedLoss has one weight, but its `last` returns several parts",
             fix="return one sum and one weight, or train without pipeline stages",
@@ -614,4 +628,4 @@ def check_parts(loss: PipelinedLoss, params: Params, rows: Any, mesh: Mesh) -> N
     def aux_of(rows: Any) -> Any:
         return loss.last(shared, loss.first(shared, *rows), *rows)[2]
 
-    check_aux(jax.eval_shape(aux_of, rows_R), aux_of, rows_R)
+    check_aux(aux, aux_of, rows_R)

@@ -49,6 +49,11 @@ from rampup.engine.mesh import (
     mesh_in_context,
     own_constraints,
 )
+from rampup.engine.operations import (
+    axes_of_shard_map,
+    needing_whole_operands,
+    operations,
+)
 from rampup.engine.sums import (
     Recipe,
     Sums,
@@ -56,19 +61,8 @@ from rampup.engine.sums import (
     as_summed,
     cast_for_exchange,
 )
-from rampup.engine.whole import operations, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError
-
-_CONVOLUTION = "conv_general_dilated"
-# What cannot run in the way `mapped`, and why.
-_NOT_MAPPED = {
-    _CONVOLUTION: (
-        "mapped over the replicas, the gradient of its kernel is a convolution with a"
-        " group per replica, which XLA partitions wrongly"
-    ),
-    "shard_map": "mapped over the replicas, its operands do not fit its axes",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,50 +115,67 @@ class Replicas:
         specs = self.shards and manual_specs(self.shards, self.mesh, self._manual)
         whole, by_rows = PartitionSpec(), PartitionSpec(None, rows)
         in_specs = (whole if specs is None else specs, by_rows, by_rows, whole)
-        if len(self._automatic) > 1:
-            run = with_whole_operands(run, self.mesh)
         return self._manually(run, (*in_specs, whole))
 
     def check(self, loss: Any) -> None:
-        """Refuse what the way of running cannot run, among the operations of the jaxpr
-        of a loss.
+        """Refuse what the way of running, or XLA, cannot run, among the operations of
+        the jaxpr of a loss.
         """
         for eqn in operations(loss):
             name = eqn.primitive.name
-            over = _axes_of_shard_map(eqn) if name == "shard_map" else set()
-            if self.way == "manual" and over & set(self._names):
-                why = "each replica runs by itself, and those axes are its place"
-            elif self.way == "mapped" and name in _NOT_MAPPED:
-                why = _NOT_MAPPED[name]
-            else:
-                continue
-            if over:
-                name += f" over {' and '.join(sorted(over))}"
+            if name == "conv_general_dilated":
+                self._check_convolution(eqn)
+            elif name == "shard_map" and not self.has_stages:
+                self._check_shard_map(eqn)
+        # XLA aborts beside a manual axis and two automatic ones of several devices.
+        # (Seen on JAX 0.7.2 and 0.12, on CPUs.)
+        if self.way != "manual" or len(self._automatic) < 2:
+            return
+        for eqn in needing_whole_operands(loss):
             raise ConfigError(
-                f"the loss has a {name}, which cannot run beside one reduction of"
-                f" gradients per step: {why}",
-                fix="give reduce_once=False: the compiler partitions the whole loss,"
-                " and reduces gradients once per microbatch",
-                key="reduce_once",
-                nearest=(False,),
+                f"the loss has a {eqn.primitive.name}, at which XLA aborts beside"
+                f" {' and '.join(sorted(self._automatic))} here",
+                fix="use one of these axes only, look up in an operand that is whole,"
+                " jax.lax.with_sharding_constraint(x, PartitionSpec())[index], or"
+                " multiply with jax.nn.one_hot(index, ...)",
+                key="loss_fn",
             )
 
-    def partitioned(
-        self, differentiated: Callable[..., Any], loss: Any
-    ) -> Callable[..., Any]:
-        """Return a function of one microbatch in a form that XLA partitions rightly, as
-        its jaxpr `loss` tells.
-        """
+    def _check_shard_map(self, eqn: Any) -> None:
+        """Refuse a `shard_map` that does not fit into the region of a replica."""
+        over = axes_of_shard_map(eqn)
+        if self.way == "mapped":
+            why = "mapped over the replicas, its operands do not fit its axes"
+        elif over & set(self._names):
+            why = "each replica runs by itself, and those axes are its place"
+        else:
+            return
+        raise ConfigError(
+            f"the loss has a shard_map over {' and '.join(sorted(over))}, which cannot"
+            f" run beside one reduction of gradients per step: {why}",
+            fix="give reduce_once=False: the compiler partitions the whole loss, and"
+            " reduces gradients once per microbatch",
+            key="reduce_once",
+            nearest=(False,),
+        )
+
+    def _check_convolution(self, eqn: Any) -> None:
+        """Refuse a convolution that XLA partitions wrongly."""
+        # Seen on JAX 0.7.2 and 0.12, on CPUs: one with groups beside an axis such as
+        # tensor, and others beside a second axis. Mapped, the gradient of its kernel
+        # has a group per replica.
+        groups = (eqn.params[f"{x}_group_count"] for x in ("feature", "batch"))
         others = self._automatic - set(self.axes.rows)
-        if not others or (self.way == "manual" and len(self._automatic) > 1):
-            return differentiated
-        for eqn in operations(loss):
-            if eqn.primitive.name == _CONVOLUTION and (
-                len(self._automatic) > 1
-                or max(eqn.params[f"{x}_group_count"] for x in ("feature", "batch")) > 1
-            ):
-                return with_whole_operands(differentiated, self.mesh)
-        return differentiated
+        if self.way != "mapped" and not (
+            others and (len(self._automatic) > 1 or max(groups) > 1)
+        ):
+            return
+        raise ConfigError(
+            "the loss has a conv_general_dilated, whose gradient XLA computes wrongly"
+            f" beside {' and '.join(sorted(self._automatic))}",
+            fix="train on a mesh of data and fsdp alone, or write it as products of"
+            " matrices",
+        )
 
     @property
     def _automatic(self) -> set[str]:
@@ -215,31 +226,25 @@ class Replicas:
             # loop; with stages once for the layers and once for what all stages have.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
             leaves, structure = jax.tree.flatten(grads)
+            left = [names] * len(leaves)
             own = self.shards if self.has_stages else self.shardings
-            left = (leaves and axes_left(own, names)) or [names] * len(leaves)
+            if leaves and own is not None:
+                left = axes_left(own, names)
             scatters = is_scattered(self.shardings, self.axes)
             if scatters:
-                left = [
-                    tuple(name for name in over if name not in self.axes.replica)
-                    for over in left
-                ]
-                reduced = recipe.aggregate(sums._replace(grads=None), names)
+                # The replicas are added up when each gets its own part.
+                left = [tuple({*over} - {*self.axes.replica}) for over in left]
             # One psum for each set of axes. The other sums travel with the gradients
-            # that are summed over all of them.
-            sets = dict.fromkeys(filter(None, left if scatters else (names, *left)))
-            for over in sets:
+            # that are summed over all of them, as the compiler combines the two.
+            reduced = recipe.aggregate(sums._replace(grads=None), names)
+            for over in dict.fromkeys(filter(None, left)):
                 members = [index for index, own in enumerate(left) if own == over]
-                parts = [leaves[index] for index in members]
-                if over == names:
-                    reduced = recipe.aggregate(sums._replace(grads=parts), names)
-                    parts = reduced.grads
-                else:
-                    parts = jax.lax.psum(parts, over)
+                parts = jax.lax.psum([leaves[index] for index in members], over)
                 for index, part in zip(members, parts, strict=True):
                     leaves[index] = part
             grads = jax.tree.unflatten(structure, leaves)
             if scatters:
-                grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
+                grads = reduce_gradients(grads, self.shardings, self.axes)
             # Not back into a narrow type of the accumulators: the sum over the replicas
             # has more digits.
             grads = jax.tree.map(
@@ -316,19 +321,6 @@ class Replicas:
             return reduced(sums, recipe)
 
         return run
-
-
-def _axes_of_shard_map(eqn: Any) -> set[str]:
-    """Return the axes of a `shard_map`, and those of the collectives in it: newer
-    versions of JAX leave out the former where they are manual already.
-    """
-    keys = ("manual_axes", "newly_manual_axes")
-    found = {name for key in keys for name in eqn.params.get(key, ())}
-    for inner in operations(eqn.params["jaxpr"]):
-        for key in ("axes", "axis_name"):
-            names = inner.params.get(key, ())
-            found |= {names} if isinstance(names, str) else {*names}
-    return {name for name in found if isinstance(name, str)}
 
 
 def axes_left(shardings: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -82,24 +82,8 @@ class Recipe:
             mutable = jax.tree.map(
                 lambda x, start: _merge_replicas(x, start, names), mutable, self.mutable
             )
-        sums = sums._replace(mutable=None)
-        if sums.noise is None:
-            return jax.lax.psum(sums, names)._replace(mutable=mutable)
-        # Loss, weight and blocks travel as one array, so there are no more reductions
-        # than without the noise.
-        blocks = sums.noise.blocks
-        scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), blocks.ravel()])
-        scalars, rest = jax.lax.psum(
-            (scalars, sums._replace(loss=None, weight=None, noise=sums.noise.squares)),
-            names,
-        )
-        return rest._replace(
-            loss=scalars[0].astype(sums.loss.dtype),
-            weight=scalars[1].astype(sums.weight.dtype),
-            mutable=mutable,
-            noise=NoiseSums(
-                rest.noise, scalars[2:].reshape(blocks.shape).astype(blocks.dtype)
-            ),
+        return jax.lax.psum(sums._replace(mutable=None), names)._replace(
+            mutable=mutable
         )
 
     def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:

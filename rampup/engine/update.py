@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from rampup.engine.contract import Counts, SummableLoss
 from rampup.engine.explicit import with_explicit_axes
-from rampup.engine.gradient_noise import NoiseMeter, second_moments
+from rampup.engine.gradient_noise import NoiseMeter
 from rampup.engine.keys import per_row_keys, random_key
 from rampup.engine.mesh import BatchAxes, constrain
 from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
@@ -40,7 +40,7 @@ from rampup.engine.sums import (
     safe_reciprocal,
     sum_of_means,
 )
-from rampup.engine.zero import gather_parameters, is_scattered, scattered_shardings
+from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, a_type
 
 Metrics = dict[str, Any]
@@ -94,7 +94,7 @@ class Update:
                 grad_shardings,
             )
             grad_shardings = scattered_shardings(placed, self.mesh, scatter_axes)
-        recipe = self._recipe(state, state_shardings, grad_shardings)
+        recipe = self._recipe(state, grad_shardings)
         with jax.named_scope("accumulate"):
             sums, grads = self._sums_and_grads(
                 state, state_shardings, batch_KR, 0, counts, recipe, grad_shardings
@@ -131,9 +131,9 @@ class Update:
         new = replace_carried(new, mutable, **changes)
         if scatter_axes is not None:
             with jax.named_scope("gather"):
-                params = gather_parameters(
-                    new.params, grad_shardings, self.mesh, scatter_axes
-                )
+                # First as parts, or the compiler would gather what is selected from.
+                parts = jax.tree.map(constrain, new.params, grad_shardings)
+                params = jax.tree.map(constrain, parts, state_shardings.params)
                 new = replace_fields(new, params=params)
         return split_frozen(new)[0], metrics
 
@@ -220,7 +220,7 @@ class Update:
             counts,
             recipe,
             mesh=self.mesh,
-            param_shardings=grad_shardings,
+            grad_shardings=grad_shardings,
         )
 
     def _measured(self, meter: NoiseMeter | None, sums: Sums, grads: Any) -> Metrics:
@@ -237,9 +237,7 @@ class Update:
         with jax.named_scope("gradient_noise"):
             return meter.metrics(sums.noise, grads, sums.weight)
 
-    def _recipe(
-        self, state: Any, state_shardings: Any = None, grad_shardings: Any = None
-    ) -> Recipe:
+    def _recipe(self, state: Any, grad_shardings: Any = None) -> Recipe:
         """Return what a step adds up besides loss and gradients, or refuse what the
         loss does not support in the state.
         """
@@ -248,13 +246,7 @@ class Update:
         if scale is not None:
             _check_support(self.loss, "`dynamic_scale`")
         if self.measures_noise:
-            # Adam's second moments give the noise a second geometry. Those that are
-            # scattered over the replicas do not: every microbatch would need them
-            # whole.
-            moments = None
-            if self.scatter_axes(state_shardings) is None:
-                moments = second_moments(state.opt_state, state.params)
-            meter = NoiseMeter.of(grad_shardings, self.mesh, self.batch_axes, moments)
+            meter = NoiseMeter.of(grad_shardings, self.mesh, self.batch_axes)
         return Recipe(
             mutable=carried(state),
             noise=meter,

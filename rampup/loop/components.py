@@ -132,34 +132,23 @@ class Component:
 
 
 class NoiseAverages(Component):
-    """The noise scale of a run whose step measures it, in the Euclidean geometry and,
-    if it is measured, in that of Adam.
-    """
+    """The noise scale of a run whose step measures it."""
 
     def __init__(self, half_life_samples: float) -> None:
         self.half_life_samples = half_life_samples
-        self.scales: dict[str, NoiseScale] = {
-            "": NoiseScale(half_life_samples=half_life_samples)
-        }
+        self.scale = NoiseScale(half_life_samples=half_life_samples)
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
-        return {
-            GRADIENT_NOISE: {
-                prefix: scale.state for prefix, scale in self.scales.items()
-            }
-        }
+        return {GRADIENT_NOISE: {"": self.scale.state}}
 
     def load(self, record: Mapping[str, Any]) -> None:
         """Continue from the averages in a checkpoint, with the half-life of this
         run.
         """
         own = {"half_life_samples": self.half_life_samples}
-        found = record.get(GRADIENT_NOISE) or {}
-        self.scales |= {
-            prefix: NoiseScale.from_state({**values, **own})
-            for prefix, values in found.items()
-        }
+        if found := record.get(GRADIENT_NOISE):
+            self.scale = NoiseScale.from_state({**found[""], **own})
 
     def after_step(
         self, line: Mapping[str, Any], values: Mapping[str, Any]
@@ -167,34 +156,22 @@ class NoiseAverages(Component):
         """Add the `gradient_noise` of a step. A skipped step stays out of the
         averages.
         """
-        noise = values.get("gradient_noise", {})
-        found = dict[str, Any]()
-        for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
-            trace = float(noise[f"{prefix}trace"])
-            squared_norm = float(noise[f"{prefix}squared_norm"])
-            scale = self.scales.setdefault(
-                prefix, NoiseScale(half_life_samples=self.half_life_samples)
+        if "gradient_noise" not in values:
+            return {}
+        noise = values["gradient_noise"]
+        trace, squared_norm = float(noise["trace"]), float(noise["squared_norm"])
+        if not values.get("skipped", False):
+            self.scale.update(
+                samples=line["global_batch_size"],
+                weight=float(values["weight"]),
+                trace=trace,
+                squared_norm=squared_norm,
             )
-            if not values.get("skipped", False):
-                # Before its first step, Adam has no second moments: both are 0 in its
-                # geometry, and say nothing.
-                counted = (
-                    0.0
-                    if prefix and trace == squared_norm == 0
-                    else float(values["weight"])
-                )
-                scale.update(
-                    samples=line["global_batch_size"],
-                    weight=counted,
-                    trace=trace,
-                    squared_norm=squared_norm,
-                )
-            found |= {f"{prefix}gradient_noise_trace": finite_or_none(trace)}
-            found |= {
-                f"{prefix}gradient_squared_norm": finite_or_none(squared_norm),
-                **scale.metrics(prefix),
-            }
-        return found
+        return {
+            "gradient_noise_trace": finite_or_none(trace),
+            "gradient_squared_norm": finite_or_none(squared_norm),
+            **self.scale.metrics(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +197,7 @@ class AutoBatch(Component):
         auto, step, sample = self.schedule, line["step"] + 1, line["consumed_samples"]
         if not auto.is_due(step):
             return {}
-        noise, before = self.noise.scales[""].in_samples, auto.size
+        noise, before = self.noise.scale.in_samples, auto.size
         auto.decide(step=step, sample=sample, noise_scale=noise.low)
         # All compute the same averages; process 0 decides, in case rounding differs.
         auto.rows = json.loads(

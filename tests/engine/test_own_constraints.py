@@ -47,27 +47,6 @@ def test_debug_print_and_callbacks_in_the_loss(capfd):
     )
 
 
-def test_callbacks_beside_a_convolution_run_once():
-    """On data, fsdp and tensor, where the loss is evaluated with whole operands, it
-    calls back once.
-    """
-    seen = []
-
-    def loss(p, b, k):
-        numbers = ("NWC", "WIO", "NWC")
-        x = jax.lax.conv_general_dilated(
-            b["x"][None], jnp.eye(8)[None], (1,), "SAME", dimension_numbers=numbers
-        )
-        total, weight, aux = loss_fn(p, b | {"x": x[0]}, k)
-        jax.debug.callback(lambda x: seen.append(float(x)), weight)
-        return total, weight, aux
-
-    metrics = one_step(loss, "data_fsdp_tensor", reduce_once=False)
-    jax.effects_barrier()
-    assert len(seen) == 1
-    np.testing.assert_allclose(sum(seen), metrics["weight"])
-
-
 def constrained_by_name(mesh, x):
     """Constrain with a NamedSharding."""
     return jax.lax.with_sharding_constraint(

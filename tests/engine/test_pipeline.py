@@ -207,7 +207,7 @@ def test_pipeline_sums_run_several_passes():
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
     (losses, weights), grads = reference()
-    options = {"mesh": mesh, "param_shardings": shardings}
+    options = {"mesh": mesh, "grad_shardings": shardings}
     run = jax.jit(
         lambda params: parts().sums_and_grads(
             params, batch, keys, (4, 3), Recipe(), **options

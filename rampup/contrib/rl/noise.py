@@ -330,9 +330,7 @@ def _key(name: str, end: str) -> str:
 
 @dataclass(slots=True)
 class PromptNoiseAverages(Component):
-    """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in
-    that of Adam; see `PromptNoise`.
-    """
+    """The noise of a run of RL; see `PromptNoise`."""
 
     half_life_samples: float
     responses: int
@@ -359,28 +357,25 @@ class PromptNoiseAverages(Component):
             return {}
         found = dict[str, Any]()
         weight = 0.0 if values.get("skipped", False) else float(values["weight"])
-        for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
-            trace, squared_norm, squares = (
-                float(noise[prefix + name])
-                for name in ("trace", "squared_norm", "squares")
-            )
-            own = self.noises.setdefault(
-                prefix, PromptNoise(half_life_samples=self.half_life_samples)
-            )
-            own.update(
-                int(noise[LAYOUT]),
-                samples=line["global_batch_size"],
-                # Before its first step, Adam's geometry has no squares.
-                weight=0.0 if prefix and squares == 0 else weight,
-                squares=squares,
-                square=squared_norm + trace / weight if weight else math.nan,
-                facts=noise[FACTS],
-            )
-            estimates = own.estimates(self.responses)
-            for name, estimate in zip(_PARTS, estimates, strict=True):
-                for end in _ENDS:
-                    value = getattr(estimate, end)
-                    found[prefix + _key(name, end)] = (
-                        None if value is None else finite_or_none(value)
-                    )
+        trace, squared_norm, squares = (
+            float(noise[name]) for name in ("trace", "squared_norm", "squares")
+        )
+        own = self.noises.setdefault(
+            "", PromptNoise(half_life_samples=self.half_life_samples)
+        )
+        own.update(
+            int(noise[LAYOUT]),
+            samples=line["global_batch_size"],
+            weight=weight,
+            squares=squares,
+            square=squared_norm + trace / weight if weight else math.nan,
+            facts=noise[FACTS],
+        )
+        estimates = own.estimates(self.responses)
+        for name, estimate in zip(_PARTS, estimates, strict=True):
+            for end in _ENDS:
+                value = getattr(estimate, end)
+                found[_key(name, end)] = (
+                    None if value is None else finite_or_none(value)
+                )
         return found
