@@ -25,6 +25,8 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Eq: operator.eq,
 }
 _MAX = 10**12
+# Methods that leave a dictionary as it is.
+_READS = ("get", "items", "keys", "values", "copy")
 
 
 class Constants:
@@ -97,6 +99,10 @@ class Constants:
             if not isinstance(call, ast.Call):
                 continue
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            if isinstance(call.func, ast.Attribute) and name not in _READS:
+                owner = _root(call.func.value)
+                if isinstance(self._names.get(owner), dict):
+                    self._forget(owner)  # such as `owner.update(...)`
             given = [(str(place), value) for place, value in enumerate(call.args)]
             given += [(key.arg or "", key.value) for key in call.keywords]
             for key, value in given:
@@ -143,6 +149,13 @@ class Constants:
             case ast.Call(func=ast.Attribute(attr="device_count")):
                 return self.devices
         return None
+
+
+def _root(node: ast.expr) -> str:
+    """Return the name that an expression such as `name["key"].part` starts with."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return getattr(node, "id", "")
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
