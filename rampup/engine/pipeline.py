@@ -617,8 +617,8 @@ def check_parts(
             f" travels back, and not {before}; put other values into the batch, which"
             " every stage sees"
         )
-    _, weight, aux = shapes_of(loss.last, shared, y, *rows_R)
-    if isinstance(weight, tuple):
+    loss_sum, weight, aux = shapes_of(loss.last, shared, y, *rows_R)
+    if not jax.tree_util.all_leaves((loss_sum, weight)):
         raise ConfigError(
             "a PipelinedLoss has one weight, but its `last` returns several parts",
             fix="return one sum and one weight, or train without pipeline stages",

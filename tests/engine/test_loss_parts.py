@@ -259,13 +259,24 @@ def test_parts_are_refused_where_they_cannot_be_right():
             toy.history(step, state)
     mesh = rampup.make_mesh(rampup.MeshAxes(data=4, pipeline=2))
     plan = toy.plan_for(mesh, num_stages=2)
-    loss = rampup.PipelinedLoss(
-        first=lambda p, b, k: b["x"],
-        stage=lambda layers, x, *_: x,
-        last=lambda p, x, b, k: ((x.sum(), 0.0), (1, 1), {}),
-    )
-    step = make_step(loss, optax.sgd(0.1), plan, mesh)
-    with pytest.raises(
-        rampup.errors.ConfigError, match="a PipelinedLoss has one weight"
+    for sums, weights in (
+        ((1.0, 0.0), (1, 1)),
+        ({"z": 1.0}, {"z": 1}),
+        ({"z": 1.0}, 1),
+        (1.0, [1]),
     ):
-        toy.history(step, rampup.create_state({"layers": jnp.ones(2)}, step.tx, mesh))
+        loss = rampup.PipelinedLoss(
+            first=lambda p, b, k: b["x"],
+            stage=lambda layers, x, *_: x,
+            last=lambda p, x, b, k, sums=sums, weights=weights: (
+                jax.tree.map(lambda part: part * x.sum(), sums),
+                weights,
+                {},
+            ),
+        )
+        step = make_step(loss, optax.sgd(0.1), plan, mesh)
+        state = rampup.create_state({"layers": jnp.ones(2)}, step.tx, mesh)
+        with pytest.raises(
+            rampup.errors.ConfigError, match="a PipelinedLoss has one weight"
+        ):
+            toy.history(step, state)
