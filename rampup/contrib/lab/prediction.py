@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.schema import IDENTITY_KEYS, KEYS, Config
 from rampup.contrib.lab.measured_design import LOSS_SHARE
+from rampup.errors import DataError
 from rampup.loop.run_folder import PREDICTION_FILE, write_whole
 from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.numbers import finite_or_none
@@ -138,7 +139,15 @@ def compare_prediction(
     file = folder / PREDICTION_FILE
     if not file.exists():
         return None
-    return _compare(json.loads(file.read_text(encoding="utf-8")), config, run)
+    try:
+        return _compare(json.loads(file.read_text(encoding="utf-8")), config, run)
+    except (json.JSONDecodeError, KeyError) as error:
+        raise DataError(
+            f"{file} is damaged: it is not what `rampup design --write` writes"
+            f" ({error!r})",
+            fix="delete it, and the report is without a prediction",
+            key="prediction",
+        ) from error
 
 
 def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comparison:
