@@ -65,7 +65,7 @@ def test_explain_gives_names_and_defaults_of_maxtext():
         ("learning_rate_batch_scaling", None, None),
         ("learning_rate_clock", None, "steps"),
         ("rl.num_generations", "rl.num_generations", "2"),
-        ("shuffle_mini_batches", None, None),
+        ("mini_batch_size", None, None),
         ("num_prompts", None, None),
     ):
         assert (found[name]["maxtext_name"], found[name]["maxtext_default"]) == (
