@@ -56,9 +56,9 @@ HINTS = {
         " keys, or accept that they depend on how the batch is split"
     ),
     "interacting rows": (
-        "let the loss see whole batches, plan.with_whole_batches(), treat all"
-        " rows alike, or, if it adds up several means, return a tuple of sums and one"
-        " of what each is divided by"
+        "return sums over the rows in aux, too, and not means; let the loss see whole"
+        " batches, plan.with_whole_batches(), treat all rows alike, or, if it adds up"
+        " several means, return a tuple of sums and one of what each is divided by"
     ),
 }
 # What is right if the loss sees all rows of a step.
