@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,22 @@ class Study:
             samples += size
         return seconds
 
-    def saved(self, schedule: str, variant: str, machine: int) -> dict[int, float]:
+    def saved(
+        self,
+        schedule: str,
+        variant: str,
+        machine: int,
+        among: Callable[[int, float], bool] = lambda size, b2: True,
+    ) -> dict[int, float]:
         """Return by seed which share of the hours of the best constant batch a ramp
-        saves.
+        saves; `among` chooses the batches by size and b2.
         """
         ramp = self.ramps[schedule, variant]
         time = self.hours(schedule, machine)
         constants = []
         for size, b2 in dict.fromkeys(key[:2] for key in self.constants):
             best = self.best(size, b2)
-            if best is None:
+            if best is None or not among(size, b2):
                 continue
             whole = self.hours(f"0:{size}", machine)
             constants.append(
@@ -213,6 +219,28 @@ def saved_table(study: Study) -> list[str]:
         cells = []
         for machine in MACHINES:
             saved = [study.saved(each, variant, machine) for each in study.schedules]
+            cells.append(percent(interval(over_ramps(saved))))
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return lines
+
+
+def against_table(study: Study) -> list[str]:
+    """Return a table of the hours that ramps save with the square-root rule, compared
+    with fewer constant batches.
+    """
+    heads = " | ".join(f"1 + B/{machine}" for machine in MACHINES)
+    lines = [f"| Compared with | {heads} |", "|---" * 4 + "|"]
+    choices: dict[str, Callable[[int, float], bool]] = {
+        "the best batch, b2 of 0.99": lambda size, b2: b2 == 0.99,
+        "64, b2 of 0.99": lambda size, b2: (size, b2) == (64, 0.99),
+        "64, b2 by the half-life": lambda size, b2: size == 64 and b2 != 0.99,
+    }
+    for words, among in choices.items():
+        cells = []
+        for machine in MACHINES:
+            saved = [
+                study.saved(each, "rule", machine, among) for each in study.schedules
+            ]
             cells.append(percent(interval(over_ramps(saved))))
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return lines
@@ -303,6 +331,7 @@ def tables(study: Study) -> dict[str, list[str]]:
         found["Pilots"] = pilot_table(study)
         found["At equal steps"] = at_equal_steps(study)
         found["Hours saved"] = saved_table(study)
+        found["Fewer batches"] = against_table(study)
         found["Verdict"] = verdict(study)
     return found
 
