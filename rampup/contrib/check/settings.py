@@ -134,7 +134,7 @@ def _refuse_other_systems(
     of_system = entries.keys() & (reading.leaves.keys() | (chosen.keys() - FACTS))
     if reading.recognized or of_system or _find_mappings(reading.leaves, entries):
         return
-    raise_together(list(_find_misspelt(reading.leaves, entries)))
+    raise_together(list(_find_misspelt(reading.leaves, launch)))
     raise ConfigError(
         f"not a file of {launch.system}: it sets none of its batch keys, such as"
         f" {', '.join(list(entries)[:3])}",
@@ -153,7 +153,7 @@ def _find_problems(
     yield from reading.questions
     yield from _find_doubles(reading, entries.keys() - chosen.keys())
     yield from _find_mappings(written, entries)
-    yield from _find_misspelt(given, entries)
+    yield from _find_misspelt(given, launch)
     if launch.keys:
         yield from find_questions(
             {name: value for name, value in given.items() if name not in entries},
@@ -277,11 +277,13 @@ def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
             value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE
         )
         section, dot, _ = name.partition(".")
-        if (
-            name in {*entries, *reading.leaves, *launch.unread}
-            or (dot and section in {*sections, *launch.groups})
-            or (known is not None and known.life(name))
+        if name in {*entries, *reading.leaves, *launch.unread} or (
+            known is not None and known.life(name)
         ):
+            continue
+        if dot and section in {*sections, *launch.groups}:
+            # Also if the source sets the right key: the setting would do nothing.
+            raise_together(list(_find_misspelt({name: result[name]}, launch)))
             continue
         close = difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
         said = f"unknown key {name[:100]!r}; the closest is {close[0]}"
@@ -311,20 +313,30 @@ def _find_mappings(
 
 
 def _find_misspelt(
-    located: Mapping[str, Located], entries: Mapping[str, Entry]
+    located: Mapping[str, Located], launch: Launch
 ) -> Iterator[ConfigError]:
     """Yield an error for each unknown key that differs very little from a known, unset
-    one in the same section.
+    one: in its last part, or in its section if the system has no such section.
     """
-    for name in sorted(located.keys() - entries.keys()):
+    known = load_known_keys(launch.keys) if launch.keys else None
+    sections = {name.rpartition(".")[0] for name in launch.entries}
+    unset = launch.entries.keys() - located.keys()
+    for name in sorted(located.keys() - launch.entries.keys()):
         section, _, last = name.rpartition(".")
-        alike = {
-            part: key
-            for key in entries.keys() - located.keys()
-            if len(part := key.rpartition(".")[2]) > _MIN_LENGTH
-            and key.removesuffix(part).rstrip(".") == section
-        }
-        for part in difflib.get_close_matches(last, alike, n=1, cutoff=_SIMILAR):
+        if section in sections:
+            written = last
+            alike = {
+                part: key
+                for key in unset
+                if len(part := key.rpartition(".")[2]) > _MIN_LENGTH
+                and key.removesuffix(part).rstrip(".") == section
+            }
+        elif section.partition(".")[0] in launch.groups or (known and known.life(name)):
+            continue
+        else:
+            written = name
+            alike = {key: key for key in unset if key.endswith(f".{last}")}
+        for part in difflib.get_close_matches(written, alike, n=1, cutoff=_SIMILAR):
             yield ConfigError(
                 f"unknown key {name!r}; did you mean {alike[part]}?",
                 key=name,

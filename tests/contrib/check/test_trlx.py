@@ -1,7 +1,14 @@
 """Tests of rampup.contrib.check.trlx: its two rules, and what is collected."""
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, expect, numbers_test
+from helpers.dialect_files import (
+    boundary_test,
+    checker,
+    expect,
+    nested,
+    numbers_test,
+    verdict,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,3 +144,16 @@ def test_sizes_that_a_program_may_set_are_named():
     words[-1] = "examples/ilql_sentiments.py"
     with pytest.raises(ConfigError, match=r"starts ilql_sentiments\.py, which the"):
         check_command(words, "trlx")
+
+
+def test_a_misspelt_setting_is_refused_though_the_file_has_the_right_key():
+    """It would be ignored, and the file's value kept."""
+    with pytest.raises(ConfigError, match=r"did you mean train\.minibatch_size"):
+        verdict("trlx", nested(BASE), "train.minibatchsize=4")
+
+
+@pytest.mark.parametrize("section", ["trian", "trains"])
+def test_a_misspelt_section_is_refused(section):
+    """Its sizes would be defaults."""
+    with pytest.raises(ConfigError, match=r"did you mean train\.minibatch_size"):
+        trlx({MICRO: None, f"{section}.minibatch_size": 4})
