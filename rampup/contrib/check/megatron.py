@@ -216,6 +216,10 @@ def _with_devices(
     return located
 
 
+# Devices of hosts, `HOST:0,1@HOST:0,1`.
+_INCLUDED = r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*"
+
+
 def _read_launcher(command: Command) -> dict[str, Located]:
     """Return the devices that the launcher of a command says: in its options, those of
     the command around it, or the variables of ms-swift.
@@ -232,7 +236,7 @@ def _read_launcher(command: Command) -> dict[str, Located]:
         if option_name in options
     }
     included = option(launcher, "--include", "-i") or ""
-    if "deepspeed" in names and re.fullmatch(r"([\w.-]+:\d+(,\d+)*@?)+", included):
+    if "deepspeed" in names and re.fullmatch(_INCLUDED, included):
         count = len(re.findall(r"[:,]\d", included))
         found["world_size"] = command.locate(count)
     if _starts_swift(command):
@@ -364,7 +368,7 @@ class LinearRamp:
         return [*found.items()]
 
 
-_COUNT = re.compile(r"([-+]?\d[\d_]{0,18}(?:\.\d{0,18})?)([KMBT]?)")
+_COUNT = re.compile(r"([-+]?\d{1,19}(?:_\d{1,9}){0,9}(?:\.\d{0,18})?)([KMBT]?)")
 
 
 class Threshold(NamedTuple):

@@ -5,6 +5,7 @@ from helpers.dialect_files import boundary_test, cases, expect, numbers_test, ve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rampup.contrib.check import check_command
 from rampup.errors import ConfigError, RampupError
 
 RAMP = {
@@ -337,3 +338,30 @@ def test_read_accepts_or_rejects_any_text(text):
     """Random text, and a file without arguments, gives only a RampupError."""
     with pytest.raises(RampupError):
         verdict("megatron", text)
+
+
+@pytest.mark.parametrize("entry", ["1__0:64", "1_:64", "1__0.5:64"])
+def test_a_number_of_a_schedule_that_megatron_cannot_read_is_refused(entry):
+    """In words; single underscores are fine."""
+    change = STEPS | {"step_batch_size_schedule": f"0:32 {entry}"} | REPLICAS
+    expect(verdict("megatron", change), rules=["schedule_entries"], message=entry)
+    change = STEPS | {"step_batch_size_schedule": "0:32 1_000:64"} | REPLICAS
+    expect(verdict("megatron", change), thresholds_samples=[[0, 32], [1000, 64]])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices"),
+    [("a:0,1@b:0,1", 4), ("a:0,1b:0,1", None), ("0:" * 40 + "!", None)],
+)
+def test_included_devices_are_counted(hosts, devices):
+    """Of each host; a list without the sign between hosts, or a long one that is none,
+    is not.
+    """
+    words = f"deepspeed --include {hosts} pretrain_gpt.py --global-batch-size 64"
+    words += " --micro-batch-size 2"
+    if devices is None:
+        with pytest.raises(ConfigError, match="world_size=N"):
+            check_command(words.split(), "megatron")
+    else:
+        found = check_command(words.split(), "megatron")
+        expect(found, data_parallel_size=devices)
