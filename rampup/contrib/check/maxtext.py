@@ -73,9 +73,12 @@ ALIASES = {
 }
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
-# The families of models whose files MaxText ships. They set no batch sizes.
+# The names of models whose files MaxText ships: a family, and kinds and sizes such as
+# `8b`, `8x7b`, `16e` and `a3b`. These files set no batch sizes.
 _MODELS = re.compile(
-    r"(?i)default|llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok"
+    r"(?i)default|(?:llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok)[\d.]*"
+    r"(?:-(?:oss|k2|coder|next|omni|vl|custom|test|tiny|pt|2dfsdp|batchsplit|thinking"
+    r"|\d{4}|[ae]?\d[\dx.]*[bkmte]))+"
 )
 _SIMILAR = 0.85  # a key at least this similar to another one may be a misspelling of it
 
@@ -109,7 +112,8 @@ LAUNCH = Launch(
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a base.yml, a script or a command, above the files that `base_config` or the
-    command names, and the file of its model.
+    command names. Files of models are not read: those of MaxText set no batch sizes,
+    and a note names another one.
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     chosen = dict(setting.split("=", 1) for setting in reading.overrides)
@@ -139,7 +143,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     settings = type_settings(reading, launch, defaults)
     notes = [*settings.notes]
     model = settings.values.get("model_name", "default")
-    if not _MODELS.match(model):
+    folder = Path(reading.path).parent
+    if (folder / "configs" / "models" / f"{model}.yml").is_file():
+        notes.append(f"model_name={model}: configs/models/{model}.yml is not read.")
+    elif not _MODELS.fullmatch(model):
         notes.append(
             f"model_name={model} is no model of MaxText; what its own file sets is not"
             " read."

@@ -302,6 +302,16 @@ def test_models_of_maxtext_forks_are_named(tmp_path):
     )
     path.write_text(f"{command} model_name=llama3.1-8b")
     expect(check_file(path, "maxtext"), no_note="is no model of MaxText")
+    for model in ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "kimi-k2-1t"):
+        path.write_text(f"{command} model_name={model}")
+        expect(check_file(path, "maxtext"), no_note="is no model of MaxText")
+    path.write_text(f"{command} model_name=llama3.1-8b-ours")
+    expect(check_file(path, "maxtext"), note="8b-ours is no model of MaxText")
+    models = tmp_path / "configs" / "models"
+    models.mkdir(parents=True)
+    (models / "llama3.1-8b.yml").write_text("per_device_batch_size: 2\n")
+    path.write_text(f"{command} model_name=llama3.1-8b")
+    expect(check_file(path, "maxtext"), note="llama3.1-8b.yml is not read")
 
 
 def test_questions_come_in_the_order_of_the_table(tmp_path):
