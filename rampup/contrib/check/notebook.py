@@ -27,6 +27,13 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 _MAX = 10**12
 # Methods that leave a dictionary as it is.
 _READS = ("get", "items", "keys", "values", "copy")
+# Functions that leave a dictionary among their arguments as it is.
+_READERS = (
+    *("print", "pprint", "display", "len", "str", "repr", "dict", "list", "sorted"),
+    *("isinstance", "dumps"),
+)
+# Blocks that run once, if at all; those of other statements may be left out.
+_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.With, ast.AsyncWith)
 
 
 class Constants:
@@ -35,7 +42,8 @@ class Constants:
     Attributes:
         constants: the value of each name, and of each key of a dictionary.
         arguments: of each call, in order: its name, that of the argument or its place,
-            and its value.
+            and its value. That of `**unknown` is `**`. An attribute that a program
+            sets is an argument of the call that made its object, or of "".
     """
 
     def __init__(self, path: str, devices: int | None) -> None:
@@ -44,16 +52,24 @@ class Constants:
         self.constants: dict[str, Located] = {}
         self.arguments: list[tuple[str, str, Located]] = []
         self._names: dict[str, Any] = {}
+        self._made: dict[str, str] = {}  # the call that made what a name stands for
+        self._is_open = False  # whether the statements may be left out
 
     def run(self, statements: Sequence[ast.stmt]) -> None:
         """Follow statements in their order."""
         for statement in statements:
             match statement:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self._record_calls(statement)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
+                    self._forget_all(value)
+                    self._record_calls(value)
                     self._assign(name, value)
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    self._assign(name, value)
+                case ast.Assign(targets=[ast.Attribute() as target], value=value):
+                    self._forget_all(statement)
+                    self._record_calls(value)
+                    self._set(target, value)
                 case ast.ClassDef(body=body):
                     self.run(body)
                 case ast.If(test=test, body=body, orelse=other) if (
@@ -67,49 +83,122 @@ class Constants:
         """Follow the blocks of a function, a loop or an open branch, and forget what
         they or another statement assign: it may happen once, often, or never.
         """
-        children = [*ast.iter_child_nodes(statement)]
-        blocks = [child for child in children if isinstance(child, ast.stmt)]
-        for child in children:
-            if isinstance(child, ast.ExceptHandler):
+        self._forget_all(statement)
+        blocks, heads = list[ast.stmt](), list[ast.AST]()
+        for child in ast.iter_child_nodes(statement):
+            if isinstance(child, ast.stmt):
+                blocks.append(child)
+            elif isinstance(child, ast.ExceptHandler | ast.match_case):
                 blocks += child.body
+            else:
+                heads.append(child)
+        for head in heads:
+            self._record_calls(head)
+            for node in ast.walk(head):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    self._set(node, None)
+        was_open = self._is_open
+        self._is_open = was_open or not isinstance(statement, _ONCE)
         self.run(blocks)
-        if not blocks:
-            self._record_calls(statement)
-        for node in ast.walk(statement):
-            if isinstance(getattr(node, "ctx", None), ast.Store):
-                for part in ast.walk(node):
-                    self._forget(getattr(part, "id", ""))
+        self._is_open = was_open
+        self._forget_all(statement)
 
     def _assign(self, name: str, value: ast.expr) -> None:
+        found, made = self._value(value), self._made.get(_name(value), "")
+        if isinstance(value, ast.Call):
+            made = self._called(value)
         self._forget(name)
-        self._names[name] = found = self._value(value)
+        self._names[name], self._made[name] = found, made
         for key, part in _parts(name, found):
             self.constants[key] = self._at(part, value)
 
+    def _set(self, target: ast.Attribute, value: ast.expr | None) -> None:
+        """Record an attribute that is set; to what is open if `value` is None."""
+        found = None if value is None or self._is_open else self._value(value)
+        made = self._made.get(_name(target.value), "")
+        place = self._at(_or_mark(found, target), target)
+        self.arguments.append((made, target.attr, place))
+
+    def _forget_all(self, code: ast.AST) -> None:
+        """Forget what a part of a program assigns, changes, imports or takes as a
+        parameter.
+        """
+        for node in ast.walk(code):
+            if isinstance(node, ast.arg):
+                self._forget(node.arg)
+            elif isinstance(node, ast.alias):
+                self._forget(node.asname or node.name)
+            elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+                if isinstance(node, ast.Name):
+                    self._forget(node.id)
+                elif isinstance(node, ast.Subscript):
+                    self._forget_dictionary(_root(node))
+
     def _forget(self, name: str) -> None:
         """Take a name for unknown, with the keys of its dictionary."""
+        self._made.pop(name, None)
         for key, _ in _parts(name, self._names.pop(name, None)):
             self.constants.pop(key, None)
+
+    def _forget_dictionary(self, name: str) -> None:
+        """Forget a dictionary that may change, under all of its names."""
+        changed = set(_dictionaries(self._names.get(name)))
+        for other, value in [*self._names.items()]:
+            if not changed.isdisjoint(_dictionaries(value)):
+                self._forget(other)
+        self._forget(name)
 
     def _at(self, value: Any, node: ast.expr) -> Located:
         return Located(value=value, path=self.path, line=node.lineno)
 
-    def _record_calls(self, statement: ast.stmt) -> None:
-        for call in ast.walk(statement):
+    def _record_calls(self, code: ast.AST) -> None:
+        for call in ast.walk(code):
             if not isinstance(call, ast.Call):
                 continue
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            if isinstance(call.func, ast.Attribute) and name not in _READS:
-                owner = _root(call.func.value)
-                if isinstance(self._names.get(owner), dict):
-                    self._forget(owner)  # such as `owner.update(...)`
-            given = [(str(place), value) for place, value in enumerate(call.args)]
-            given += [(key.arg or "", key.value) for key in call.keywords]
-            for key, value in given:
+            name = self._called(call)
+            for key, value in _given(call):
                 found = self._value(value)
-                if found is None and not isinstance(value, ast.Constant):
-                    found = mark(f"${{{ast.unparse(value)}}}")  # it is asked for
-                self.arguments.append((name, key, self._at(found, value)))
+                is_known = key == "**" and isinstance(found, dict)
+                for part, size in found.items() if is_known else [(key, found)]:
+                    if not isinstance(value, ast.Constant):
+                        size = _or_mark(size, value)
+                    self.arguments.append((name, part, self._at(size, value)))
+            self._forget_changed(call)
+
+    def _called(self, call: ast.Call) -> str:
+        """Return the name of what is called, or made what `replace` copies."""
+        name: str = getattr(call.func, "attr", _name(call.func))
+        if name == "replace" and call.args:
+            return self._made.get(_name(call.args[0]), "")
+        return name
+
+    def _forget_changed(self, call: ast.Call) -> None:
+        """Forget the dictionaries that a call may change."""
+        name, changed = _name(call.func), list[str]()
+        if isinstance(call.func, ast.Attribute):
+            name = call.func.attr
+            if name not in _READS:
+                changed.append(_root(call.func.value))  # such as `owner.update(...)`
+        if name not in (*_READS, *_READERS):
+            changed += [_name(value) for key, value in _given(call) if key != "**"]
+        for owner in changed:
+            if isinstance(self._names.get(owner), dict):
+                self._forget_dictionary(owner)
+
+    def _dictionary(
+        self, keys: Sequence[ast.expr | None], parts: Sequence[ast.expr]
+    ) -> dict[Any, Any] | None:
+        """Return a dictionary, or None if one of its keys is open."""
+        found = {}
+        for key, part in zip(keys, parts, strict=True):
+            value = self._value(part)
+            if isinstance(key, ast.Constant):
+                found[key.value] = value
+            elif key is None and isinstance(value, dict):  # that of `**value`
+                found |= value
+            else:
+                return None
+        return found
 
     def _value(self, node: ast.expr) -> Any:
         """Return what an expression is; None if constants and arithmetic do not say
@@ -127,12 +216,10 @@ class Constants:
                 values = tuple(map(see, parts))
                 return None if None in values else values
             case ast.Dict(keys=keys, values=parts):
-                pairs = zip(keys, parts, strict=True)
-                return {
-                    key.value: see(part)
-                    for key, part in pairs
-                    if isinstance(key, ast.Constant)
-                }
+                return self._dictionary(keys, parts)
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=given):
+                keys = [part.arg and ast.Constant(part.arg) for part in given]
+                return self._dictionary(keys, [part.value for part in given])
             case ast.Subscript(value=whole, slice=ast.Constant(value=key)):
                 found = see(whole)
                 return found.get(key) if isinstance(found, dict) else None
@@ -149,6 +236,34 @@ class Constants:
             case ast.Call(func=ast.Attribute(attr="device_count")):
                 return self.devices
         return None
+
+
+def _name(node: ast.expr) -> str:
+    """Return the name that an expression is, or ""."""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _or_mark(value: Any, node: ast.expr) -> Any:
+    """Return a value, or if it is not known, a mark to ask for it."""
+    return mark(f"${{{ast.unparse(node)}}}") if value is None else value
+
+
+def _given(call: ast.Call) -> list[tuple[str, ast.expr]]:
+    """Return the arguments of a call by place or name; the rest, `**`, comes first, as
+    others count more.
+    """
+    given = [("**", key.value) for key in call.keywords if key.arg is None]
+    given += [(str(place), value) for place, value in enumerate(call.args)]
+    return given + [(key.arg, key.value) for key in call.keywords if key.arg]
+
+
+def _dictionaries(value: Any) -> Iterator[int]:
+    """Yield the identity of each dictionary in a value."""
+    if isinstance(value, dict):
+        yield id(value)
+        value = tuple(value.values())
+    for part in value if isinstance(value, tuple) else ():
+        yield from _dictionaries(part)
 
 
 def _root(node: ast.expr) -> str:

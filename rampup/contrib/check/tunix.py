@@ -59,9 +59,14 @@ _NAMES = {
 }
 # The sizes that tell a program that trains with GRPO from one that does not.
 _OF_GRPO = {GENERATIONS, ITERATIONS, MINI, TRAIN, ROLLOUT, LOGPS}
-# The calls whose arguments are sizes, and one that a constant of its name is not.
+# The calls whose arguments are sizes, with those that an open `**` may give, and an
+# argument that a constant of its name is not.
 _ARGUMENTS = {**_NAMES, "gradient_accumulation_steps": ACCUMULATION}
-_CALLS = ("RLTrainingConfig", "GRPOConfig", "GrpoConfig")
+_CALLS = {
+    "RLTrainingConfig": (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS),
+    "GRPOConfig": (GENERATIONS, ITERATIONS),
+    "GrpoConfig": (GENERATIONS, ITERATIONS),
+}
 
 
 def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
@@ -69,7 +74,11 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
     gives to Tunix's classes counts more than a constant of the same name.
     """
     sizes = [text.partition("=") for text in overrides]
-    devices = [int(value) for name, _, value in sizes if name == "num_devices"]
+    devices = [
+        int(value)
+        for name, _, value in sizes
+        if name == "num_devices" and value.isdecimal()  # others are refused later
+    ]
     found = read_constants(Path(path), devices=devices[-1] if devices else None)
     named = {
         _NAMES[name.lower()]: place
@@ -77,8 +86,13 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
         if name.lower() in _NAMES and place.value is not None
     }
     for call, name, place in found.arguments:
-        if call in _CALLS and name in _ARGUMENTS and place.value is not None:
-            named[_ARGUMENTS[name]] = place
+        key = _ARGUMENTS.get(name)
+        if call in _CALLS and name == "**":
+            named |= dict.fromkeys(_CALLS[call], place)
+        elif (call in _CALLS and key and place.value is not None) or (
+            not call and key in _OF_GRPO  # an attribute of an unknown object
+        ):
+            named[key] = place
         elif call == "make_mesh" and name in ("0", "axis_shapes"):
             if isinstance(place.value, tuple):
                 named[_NAMES["mesh"]] = place

@@ -3,11 +3,19 @@ the constants of a notebook really do.
 """
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, expect, nested, numbers_test
+from helpers.dialect_files import (
+    boundary_test,
+    checker,
+    expect,
+    nested,
+    numbers_test,
+    verdict,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +33,7 @@ from rampup.contrib.check.tunix import (
     ROLLOUT,
     TRAIN,
 )
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, RampupError
 
 MESH, ROLLOUT_MESH = (f"{MESHES[role]}.shape" for role in ("actor", "rollout"))
 BASE = {BATCH: 16, MINI: 8, TRAIN: 2, GENERATIONS: 4, MESH: "(2, 2)", "num_devices": 8}
@@ -170,6 +178,80 @@ def test_what_a_notebook_gives_to_tunix_counts_more_than_a_constant(tmp_path):
     )
 
 
+GRPO_CALLS = [
+    ("cfg: GRPOConfig = GRPOConfig(num_generations=8)", 8),
+    ("cfg = GRPOConfig()\ncfg.num_generations = 8", 8),
+    ("def main():\n  cfg = GRPOConfig()\n  cfg.num_generations = 8", 8),
+    ("cfg = GRPOConfig()\nother = cfg\nother.num_generations = n", "${other.num_generations}"),
+    ("cfg = GRPOConfig()\ncfg = replace(cfg, num_generations=8)", 8),
+    ("cfg = GRPOConfig()\ncfg.num_generations, n = 8, 2", "${cfg.num_generations}"),
+    ("cfg = GRPOConfig()\ncfg.num_generations *= 2", "${cfg.num_generations}"),
+    (
+        "cfg = GRPOConfig()\nif ask():\n  cfg.num_generations = 8",
+        "${cfg.num_generations}",
+    ),
+    ("all.cfg.num_generations = 8", 8),
+    ("cfg = Sampler()\ncfg.num_generations = 8", 2),
+    ("g = {'num_generations': 8}\nGRPOConfig(**g)", 8),
+    ("g = dict(num_generations=8)\nGRPOConfig(**{**g, 'beta': 0})", 8),
+    ("g = {'num_generations': 8}\ng.update(more)\nGRPOConfig(**g)", "${g}"),
+    ("g = {name: 8}\nGRPOConfig(**g)", "${g}"),
+    ("GRPOConfig(**g, num_generations=8, num_iterations=1)", 8),
+    ("n = 2\nfor n in [4, 8]:\n  GRPOConfig(num_generations=n)", "${n}"),
+    ("n = 2\nc = [GRPOConfig(num_generations=n) for n in [4, 8]]", "${n}"),
+    ("n = 2\ndef main(n):\n  GRPOConfig(num_generations=n)", "${n}"),
+    ("n = 2\nfrom sizes import n\nGRPOConfig(num_generations=n)", "${n}"),
+    ("n = 2\nimport sizes as n\nGRPOConfig(num_generations=n)", "${n}"),
+    ("b = {'n': 4}\na = b\na['n'] = 8\nGRPOConfig(num_generations=b['n'])", "${b['n']}"),
+    ("b = {'a': {'n': 4}}\na = b['a']\na['n'] = 8\nGRPOConfig(num_generations=b['a']['n'])", "${b['a']['n']}"),
+    ("b = {'n': 4}\nchange(b)\nGRPOConfig(num_generations=b['n'])", "${b['n']}"),
+    ("b = {'n': 4}\nprint(b)\nGRPOConfig(num_generations=b['n'])", 4),
+    ("with run(GRPOConfig(num_generations=8)):\n  pass", 8),
+    ("for step in train(GRPOConfig(num_generations=8)):\n  pass", 8),
+    ("if train(GRPOConfig(num_generations=8)):\n  pass", 8),
+    ("while train(GRPOConfig(num_generations=8)):\n  pass", 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "size"), GRPO_CALLS)
+def test_a_size_of_a_class_is_followed_or_asked_for(tmp_path, text, size):
+    """Wherever it is given; it is never the default if it may be another."""
+    path = tmp_path / "run.py"
+    constants = CONSTANTS.replace("NUM_GENERATIONS = 2", "").replace(
+        "NUM_ITERATIONS = 1", ""
+    )
+    path.write_text(f"{constants}{text}\n")
+    settings = ["num_devices=8", f"{BATCH}=1", f"{ITERATIONS}=1"]
+    if isinstance(size, int):
+        assert check_file(path, "tunix", settings).derived["samples_per_step"] == size
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"{GENERATIONS}={size}")):
+            check_file(path, "tunix", settings)
+
+
+def test_unknown_sizes_of_a_class_are_all_asked_for(tmp_path):
+    """A dictionary that is not known may give any of them."""
+    path = tmp_path / "run.py"
+    path.write_text(f"{CONSTANTS}RLTrainingConfig(mini_batch_size=8, **sizes)\n")
+    with pytest.raises(RampupError) as caught:
+        check_file(path, "tunix", ["num_devices=8"])
+    for key in (TRAIN, ROLLOUT, LOGPS):
+        assert f"{key}=${{sizes}}" in str(caught.value)
+    assert f"{MINI}=$" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "mini_batch_size"])
+def test_a_parameter_is_not_the_constant_of_its_name(tmp_path, name):
+    """It is asked for."""
+    path = tmp_path / "run.py"
+    path.write_text(
+        f"{CONSTANTS}{name} = 4\ndef main({name}):\n"
+        f"  RLTrainingConfig(mini_batch_size={name})\n"
+    )
+    with pytest.raises(ConfigError, match=rf"{MINI}=\$\{{{name}\}}"):
+        check_file(path, "tunix", ["num_devices=8", f"{BATCH}=4"])
+
+
 def test_an_argument_that_the_syntax_leaves_open_is_asked_for(tmp_path):
     """It is not taken for the default, nor for a constant of its name."""
     path = tmp_path / "run.py"
@@ -218,6 +300,17 @@ def test_a_program_without_a_size_of_grpo_is_not_taken_for_it(tmp_path):
     expect(check_file(path, "tunix", settings), ok=True, samples_per_step=16)
 
 
+def test_a_misspelt_key_or_section_is_refused(tmp_path):
+    """Also a setting beside the right key of the file; a section of the system with a
+    key of the same name is none.
+    """
+    with pytest.raises(ConfigError, match=r"did you mean rl_training_config\.mini_b"):
+        verdict("tunix", nested(BASE), "rl_training_config.mini_batchsize=16")
+    with pytest.raises(ConfigError, match=r"did you mean rl_training_config\.mini_b"):
+        tunix({MINI: None, TRAIN: None, "rl_training_confg.mini_batch_size": 8})
+    assert tunix({"training_config.max_steps": 8}).ok
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -235,6 +328,8 @@ def test_a_program_without_a_size_of_grpo_is_not_taken_for_it(tmp_path):
         ("K = {'SIZE': 4}\nn = K.pop('SIZE')\n", None),
         ("K = {'SIZE': 4}\nn = K.get('SIZE')\n", 4),
         ("SIZE, OTHER = 4, 2\n", None),
+        ("K = {'SIZE': 4}\ndel K['SIZE']\n", None),
+        ("SIZE = 4\nfrom sizes import SIZE\n", None),
         ("for SIZE in (1, 2):\n  pass\n", None),
         ("try:\n  SIZE = 4\nexcept OSError:\n  SIZE = 2\n", None),
         ("class Config:\n  SIZE: int = 3\n", 3),
@@ -288,6 +383,14 @@ def test_a_script_reads_its_base_file_and_the_overriding_one(tmp_path):
         check_command(words, "tunix")
     with pytest.raises(ConfigError, match="does not say how many prompts"):
         check_command([*words, f"{MINI}=4"], "tunix", ["override_config_file=null"])
+
+
+def test_devices_of_a_notebook_that_are_no_number_are_refused(tmp_path):
+    """In words."""
+    path = tmp_path / "run.py"
+    path.write_text(CONSTANTS)
+    with pytest.raises(RampupError, match=r"num_devices='?x'? must be"):
+        check_file(path, "tunix", ["num_devices=x"])
 
 
 def test_the_command_line_knows_tunix(tmp_path):
