@@ -547,3 +547,9 @@ def test_convert_refuses_a_growing_pipeline_of_uneven_microbatches():
         ConfigError, match="multiples of its 4 stages, but the file has phases of 3"
     ):
         to_rampup(verdict("megatron", config, "data_parallel_size=8"))
+
+
+def test_an_option_that_went_names_what_replaces_it(capsys):
+    """Where a run stands is a step."""
+    assert main(["check", "x.yml", "--samples=100"]) == 2
+    assert "check FILE --step N" in " ".join(capsys.readouterr().err.split())
