@@ -8,7 +8,7 @@ import ast
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -114,7 +114,9 @@ class Constants:
 
     def _set(self, target: ast.Attribute, value: ast.expr | None) -> None:
         """Record an attribute that is set; to what is open if `value` is None."""
-        found = None if value is None or self._is_open else self._value(value)
+        found = None
+        if value is not None and not self._is_open:
+            found = self._value(value)
         made = self._made.get(_name(target.value), "")
         place = self._at(_or_mark(found, target), target)
         self.arguments.append((made, target.attr, place))
@@ -158,8 +160,10 @@ class Constants:
             name = self._called(call)
             for key, value in _given(call):
                 found = self._value(value)
-                is_known = key == "**" and isinstance(found, dict)
-                for part, size in found.items() if is_known else [(key, found)]:
+                parts = [(key, found)]
+                if key == "**" and isinstance(found, dict):
+                    parts = [*found.items()]
+                for part, size in parts:
                     if not isinstance(value, ast.Constant):
                         size = _or_mark(size, value)
                     self.arguments.append((name, part, self._at(size, value)))
@@ -186,14 +190,16 @@ class Constants:
                 self._forget_dictionary(owner)
 
     def _dictionary(
-        self, keys: Sequence[ast.expr | None], parts: Sequence[ast.expr]
+        self, pairs: Iterable[tuple[ast.expr | str | None, ast.expr]]
     ) -> dict[Any, Any] | None:
         """Return a dictionary, or None if one of its keys is open."""
-        found = {}
-        for key, part in zip(keys, parts, strict=True):
+        found = dict[Any, Any]()
+        for key, part in pairs:
             value = self._value(part)
             if isinstance(key, ast.Constant):
                 found[key.value] = value
+            elif isinstance(key, str):
+                found[key] = value
             elif key is None and isinstance(value, dict):  # that of `**value`
                 found |= value
             else:
@@ -216,10 +222,9 @@ class Constants:
                 values = tuple(map(see, parts))
                 return None if None in values else values
             case ast.Dict(keys=keys, values=parts):
-                return self._dictionary(keys, parts)
+                return self._dictionary(zip(keys, parts, strict=True))
             case ast.Call(func=ast.Name(id="dict"), args=[], keywords=given):
-                keys = [part.arg and ast.Constant(part.arg) for part in given]
-                return self._dictionary(keys, [part.value for part in given])
+                return self._dictionary((part.arg, part.value) for part in given)
             case ast.Subscript(value=whole, slice=ast.Constant(value=key)):
                 found = see(whole)
                 return found.get(key) if isinstance(found, dict) else None
