@@ -40,6 +40,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import (
+    DATA,
+    FSDP,
     STAGE,
     BatchAxes,
     auto_view,
@@ -132,11 +134,16 @@ class Replicas:
         if self.way != "manual" or len(self._automatic) < 2:
             return
         for eqn in needing_whole_operands(loss):
+            # Of a pipeline, the forward is checked. Elsewhere the gradient is too, and
+            # that of a look-up in a whole operand is a scatter.
+            whole = (
+                " look up in an operand that is whole,"
+                " jax.lax.with_sharding_constraint(x, PartitionSpec())[index],"
+            )
             raise ConfigError(
                 f"the loss has a {eqn.primitive.name}, at which XLA aborts beside"
                 f" {' and '.join(sorted(self._automatic))} here",
-                fix="use one of these axes only, look up in an operand that is whole,"
-                " jax.lax.with_sharding_constraint(x, PartitionSpec())[index], or"
+                fix=f"use one of these axes only,{whole if self.has_stages else ''} or"
                 " multiply with jax.nn.one_hot(index, ...)",
                 key="loss_fn",
             )
@@ -165,13 +172,18 @@ class Replicas:
         # tensor, and others beside a second axis. Mapped, the gradient of its kernel
         # has a group per replica.
         groups = (eqn.params[f"{x}_group_count"] for x in ("feature", "batch"))
-        others = self._automatic - set(self.axes.rows)
+        rows = set(self.axes.rows)
+        if not rows and self.shardings is None:
+            # The rows that an evaluation leaves over are on every device of the axes
+            # that else take rows: there is nothing to partition along those.
+            rows = {DATA, FSDP}
+        others = self._automatic - rows
         if self.way != "mapped" and not (
             others and (len(self._automatic) > 1 or max(groups) > 1)
         ):
             return
         raise ConfigError(
-            "the loss has a conv_general_dilated, whose gradient XLA computes wrongly"
+            "the loss has a conv_general_dilated, which XLA partitions wrongly"
             f" beside {' and '.join(sorted(self._automatic))}",
             fix="train on a mesh of data and fsdp alone, or write it as products of"
             " matrices",
@@ -233,7 +245,10 @@ class Replicas:
             scatters = is_scattered(self.shardings, self.axes)
             if scatters:
                 # The replicas are added up when each gets its own part.
-                left = [tuple({*over} - {*self.axes.replica}) for over in left]
+                left = [
+                    tuple(name for name in over if name not in self.axes.replica)
+                    for over in left
+                ]
             # One psum for each set of axes. The other sums travel with the gradients
             # that are summed over all of them, as the compiler combines the two.
             reduced = recipe.aggregate(sums._replace(grads=None), names)

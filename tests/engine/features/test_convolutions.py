@@ -9,6 +9,7 @@ from helpers.toy import make_step
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
+from rampup.engine.evaluation import EvalStep
 from rampup.errors import ConfigError
 
 ROWS, C = 16, 8
@@ -223,3 +224,46 @@ def test_every_convolution_on_every_mesh(kind, form, mesh, way):
 def test_every_convolution_beside_a_constraint(kind, form, mesh, way):
     """Where a compiler decides about two automatic axes, and where about one."""
     assert_right(kind, form, mesh, way, PartitionSpec())
+
+
+def evaluated(kind, sizes, kernel_spec):
+    """Return the sums of a loss over 10 rows, by 4: two batches, and two rows that are
+    left over.
+    """
+    shape, operation = KINDS[kind]
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(10, 4, 4, C)).astype("f")
+    axes = rampup.MeshAxes(**sizes)
+    mesh = rampup.make_mesh(axes, jax.devices()[: axes.num_devices])
+    kernel = jax.device_put(
+        (rng.normal(size=shape) * 0.3).astype("f"), NamedSharding(mesh, kernel_spec)
+    )
+
+    def loss_fn(params, batch, keys):
+        return (jnp.tanh(operation(batch, params)) ** 2).sum(), len(keys), {}
+
+    state = rampup.create_state(kernel, optax.sgd(1.0), mesh)
+    step = EvalStep(loss_fn, mesh)
+    return np.sum([step(state, batch) for batch in step.batches(images, 4)], axis=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "kernel_spec"),
+    [
+        ("grouped", "data", ()),
+        ("ordinary", "data_fsdp", (None, None, "fsdp", None)),
+        ("depthwise", "data_fsdp", (None, None, None, "fsdp")),
+    ],
+)
+def test_the_rows_that_an_evaluation_leaves_over(kind, mesh, kernel_spec):
+    """They are on every device, where data and fsdp partition nothing by rows."""
+    found = evaluated(kind, MESHES[mesh], PartitionSpec(*kernel_spec))
+    expected = evaluated(kind, {"data": 1}, PartitionSpec())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_an_evaluation_beside_tensor_is_refused():
+    """A partitioned kernel is, whatever is computed of it."""
+    spec = PartitionSpec(None, None, None, "tensor")
+    with pytest.raises(ConfigError, match="XLA partitions wrongly beside tensor"):
+        evaluated("depthwise", {"data": 2, "tensor": 2}, spec)
