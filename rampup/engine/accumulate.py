@@ -214,7 +214,7 @@ class AccumulatedLoss(SummableLoss):
         )
         # jit caches the trace: the loss function is traced once for the shapes of the
         # sums and for the body of the loop.
-        plain = _loss_of(self.loss_fn, keeps_mutable=has_grads)
+        plain = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
         loss_of = jax.jit(
             jax.value_and_grad(plain, has_aux=True) if has_grads else plain, inline=True
         )
@@ -433,7 +433,7 @@ def accumulate(
 
 
 def _loss_of(
-    loss_fn: LossFn, *, keeps_mutable: bool
+    loss_fn: LossFn, mesh: Mesh, *, keeps_mutable: bool
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function of one microbatch that returns what `Sums.grads` is the
     gradient of, or with a scale its scaled mean, and the sums.
@@ -444,7 +444,7 @@ def _loss_of(
     ) -> tuple[Any, Sums]:
         args = (params, batch_R, keys_R) + (() if mutable is None else (mutable,))
         check_signature(loss_fn, len(args))
-        with explained(len(args)):
+        with explained(len(args), mesh.axis_names):
             results = loss_fn(*args)
         loss, weight, aux, carried = check_results(
             results, loss_fn, args, keeps_mutable=keeps_mutable

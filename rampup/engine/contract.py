@@ -70,6 +70,9 @@ class SummableLoss:
             grad_shardings: the shardings of the gradients: those of the parameters, or
                 with ZeRO-1 of each replica's own part. None: no gradients, as in an
                 evaluation, and `mutable` is read, not carried.
+
+        Raises:
+            NotImplementedError: a subclass has no `sums`.
         """
         raise NotImplementedError
 
@@ -202,13 +205,13 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
 
 
 @contextlib.contextmanager
-def explained(number: int) -> Iterator[None]:
-    """Raise two errors of JAX in a loss function of this number of arguments in words
-    of its contract.
+def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
+    """Raise three errors of JAX in a loss function of this number of arguments, on a
+    mesh of these axes, in words of its contract.
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NameError) as error:
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
         if is_manual and re.search(_MANUAL_TWICE, str(error)):
             raise ConfigError(
@@ -226,6 +229,19 @@ def explained(number: int) -> Iterator[None]:
                 " rows and keys, or keys[0]",
                 number > 3,
             ) from error
+        unbound = re.search(r"unbound axis name: (\w+)", str(error))
+        if unbound and unbound[1] not in axes:
+            raise _contract_error(
+                f"names the axis {unbound[1]!r}, but those of the mesh are"
+                f" {', '.join(map(str, axes))}: leave out the collectives of a pmap, as"
+                " the step itself adds up over the replicas",
+                number > 3,
+            ) from error
+        if unbound:
+            error.add_note(
+                "A loss that sees all rows needs no collectives over them. With"
+                " reduce_once=True, one replica runs as several do, and has such axes."
+            )
         raise
 
 

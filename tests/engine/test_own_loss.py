@@ -19,6 +19,7 @@ from helpers.toy import (
     train,
 )
 
+import rampup
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.errors import ConfigError, DataError
 
@@ -124,9 +125,9 @@ def test_aux_with_a_value_per_row_is_refused(per_row, mesh_name, engine):
         one_step(loss, mesh_name=mesh_name, engine=engine)
 
 
-def test_text_in_aux_and_keys_taken_for_one_key_are_named():
+def test_text_in_aux_keys_taken_for_one_key_and_unknown_axes_are_named():
     """Both end in errors of JAX otherwise, which name neither the loss function nor
-    what to change. The axis of a pmap is named by JAX.
+    what to change, as do axes of a pmap.
     """
     with pytest.raises(
         ConfigError, match=r"returned a str as aux\['name'\], which must be a number"
@@ -149,8 +150,17 @@ def test_text_in_aux_and_keys_taken_for_one_key_are_named():
         ("data", "multi_steps"),
         ("data_fsdp_tensor", "fused"),
     ):
-        with pytest.raises(NameError, match="unbound axis name: batch"):
+        with pytest.raises(
+            ConfigError,
+            match=r"names the axis 'batch', but those of the mesh are .*data",
+        ):
             one_step(of_a_pmap, mesh_name=mesh_name, engine=engine)
+    with pytest.raises(ConfigError, match="names the axis 'batch'"):
+        rampup.check_loss(
+            lambda p, b, keys: (jax.lax.pmean(p["w"] * b.sum(), "batch"), 1, {}),
+            {"w": 1.0},
+            np.ones((4, 2)),
+        )
 
 
 def test_aux_as_long_as_the_rows_is_no_value_per_row():

@@ -246,7 +246,7 @@ def test_explicit_axes_are_those_of_the_mesh():
 
 def test_names_of_axes_of_one_device():
     """Collectives over axes of one device change nothing, also for one replica with
-    `reduce_once=True`; without it, JAX names the axis.
+    `reduce_once=True`, which the error of JAX names.
     """
 
     def named(*axes):
@@ -265,8 +265,9 @@ def test_names_of_axes_of_one_device():
     ):
         _, expected = first_step(name, loss_fn, check_loss=False)
         if name in ("one", "fsdp"):
-            with pytest.raises(NameError, match="unbound axis name"):
+            with pytest.raises(NameError, match="unbound axis name") as caught:
                 first_step(name, named(*axes), check_loss=False)
+            assert "reduce_once=True" in caught.value.__notes__[0]
         _, found = first_step(name, named(*axes), check_loss=False, reduce_once=True)
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
 
