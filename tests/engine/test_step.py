@@ -15,6 +15,7 @@ from helpers.toy import make_step
 import rampup
 from rampup.data.batches import step_batches
 from rampup.engine import batch as buffers
+from rampup.engine.contract import SummableLoss
 from rampup.engine.mesh import replicated
 from rampup.engine.state import create_state, prepare_state
 from rampup.errors import ConfigError, DataError
@@ -380,7 +381,7 @@ def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
     scale. The error names the field.
     """
 
-    class Own:
+    class Own(SummableLoss):
         check = sums_and_grads = eval_sums = lambda self, *args, **options: None
 
     mesh = toy.mesh_of("one")
@@ -394,6 +395,20 @@ def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
         match=f"`{field}`, which .* does not support",
     ):
         step(prepare_state(state, mesh), batch_of_arrays(step))
+
+
+def test_loss_with_the_methods_of_a_summable_loss_is_told_to_be_one():
+    """A class of the same methods that is no subclass is not a wrong order of
+    arguments.
+    """
+
+    class Own:
+        check = sums_and_grads = eval_sums = lambda self, *args, **options: None
+
+    with pytest.raises(
+        ConfigError, match=r"a subclass of rampup\.engine\.contract\.SummableLoss"
+    ):
+        toy.start(loss=Own())
 
 
 @pytest.mark.parametrize(
