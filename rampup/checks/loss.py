@@ -213,7 +213,7 @@ def _pick(rows: Any) -> Any:
     # A tuple of numbers or of dictionaries of them is rows, and one of arrays a batch.
     is_source = isinstance(rows, list) or not any(getattr(x, "ndim", 0) for x in leaves)
     arrays = [as_source(rows)] if is_source else leaves
-    lengths = {0 if np.isscalar(x) else len(x) for x in arrays}
+    lengths = {len(x) if is_source or np.ndim(x) else 0 for x in arrays}
     size = lengths.pop()
     if lengths or size < 2:
         raise DataError(

@@ -813,6 +813,8 @@ def test_rows_come_in_any_form_that_a_step_takes():
         assert kinds(rampup.check_loss(loss, PARAMS, form)) == ["mean"]
     with pytest.raises(DataError, match="at least two rows"):
         rampup.check_loss(loss, PARAMS, rows[:1])
+    with pytest.raises(DataError, match="the same number in all arrays"):
+        rampup.check_loss(loss, PARAMS, BATCH | {"t": np.array(1.0, np.float32)})
     with pytest.raises(ConfigError, match=r"as loss_sum, .* rampup\.check_loss"):
         rampup.check_loss(lambda p, b, k: (errors(p, b), len(k), {}), PARAMS, BATCH)
 
