@@ -133,11 +133,21 @@ def _tuned_seconds(path: Path) -> dict[int, float]:
 
 
 def _checked_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, which all have their samples and batch."""
-    lines = list(read_lines(folder / METRICS_FILE))
+    """Return the lines of a metrics.jsonl, which all have a batch and more samples than
+    the line before.
+    """
+    lines, before = list(read_lines(folder / METRICS_FILE)), 0
     for line in lines:
-        for key in COUNTS:
-            require_count(line, key, str(folder))
+        samples, size = (require_count(line, key, str(folder)) for key in COUNTS)
+        if size < 1 or samples <= before:
+            raise DataError(
+                f"{folder}, step {line['step']} of its {METRICS_FILE}:"
+                f" global_batch_size={size} must be at least 1, and"
+                f" consumed_samples={samples} more than {before}, that of the line"
+                " before",
+                key="measured",
+            )
+        before = samples
     return lines
 
 
@@ -190,15 +200,22 @@ def _critical_ratios(folder: Path, points: Sequence[NoisePoint]) -> list[float]:
     measured, ratios = NoiseCurve(knots=exact, growth=0.0), []
     parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        # A lower bound does not say that the critical batch is the smaller one.
-        if found["bound"] in ("exact", "at_most"):
-            noise = implied_noise_scale(
-                found["critical_batch_size"],
-                tolerance=found["tolerance"],
-                gain=found["gain"],
-            )
-            ratios.append(noise / measured.at(found["consumed_samples"]))
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            # A lower bound does not say that the critical batch is the smaller one.
+            if found["bound"] in ("exact", "at_most"):
+                noise = implied_noise_scale(
+                    found["critical_batch_size"],
+                    tolerance=found["tolerance"],
+                    gain=found["gain"],
+                )
+                ratios.append(noise / measured.at(found["consumed_samples"]))
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise DataError(
+                f"{file} is damaged, no result of `rampup critical`: {error!r}",
+                fix="delete its folder, and measure again",
+                key="measured",
+            ) from error
     return ratios
 
 

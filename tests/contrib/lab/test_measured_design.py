@@ -337,6 +337,27 @@ def test_the_smaller_of_two_noise_scales_counts(size, source, tmp_path):
     assert noted == (source == "critical")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"bound": "exact"',
+        '{"critical_batch_size": 8}',
+        "null",
+        '{"bound": "exact", "critical_batch_size": 8, "tolerance": 0, "gain": 1}',
+    ],
+)
+def test_damaged_critical_result_is_refused_in_words(text, tmp_path):
+    """The error names the file, and what to do with it."""
+    run = write_run(
+        tmp_path / "run", measured_steps(np.random.default_rng(0), 20.0, 40)
+    )
+    write_critical(run, "step-20").write_text(text)
+    with pytest.raises(
+        DataError, match=r"step-20/result.json is damaged.*delete its folder"
+    ):
+        Measurements.read([run], rampup.Config())
+
+
 HUGE = 10**400
 
 
@@ -345,6 +366,8 @@ HUGE = 10**400
     [
         *(("consumed_samples", value) for value in ("many", None, HUGE, 1.5)),
         *(("global_batch_size", value) for value in ("many", None, HUGE, True)),
+        ("consumed_samples", 30 * BATCH),
+        ("global_batch_size", 0),
     ],
     ids=lambda value: repr(value)[:20],
 )
