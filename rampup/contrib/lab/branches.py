@@ -169,7 +169,8 @@ def find_critical_batch_size(
     Each branch has the run's learning rate at the checkpoint, held constant, times the
     square root of its batch by that of the run with AdamW, or times this ratio itself
     with SGD. The run may be training: its folder is only read. The result is written to
-    RUN.critical next to it.
+    RUN.critical next to it, where one that decided nothing does not replace one that
+    did.
 
     Args:
         run: the folder of the run.
@@ -229,8 +230,29 @@ def find_critical_batch_size(
     )
     # For `rampup design`, which reads the results of all checkpoints of a run.
     place = {"consumed_samples": branches.run_plan.position(step).consumed_samples}
-    write_whole(found.file, json.dumps(found.to_dict() | place).encode())
+    _keep(found, place, report)
     return found
+
+
+def _keep(
+    found: CriticalBatch, place: Mapping[str, int], report: Callable[[str], None]
+) -> None:
+    """Write a result to its file, unless that has one that decided and this did not."""
+    if not found.decisive and _is_decisive(found.file):
+        report(f"{found.file} stays: it has decided, and this measurement has not")
+        return
+    write_whole(found.file, json.dumps(found.to_dict() | place).encode())
+
+
+def _is_decisive(file: Path) -> bool:
+    """Return whether a file has a result that decided; a damaged one has none."""
+    if not file.is_file():
+        return False
+    try:
+        found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    except json.JSONDecodeError:
+        return False
+    return isinstance(found, dict) and found.get("decisive") is True
 
 
 def _answer(config: Config, branches: _Branches, verdict: Verdict) -> dict[str, Any]:

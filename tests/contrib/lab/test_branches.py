@@ -15,6 +15,7 @@ from rampup.contrib.lab.branches import (
     CriticalBatch,
     _Branches,
     _find_run,
+    _keep,
     _train_branches,
     find_critical_batch_size,
 )
@@ -377,3 +378,22 @@ def test_a_noise_scale_follows_from_the_critical_batch(tmp_path, capsys):
     assert "measured by the run: 36 (30 to 40) samples" in printed
     assert "a noise scale of 144 samples" in printed
     assert result(tmp_path, critical_batch_size=None).implied_noise_scale is None
+
+
+def test_a_result_that_decided_is_not_replaced_by_one_that_did_not(tmp_path):
+    """A second measurement at a step that decides nothing leaves the file, and says so;
+    it replaces one that is damaged, and one that decided replaces any.
+    """
+    nothing = {"critical_batch_size": None, "bound": None, "batch_size_schedule": None}
+    undecided = result(tmp_path, decisive=False, **nothing)
+    file, lines = undecided.file, []
+
+    def kept(found):
+        _keep(found, {"consumed_samples": 9}, lines.append)
+        return json.loads(file.read_text())["critical_batch_size"]
+
+    assert [kept(undecided), kept(result(tmp_path)), kept(undecided)] == [None, 16, 16]
+    assert lines == [f"{file} stays: it has decided, and this measurement has not"]
+    assert kept(result(tmp_path, critical_batch_size=8)) == 8
+    file.write_text('{"decisive": tr')
+    assert kept(undecided) is None
