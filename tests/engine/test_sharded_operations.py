@@ -565,3 +565,19 @@ def test_what_a_pipeline_beside_two_axes_cannot_run_is_refused(operation, name):
     words = f"the loss has a ({name}).* beside fsdp and tensor"
     with pytest.raises(rampup.errors.ConfigError, match=words):
         sums_of_pipeline([operation], SPECS[1])
+
+
+def test_a_look_up_in_parts_beside_two_axes_is_told_of_products_alone():
+    """The gradient of a look-up in a whole operand is a scatter there, so the error
+    does not offer it.
+    """
+    mesh = jax.make_mesh((2, 2, 2), ("data", "a", "b"))
+    axes = BatchAxes(replica=("data",), rows=("data",))
+    params, batch, keys = problem(mesh, ("a", "b"), axes)
+    loss = AccumulatedLoss(
+        loss_of([whole_lookup]), axes, param_shardings=shardings_like(params, mesh)
+    )
+    run = jax.jit(lambda *args: accumulate(loss, *args, mesh=mesh))
+    words = r"beside a and b here; use one of these axes only, or multiply with"
+    with pytest.raises(rampup.errors.ConfigError, match=words):
+        run(params, batch, np.int32(K), keys)
