@@ -69,6 +69,7 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     as_path,
     first_and_last_line,
+    parse_json,
     read_lines,
     run_folder,
     write_whole,
@@ -289,15 +290,13 @@ class Loop:
         """
         if saved is None:
             return state, 0
-        ended, total = self.folder / ENDED_FILE, self.plan.total_steps
-        if saved.step < total and first_problem(
-            "ended" if is_primary() and ended.exists() else ""
-        ):
+        if ended := first_problem(self._ended_at(saved.step)):
             raise DataEndedError(
-                f"the data of the run in {self.folder} ended after step {saved.step} of"
-                f" {total}, and a start from there might take the first rows again",
-                fix=f"give a plan of {saved.step} steps, or, if the batches now go on"
-                f" with new rows, delete {ended}",
+                f"the data of the run in {self.folder} ended after step {ended} of"
+                f" {self.plan.total_steps}, and a start from there might take the first"
+                " rows again",
+                fix=f"give a plan of {ended} steps, or, if the batches now go on"
+                f" with new rows, delete {self.folder / ENDED_FILE}",
             )
         found = saved.record
         check_same_run(
@@ -316,6 +315,19 @@ class Loop:
             )
         self._compare_rates(saved.step - 1)
         return restored, saved.step
+
+    def _ended_at(self, saved: int) -> str:
+        """Return the step after which the data ended, if the plan goes beyond it, or
+        "". Among several processes, the checkpoint of step `saved` may be older.
+        """
+        file = self.folder / ENDED_FILE
+        if not is_primary() or not file.exists():
+            return ""
+        found = parse_json(file.read_bytes())
+        ended = found.get("step") if isinstance(found, dict) else None
+        if not isinstance(ended, int):  # A damaged file does not let a run start over.
+            ended = saved
+        return str(ended) if saved <= ended < self.plan.total_steps else ""
 
     def _compare_rates(self, step: int) -> None:
         """Report another learning rate than the last step was trained with."""

@@ -104,6 +104,32 @@ def test_a_loop_whose_data_end_says_so_and_takes_no_row_twice(
     assert (summary.steps, set(read)) == (10, {99})
 
 
+def test_data_that_ended_after_the_newest_checkpoint(tmp_path):
+    """As among several processes, which save nothing where the data end: the error
+    names the step of the end, and a plan of as many steps goes on.
+    """
+    batches = ENDINGS["a generator"]
+    with pytest.raises(DataEndedError):
+        run(tmp_path, batches, period=4)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    with pytest.raises(DataEndedError, match=r"after step 6 of 10.* a plan of 6 steps"):
+        run(tmp_path, batches, period=4)
+    summary, read = run(tmp_path, batches, steps=6)
+    assert (summary.resumed_from, summary.steps) == (4, 6)
+    assert read == list(range(32, 48))
+    with pytest.raises(DataEndedError, match="after step 6 of 10"):
+        run(tmp_path, batches)
+
+
+def test_a_damaged_note_of_the_end_refuses_too(tmp_path):
+    """Nothing starts over only because the file cannot be read."""
+    with pytest.raises(DataEndedError):
+        run(tmp_path, ENDINGS["a generator"])
+    (tmp_path / "data_ended.json").write_text("[")
+    with pytest.raises(DataEndedError, match="after step 6 of 10"):
+        run(tmp_path, ENDINGS["a generator"])
+
+
 @pytest.mark.parametrize("mesh", ["one", "data"])
 def test_a_loop_of_ones_own_goes_on_with_another_ramp(tmp_path, mesh):
     """Its plan is made with the ramp of the checkpoint and the new sizes, also on more
