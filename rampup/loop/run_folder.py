@@ -138,9 +138,19 @@ class StepLog:
                 time.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
-        """Close the file; no call follows."""
+        """Close the file; no call follows. In a bucket, it is tried once to write the
+        lines that no `sync` wrote: after an error, they explain it.
+        """
         if self._file is not None:
             os.close(self._file)
+        elif self._unwritten:
+            # Not above, as the lock needs this module.
+            from rampup.loop.lock import require_owner
+
+            # Without a wait, and not into the run of another process.
+            with contextlib.suppress(OSError, ConfigError):
+                require_owner(self.path.parent, ask=True)
+                self.path.write_bytes(self._content + self._unwritten)
 
     def _append(self, file: int) -> None:
         """Write what is unwritten. A full disk may take a part of the bytes; the rest

@@ -220,6 +220,33 @@ def test_step_log_in_a_bucket(folder, objects):
     assert sorted(contents(objects)) == ["runs/demo/metrics.jsonl"]
 
 
+def test_lines_that_explain_an_error_are_uploaded_at_the_end(folder, monkeypatch):
+    """`close` writes what no `sync` wrote, unless the bucket is away, or another process
+    owns the run.
+    """
+    path = folder / "metrics.jsonl"
+    with own_run(folder):
+        log = folders.StepLog(path, keep_below=0)
+        log.write({"step": 0})
+        log.close()
+        assert list(folders.read_lines(path)) == [{"step": 0}]
+        log = folders.StepLog(path, keep_below=1)
+        log.write({"step": 1})
+        owner = json.loads((folder / LOCK_FILE).read_text())
+        (folder / LOCK_FILE).write_text(json.dumps({**owner, "token": "t"}))
+        log.close()
+        assert list(folders.read_lines(path)) == [{"step": 0}]
+
+
+def test_close_does_not_wait_for_a_bucket(folder, proxy, impatient):
+    """The error that ends the run stays the one that is told."""
+    log = folders.StepLog(folder / "metrics.jsonl", keep_below=0)
+    log.write({"step": 0})
+    with proxy.failing(503):
+        log.close()
+        assert proxy.num_failed
+
+
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
     """config.yml and the event files arrive, after `flush`, with their content; other
     URLs and missing packages are refused.
