@@ -96,16 +96,23 @@ def join(
     with announced(f"{me} waits for {launch.address}") as waiting:
         meet(launch, initialization_timeout, waiting)
         waiting.words = f"{me} connects to the others at {launch.address}"
-        jax.distributed.initialize(
-            coordinator_address=launch.address,
-            num_processes=launch.count,
-            process_id=launch.number,
-            local_device_ids=devices,
-            # JAX's detectors would be asked once more, also those that fail here.
-            cluster_detection_method="deactivate",
-            initialization_timeout=initialization_timeout,
-            heartbeat_timeout_seconds=heartbeat_timeout,
-        )
+        try:
+            jax.distributed.initialize(
+                coordinator_address=launch.address,
+                num_processes=launch.count,
+                process_id=launch.number,
+                local_device_ids=devices,
+                # JAX's detectors would be asked once more, also those that fail here.
+                cluster_detection_method="deactivate",
+                initialization_timeout=initialization_timeout,
+                heartbeat_timeout_seconds=heartbeat_timeout,
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{me} could not join the others at {launch.address}:"
+                f" {' '.join(str(error).split())[:300]}",
+                key="coordinator_address",
+            ) from None
 
 
 def check_consistent(facts: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError, DataError
 from rampup.lm.train import train
+from rampup.loop import distributed
 from rampup.loop.distributed import StopConsensus, join, leaving_on_error
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
@@ -540,6 +542,35 @@ def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys
             f"rampup: process {number} of 2 {words.format(**ports)}"
             in capsys.readouterr().err
         )
+
+
+def join_where_the_port_is_taken(port, after):
+    """Join as process 0, whose port another program takes when all have met."""
+    distributed.meet = lambda *args: after.append(socket.create_server(("", port)))
+    try:
+        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=0)
+    except ConfigError as error:
+        print(error)
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path):
+    """What JAX says of it is an error with the address and the key."""
+    port = free_port()
+    code = (
+        "from test_distributed import join_where_the_port_is_taken as join_late;"
+        f"join_late({port}, [])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert f"process 0 of 2 could not join the others at localhost:{port}: " in (
+        done.stdout
+    ), done.stderr
 
 
 def wait_with_others(number, port, delay, seen):
