@@ -313,8 +313,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 self.folder.mkdir(exist_ok=True)
                 probe.mkdir(exist_ok=True)
                 probe.rmdir()
-        except (RampupError, OSError) as error:
+        except RampupError as error:
             return str(error)
+        except OSError as error:
+            return f"{self.folder} cannot be written: {error.strerror or error}"
         return ""
 
     def wait(self) -> None:

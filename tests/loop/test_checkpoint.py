@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,18 @@ def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(
     checkpoints.save(4, state, {})
     checkpoints.wait()
     assert checkpoints.latest == 4
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    """The reason follows it, without the number of the system's error."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(StorageError) as caught:
+        checkpoints.save(3, new_state(), {})
+    assert f"{tmp_path / 'checkpoints'} cannot be written: File exists" in str(
+        caught.value
+    )
 
 
 def test_the_reason_of_tensorstore_is_one_sentence(tmp_path):
