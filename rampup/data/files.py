@@ -214,8 +214,14 @@ class TokenFile:
         with reading(self._path):
             file = _open_file(self._path, self._place)
             # pread does not move a shared file position, so threads can read at the
-            # same time.
+            # same time. One call returns at most 2 GiB, and nothing at the end.
             content = os.pread(file.fileno(), wanted, first)
+            while len(content) < wanted and (
+                more := os.pread(
+                    file.fileno(), wanted - len(content), first + len(content)
+                )
+            ):
+                content += more
         if len(content) < wanted:
             raise DataError(
                 f"{self._path} ends at byte {os.fstat(file.fileno()).st_size:,}: it was"

@@ -163,6 +163,20 @@ def test_token_file_reads_the_parts_of_an_array(tmp_path, dtype, number):
         np.testing.assert_array_equal(file[part], array[part])
 
 
+def test_token_file_reads_on_where_the_system_returns_less(tmp_path, monkeypatch):
+    """Linux returns at most 2 GiB at a time; a file that ends is still an error."""
+    array, pread = np.arange(1000, dtype=np.int32), os.pread
+    np.save(tmp_path / "a.npy", array)
+    file = open_token_file(str(tmp_path / "a.npy"), "uint16")
+    monkeypatch.setattr(
+        os, "pread", lambda number, size, first: pread(number, min(size, 1024), first)
+    )
+    np.testing.assert_array_equal(file[3:1000], array[3:])
+    os.truncate(tmp_path / "a.npy", 3000)
+    with pytest.raises(DataError, match="ends at byte 3,000: it was truncated"):
+        file[3:1000]
+
+
 def test_fingerprints_name_files_below_the_shared_folder(tmp_path):
     """Files keep their names when all of them move, and files of the same name in two
     folders are two.
