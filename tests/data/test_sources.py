@@ -97,7 +97,12 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
         (
             tuple(COLUMNS.values()),
             {},
-            r"(?s)row 1 of .* is of shape \[64\], but of shape \[64, 2\] in row 0",
+            r"arrays of shape \[64, 2\], \[64\] looks like columns.*list\(zip\(\*colu",
+        ),
+        (
+            (COLUMNS["label"], COLUMNS["label"]),
+            {},
+            r"arrays of shape \[64\], \[64\] looks like columns.*list\(zip\(\*columns",
         ),
         (
             COLUMNS,
@@ -123,13 +128,20 @@ def test_sources_that_cannot_be_indexed_are_refused(source, options, words):
 
 
 def test_rows_by_number_are_a_source():
-    """The remedy for columns works, and so does a dictionary of rows by number."""
+    """The remedies for columns work, and so does a dictionary of rows by number; a
+    tuple of many short rows is one of rows.
+    """
     step, _ = start(schedule="0:8", steps=1)
     rows_of = grain.MapDataset.range(64).map(
         lambda row: {name: x[row] for name, x in COLUMNS.items()}
     )
     for source in (rows_of, dict(enumerate(rows_of))):
         assert next(step.batches(source)).chunks[0]["image"].shape == (1, 8, 2)
+    image, label = next(step.batches(list(zip(*COLUMNS.values(), strict=True)))).chunks[
+        0
+    ]
+    assert (image.shape, label.shape) == ((1, 8, 2), (1, 8))
+    assert next(step.batches(tuple(np.ones((16, 3))))).chunks[0].shape == (1, 8, 3)
 
 
 def test_map_dataset_has_epochs_of_its_own():
