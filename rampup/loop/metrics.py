@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -368,12 +368,13 @@ class TensorBoardWriter:
 
         self._folder = folder
         self._local = folder
-        if is_bucket(folder):
-            self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
-        self._local.mkdir(parents=True, exist_ok=True)
-        self._file = EventsWriter(
-            str(self._local / "events"), f".{os.getpid()}.{start}"
-        )
+        with self._told():
+            if is_bucket(folder):
+                self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
+            self._local.mkdir(parents=True, exist_ok=True)
+            self._file = EventsWriter(
+                str(self._local / "events"), f".{os.getpid()}.{start}"
+            )
         self._events: list[Any] = []  # not yet written
         if start:
             # This event makes TensorBoard hide the earlier values of this step and
@@ -392,7 +393,7 @@ class TensorBoardWriter:
 
     def flush(self) -> None:
         """Write everything that was taken, or raise a StorageError."""
-        try:
+        with self._told():
             while self._events:
                 self._file.write_event(self._events.pop(0))
             self._file.flush()
@@ -400,16 +401,22 @@ class TensorBoardWriter:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 for file in self._local.iterdir():
                     (self._folder / file.name).write_bytes(file.read_bytes())
-        except OSError as error:
-            raise StorageError(
-                f"{self._folder} cannot be written: {error.strerror or error}"
-            ) from error
 
     def close(self) -> None:
         """Write everything and close the file."""
         with contextlib.suppress(OSError):
             self.flush()
             self._file.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise what the system refuses as a StorageError with the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"{self._folder} cannot be written: {error.strerror or error}"
+            ) from error
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event

@@ -54,6 +54,23 @@ def test_a_full_disk_is_told(tmp_path):
     ]
 
 
+def test_a_folder_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    """It is one sentence with the folder, before a step is trained."""
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        StorageError, match="file/tensorboard cannot be written: Not a directory"
+    ):
+        TensorBoardWriter(tmp_path / "file" / "tensorboard")
+    from tensorboardX.record_writer import RecordWriter
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(RecordWriter, "__init__", side_effect=full),
+        pytest.raises(StorageError, match="cannot be written: No space left"),
+    ):
+        TensorBoardWriter(tmp_path)
+
+
 def test_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
     """The run is known by its folder's name, steps are ours, and its end is told. The
     package needs an account.
