@@ -38,7 +38,13 @@ from rampup.data.sources import (
     read_rows,
     reading,
 )
-from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
+from rampup.engine.batch import (
+    Batch,
+    in_microbatches,
+    put_batch,
+    step_number,
+    stop_step,
+)
 from rampup.engine.mesh import (
     BatchAxes,
     auto_view,
@@ -48,6 +54,7 @@ from rampup.engine.mesh import (
     rows_of_processes,
 )
 from rampup.engine.processes import first_problem
+from rampup.engine.state import BATCHED_GONE, gone
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
@@ -216,6 +223,11 @@ class BatchOptions:
     batch_axes: BatchAxes | None = None
     num_threads: int = 2
     read_ahead: int = 4
+
+
+BatchOptions.__init__ = gone(  # type: ignore[method-assign]
+    batched=BATCHED_GONE
+)(BatchOptions.__init__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,7 +485,7 @@ def step_batches(
         order=order,
         options=options or BatchOptions(),
     )
-    return StepBatches(loader.batches(start, stop), rows, seed)
+    return StepBatches(loader.batches(step_number(start), stop), rows, seed)
 
 
 class StepBatches(Iterator[Batch]):
@@ -640,6 +652,7 @@ def stream_batches(
     rows = _Stream(source, batched, plan)
     types = FieldTypes(mesh)
     owners = {device.process_index for device in mesh.devices.flat}
+    start = step_number(start)
     for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
         split = position.split

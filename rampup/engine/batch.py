@@ -8,6 +8,7 @@ Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.mesh import BatchAxes, axis_names, batch_sharding, process_rows
-from rampup.errors import DataError
+from rampup.errors import DataError, a_type
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
@@ -219,6 +220,16 @@ def _global_array(
     return jax.make_array_from_callback(
         (part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard
     )
+
+
+def step_number(start: Any) -> int:
+    """Return the number of a step, such as `state.step`, or refuse what is none."""
+    if not hasattr(start, "__index__"):
+        raise DataError(
+            f"start is {a_type(start)} and not the number of a step",
+            fix="give start=step, such as start=int(state.step)",
+        )
+    return operator.index(start)
 
 
 def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:

@@ -17,7 +17,7 @@ from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, on_mesh, sees_explicit
 from rampup.engine.mesh import STAGE, BatchAxes, auto_context, auto_view, replicated
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import check_placed, shardings_of
+from rampup.engine.state import BATCHED_GONE, check_placed, gone, shardings_of
 from rampup.engine.update import eval_sums, explicit_loss
 from rampup.errors import ConfigError, DataError, a_type
 
@@ -124,6 +124,7 @@ class EvalStep:
         key = batch.layout, len(batch.chunks), is_left
         return self._compiler.get(key, lower)(*args)
 
+    @gone(batched=BATCHED_GONE)
     def batches(self, source: Any, batch_size: int) -> Iterator[Batch]:
         """Yield all rows of a source once, in order: batches of `batch_size` rows, then
         what is left over.

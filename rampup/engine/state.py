@@ -326,6 +326,10 @@ def check_step_number(steps: int) -> None:
         raise RampDefinitionError(problem, key="steps", nearest=(MAX_STEPS,))
 
 
+# What takes the place of `batched` where rows have numbers.
+BATCHED_GONE = "rows are numbered; step.stream(source, batched=True) takes batches"
+
+
 def gone(**replacements: str) -> Callable[[F], F]:
     """Decorate a function that had these keyword arguments: whoever gives one is told
     what replaces it.
@@ -335,7 +339,9 @@ def gone(**replacements: str) -> Callable[[F], F]:
         @functools.wraps(function)
         def checked(*args: Any, **options: Any) -> Any:
             for name in replacements.keys() & options.keys():
-                problem = f"{function.__name__} has no argument {name!r}"
+                # A class is called by its name.
+                call = function.__qualname__.removesuffix(".__init__")
+                problem = f"{call} has no argument {name!r}"
                 raise TypeError(f"{problem}; {replacements[name]}")
             return function(*args, **options)
 

@@ -29,6 +29,7 @@ from rampup.engine.batch import (
     layout_of,
     put_batch,
     row_size,
+    step_number,
     stop_step,
 )
 from rampup.engine.contract import LossFn, SummableLoss
@@ -45,6 +46,7 @@ from rampup.engine.mesh import (
 )
 from rampup.engine.programs import ByMicrobatch, Engine, Fused, Programs
 from rampup.engine.state import (
+    BATCHED_GONE,
     carried,
     check_arguments,
     check_new_state,
@@ -386,7 +388,7 @@ class TrainStep:
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
-    @gone(batched="rows are numbered; step.stream(source, batched=True) takes batches")
+    @gone(batched=BATCHED_GONE)
     def batches(
         self,
         source: Any,
@@ -415,7 +417,7 @@ class TrainStep:
             source,
             self._plan,
             self._mesh,
-            start=int(start),
+            start=step_number(start),
             stop=stop,
             seed=seed,
             num_epochs=num_epochs,
@@ -447,7 +449,7 @@ class TrainStep:
             source,
             self._plan,
             self._mesh,
-            start=int(start),
+            start=step_number(start),
             stop=stop,
             batched=batched,
             drop_remainder=drop_remainder,

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from rampup.engine.processes import is_primary
+from rampup.engine.state import gone
 from rampup.errors import MissingDependencyError, NonFiniteError, StorageError
 from rampup.loop.components import Component
 from rampup.loop.events import (
@@ -111,6 +112,13 @@ class MetricOptions:
     flops_per_sample: float | None = None
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
+
+
+MetricOptions.__init__ = gone(  # type: ignore[method-assign]
+    describe_rows=(
+        "NonFiniteError has the steps, and `rampup plan --rows STEP` lists their rows"
+    ),
+)(MetricOptions.__init__)
 
 
 @dataclass(slots=True)

@@ -105,6 +105,11 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
             r"arrays of shape \[64\], \[64\] looks like columns.*list\(zip\(\*columns",
         ),
         (
+            rows(),
+            {"start": plan_for(mesh_of("one")).position(0)},
+            "start is a PlanPosition and not the number of a step; give start=step",
+        ),
+        (
             COLUMNS,
             {},
             (
@@ -142,6 +147,23 @@ def test_rows_by_number_are_a_source():
     ]
     assert (image.shape, label.shape) == ((1, 8, 2), (1, 8))
     assert next(step.batches(tuple(np.ones((16, 3))))).chunks[0].shape == (1, 8, 3)
+
+
+@pytest.mark.parametrize("way", ["microbatches", "step", "stream"])
+def test_a_position_is_no_step_number(way):
+    """Every way to batches says what `start` is."""
+    step, _ = start(schedule="0:8", steps=1)
+    mesh = mesh_of("one")
+    plan = plan_for(mesh)
+    given = {"start": plan.position(0)}
+    with pytest.raises(DataError, match=r"start is a PlanPosition.*give start=step"):
+        {
+            "microbatches": lambda: next(
+                rampup.microbatches(rows(), plan, mesh, **given)
+            ),
+            "step": lambda: step.batches(rows(), **given),
+            "stream": lambda: step.stream(rows(), **given),
+        }[way]()
 
 
 def test_map_dataset_has_epochs_of_its_own():

@@ -21,7 +21,7 @@ from helpers.runs import metrics_of
 from rich.console import Console
 
 import rampup
-from rampup.data.batches import step_batches
+from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ResumeMismatchError
@@ -329,8 +329,16 @@ def test_an_argument_that_went_says_where_it_is(parts):
     """It stands in the error what replaces it."""
     with pytest.raises(TypeError, match=r"'should_stop'; give it to loop\.run\("):
         Loop(should_stop=lambda: True)
-    with pytest.raises(TypeError, match=r"'batched'; .* step\.stream\("):
-        parts[2].batches(toy.rows(), batched=True)
+    evaluate = rampup.EvalStep(toy.loss_fn, toy.mesh_of("one"))
+    for make in (parts[2].batches, evaluate.batches, BatchOptions):
+        with pytest.raises(TypeError, match=r"'batched'; .* step\.stream\("):
+            make(batched=True)
+    with pytest.raises(
+        TypeError,
+        match=r"^MetricOptions has no argument 'describe_rows'; .*--rows STEP",
+    ):
+        MetricOptions(describe_rows=None)
+    assert MetricOptions(skip_nonfinite=2).skip_nonfinite == 2
 
 
 @pytest.mark.parametrize("has_parts", [False, True])
