@@ -550,7 +550,7 @@ def join_where_the_port_is_taken(port, after):
     try:
         join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=0)
     except ConfigError as error:
-        print(error)
+        print(error, flush=True)  # the end of JAX may not
 
 
 def test_a_port_that_is_taken_is_one_sentence(tmp_path):
