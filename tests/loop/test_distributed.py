@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from helpers import processes, toy
@@ -544,33 +544,15 @@ def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys
         )
 
 
-def join_where_the_port_is_taken(port, after):
-    """Join as process 0, whose port another program takes when all have met."""
-    distributed.meet = lambda *args: after.append(socket.create_server(("", port)))
-    try:
-        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=0)
-    except ConfigError as error:
-        print(error, flush=True)  # the end of JAX may not
-
-
-def test_a_port_that_is_taken_is_one_sentence(tmp_path):
-    """What JAX says of it is an error with the address and the key."""
-    port = free_port()
-    code = (
-        "from test_distributed import join_where_the_port_is_taken as join_late;"
-        f"join_late({port}, [])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert f"process 0 of 2 could not join the others at localhost:{port}: " in (
-        done.stdout
-    ), done.stderr
+def test_what_jax_refuses_is_one_sentence(monkeypatch):
+    """Here that JAX has made its devices before: with the address and the key."""
+    monkeypatch.setattr(distributed, "meet", lambda *args: None)
+    jax.devices()
+    with pytest.raises(
+        ConfigError, match=r"process 0 of 2 could not join .* localhost:1: .*before"
+    ) as caught:
+        join(coordinator_address="localhost:1", num_processes=2, process_id=0)
+    assert caught.value.key == "coordinator_address"
 
 
 def wait_with_others(number, port, delay, seen):
