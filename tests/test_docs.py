@@ -134,7 +134,7 @@ def test_settings_of_the_guide_on_rollouts_are_legal():
         (DOCS / "guides" / "reinforcement_learning.md").read_text(),
         re.MULTILINE,
     )
-    assert len(rows) >= 4
+    assert len(rows) >= 5
     for row in rows:
         build_rollout_schedule(
             load_rollout_config(ROOT / "configs" / "rl.yml", shlex.split(row)), 1
