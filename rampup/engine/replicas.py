@@ -138,7 +138,8 @@ class Replicas:
             # that of a look-up in a whole operand is a scatter.
             whole = (
                 " look up in an operand that is whole,"
-                " jax.lax.with_sharding_constraint(x, PartitionSpec())[index],"
+                " jax.lax.with_sharding_constraint(x, NamedSharding(mesh,"
+                " PartitionSpec()))[index],"
             )
             raise ConfigError(
                 f"the loss has a {eqn.primitive.name}, at which XLA aborts beside"
@@ -155,6 +156,11 @@ class Replicas:
             why = "mapped over the replicas, its operands do not fit its axes"
         elif over & set(self._names):
             why = "each replica runs by itself, and those axes are its place"
+        elif self.way == "manual" and self._manual & set(
+            eqn.params.get("manual_axes", ())
+        ):
+            # Newer versions of JAX refuse it when the loss is traced.
+            why = "axes of one device are manual already; leave them out"
         else:
             return
         raise ConfigError(

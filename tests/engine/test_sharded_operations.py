@@ -475,10 +475,15 @@ def test_gradients_are_reduced_over_the_replicas_once():
 
 def whole_lookup(p, b):
     """Look up a table that is whole, as a pipeline asks for."""
-    mesh = jax.sharding.get_abstract_mesh()
-    whole = NamedSharding(mesh, PartitionSpec())
-    table = jax.lax.with_sharding_constraint(p["table"], whole) if mesh.shape else None
-    return jnp.tanh((p["table"] if table is None else table)[b["id"]])
+    context, table = jax.sharding.get_abstract_mesh(), p["table"]
+    if context.shape:
+        sizes = tuple(context.shape.values())
+        devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+        whole = NamedSharding(
+            jax.sharding.Mesh(devices, [*context.shape]), PartitionSpec()
+        )
+        table = jax.lax.with_sharding_constraint(table, whole)
+    return jnp.tanh(table[b["id"]])
 
 
 def one_hot_labels(p, b):
