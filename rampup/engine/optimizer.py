@@ -143,10 +143,8 @@ class LearningRate:
     def at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, computed on the host."""
         segment = self.plan.segment_at(step)
-        progress = (
-            segment.progress + (step - segment.start_step) * segment.progress_per_step
-        )
-        return float(self._rate(step, progress, segment.level)) * segment.scale
+        rate = self._rate(step, segment.progress_at(step), segment.level)
+        return float(rate) * segment.scale
 
     def _rate(self, step: Any, progress: Any, level: Any, xp: Any = None) -> Any:
         """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of

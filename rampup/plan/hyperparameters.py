@@ -237,10 +237,7 @@ def warmup_fraction(
     """
 
     def progress(step: int) -> float:
-        segment = plan.segment_at(step)
-        return (
-            segment.progress + (step - segment.start_step) * segment.progress_per_step
-        )
+        return plan.segment_at(step).progress_at(step)
 
     longest = bisect.bisect_right(
         range(plan.schedule_steps + 1), 1 - decay_fraction + 1e-9, key=progress

@@ -90,6 +90,10 @@ class ClockSegment:
         None
     )
 
+    def progress_at(self, step: int) -> float:
+        """Return the fraction of the schedule completed before a step of the segment."""
+        return self.progress + (step - self.start_step) * self.progress_per_step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateRule:
