@@ -201,12 +201,12 @@ class NoiseScale:
         )
         return NoiseEstimate(value=value, low=low, high=high)
 
-    def metrics(self, prefix: str = "") -> dict[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         """Return the noise scale under its names in metrics.jsonl. None is "not known",
         and for `high` also "no upper end".
         """
         return {
-            f"{prefix}noise_scale_{unit}{end}": value
+            f"noise_scale_{unit}{end}": value
             for unit, found in {
                 "samples": self.in_samples,
                 "tokens": self.tokens,
