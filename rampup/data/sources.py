@@ -293,10 +293,11 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
         jax.tree.leaves_with_path(found), again, strict=True
     ):
         # Fewer rows may have another type, such as that of whole numbers.
-        second = np.asarray(second, np.asarray(first).dtype)
-        for place, row in enumerate(rows):
-            # In bytes, as a NaN is not equal to itself.
-            if np.asarray(first[place]).tobytes() != second[place].tobytes():
+        first, second = np.asarray(first), np.asarray(second, np.asarray(first).dtype)
+        for row, one, other in zip(rows, first, second, strict=False):
+            # Not in bytes: wide numbers are padded with what was in memory. A NaN is
+            # not equal to itself.
+            if not np.all((one == other) | (one != one) & (other != other)):
                 raise DataError(
                     f"{source.describe(int(row))} is another one when it is read again,"
                     f" in batch{jax.tree_util.keystr(path)}: no run could be repeated"

@@ -15,7 +15,7 @@ from helpers.toy import all_tokens, mesh_of, open_rows, plan_for, rows, start
 
 import rampup
 from rampup.data.batches import BatchOptions
-from rampup.data.sources import TokenRows, as_source
+from rampup.data.sources import TokenRows, as_source, check_repeatable
 from rampup.errors import DataError
 
 
@@ -548,3 +548,32 @@ def test_numbers_of_64_bits_that_fit_arrive_and_all_do_with_x64():
             2**40,
             1e300,
         )
+
+
+class Padded:
+    """A source of wide numbers, whose padding is what was in memory."""
+
+    paths = ()
+
+    def __len__(self):
+        return 8
+
+    def describe(self, row):
+        """Name a row."""
+        return f"row {row}"
+
+    def read(self, rows):
+        """Return numbers whose padding is another one each time."""
+        bits = np.longdouble(rows).view(np.uint8).reshape(len(rows), -1)
+        if np.finfo(np.longdouble).nmant == 63:  # 80 bits, as on x86
+            bits[:, 10:] = np.random.default_rng().integers(0, 256, bits[:, 10:].shape)
+        return {"x": bits.view(np.longdouble)[:, 0]}
+
+
+def test_the_padding_of_a_number_is_not_part_of_a_row():
+    """What is read again is compared in numbers."""
+    rows = np.arange(4)
+    found = Padded().read(rows)
+    check_repeatable(Padded(), rows, found)
+    with pytest.raises(DataError, match="row 1 is another one"):
+        check_repeatable(Padded(), rows, {"x": found["x"] * 2})
