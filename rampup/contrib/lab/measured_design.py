@@ -34,6 +34,7 @@ from rampup.errors import ConfigError, DataError
 from rampup.loop.run_folder import as_path
 from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.learning_rate import decay_progress
+from rampup.plan.ramp import BatchRamp
 
 # Candidates go up to this many times the largest batch that was timed, and have at
 # least this many optimizer steps.
@@ -43,7 +44,7 @@ COURSE_PARTS = 10
 # the loss after some samples is the mean over this share of them, the last
 LOSS_SHARE = 0.05
 # What an anneal to a rate of 0 takes off the loss at most, as a share of the slope of the
-# loss per factor e of the samples. In benchmarks/advice.json, it took off a quarter.
+# loss per factor e of the samples. It was chosen on tests/contrib/lab/study.json.
 ANNEAL = 0.5
 # the noise scale is not taken to grow by more after its last measurement, unless the
 # growth is named
@@ -385,7 +386,7 @@ class Forecast:
         steps = max(LOSS_SHARE * done / self.batch, 1.0)
         parts = (
             self.line.error(distance, steps),
-            ANNEAL / 2 * slope * self._fall(middle),
+            ANNEAL / 2 * slope * self._fall(schedule, middle),
         )
         loss = self.line.loss_at_pivot + penalties[0] - parts[1]
         return {
@@ -394,13 +395,23 @@ class Forecast:
             "loss_high": loss + math.hypot(*parts, max(penalties) - penalties[0]),
         }
 
-    def _fall(self, samples: float) -> float:
+    def _fall(self, schedule: Schedule, samples: int) -> float:
         """Return the share of its peak by which the learning rate has fallen."""
         config = self.config
+        ramp = BatchRamp.from_schedule(format_schedule(schedule))
+
+        def progress(samples: int) -> float:
+            if config.learning_rate_clock == "samples":
+                return samples / self.samples
+            return ramp.step_of_sample(samples) / ramp.step_of_sample(self.samples)
+
+        warmup = config.warmup_steps_fraction
+        if config.warmup_steps is not None:
+            warmup = progress(ramp.samples_before(config.warmup_steps))
         done = decay_progress(
-            samples / self.samples,
+            progress(samples),
             kind=config.lr_schedule_type,
-            warmup_fraction=config.warmup_steps_fraction,
+            warmup_fraction=warmup,
             decay_fraction=config.wsd_decay_steps_fraction,
             decay_style="linear",
         )
@@ -466,7 +477,7 @@ def _settings(tokens: int, schedule: str, rule: Mapping[str, Any]) -> dict[str, 
         "train_samples": None,
         "learning_rate_schedule_steps": -1,
     }
-    return ramp | length | {"batch_size_schedule": schedule} | rule
+    return {**ramp, **length, "batch_size_schedule": schedule, **rule}
 
 
 def _rate_rule(config: Config, num_devices: int) -> dict[str, Any]:

@@ -209,11 +209,44 @@ def test_a_pilot_whose_last_octave_is_not_precise_is_refused(tmp_path):
     assert noise[-1].high == math.inf
 
 
+@pytest.mark.parametrize(("clock", "share"), [("samples", 0.25), ("steps", 1 / 3)])
+def test_predicted_loss_has_the_configured_warm_up(clock, share, tmp_path):
+    """A warm-up in steps ends where a ramp has consumed their samples, or on a clock of
+    steps after their share of the steps; the decay of a cosine begins there.
+    """
+    folder = write_run(
+        tmp_path / "run",
+        measured_steps(np.random.default_rng(0), 100.0, 200),
+        change=lambda number: {"loss": 6 - 0.5 * math.log(number + 1)},
+    )
+
+    def losses(**warmup):
+        config = rampup.Config(
+            max_target_length=LENGTH,
+            learning_rate_clock=clock,
+            train_samples=6400,
+            steps=-1,
+            **warmup,
+        )
+        measured = Measurements.read([folder], config)
+        forecast = Forecast.from_measurements(measured, config, 6400, 16, None)
+        # 200 steps, and then 100.
+        course = forecast.course(((0, 16), (3200, 32)))
+        return [row["loss"] for row in course if row["loss"] is not None]
+
+    in_steps = losses(warmup_steps=100)
+    assert len(in_steps) > 3
+    assert in_steps == pytest.approx(losses(warmup_steps_fraction=share), abs=1e-9)
+    assert in_steps != pytest.approx(losses(), abs=1e-3)
+
+
 STUDY = json.loads(Path(__file__).with_name("study.json").read_text())
 
 
 def study_pilot(name, folder):
-    """Write the metrics of a pilot of benchmarks/advice.py with batches of 8."""
+    """Write the metrics of a pilot with batches of 8 of the model of
+    benchmarks/ramp_controls.py, on another text.
+    """
     rows = STUDY["pilots"][name]
     folder.mkdir()
     lines = [
@@ -239,9 +272,9 @@ def study_pilot(name, folder):
 
 
 def test_predicted_losses_contain_those_of_whole_runs(tmp_path):
-    """Of the whole runs of benchmarks/advice.json, with constant batches and with
-    ramps, 85% to 95% of the places are in the interval that follows from a pilot; of
-    pilots with half and double the rate among them. Vague pilots are refused.
+    """Of 41 whole runs of an earlier study, with constant batches and with ramps, 85% to
+    95% of the places are in the interval that follows from a pilot; of pilots with half
+    and double the rate among them. Vague pilots are refused.
     """
     config = rampup.Config(
         max_target_length=64,
