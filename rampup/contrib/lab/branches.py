@@ -241,7 +241,7 @@ def _keep(
     if not found.decisive and _is_decisive(found.file):
         report(f"{found.file} stays: it has decided, and this measurement has not")
         return
-    write_whole(found.file, json.dumps(found.to_dict() | place).encode())
+    write_whole(found.file, json.dumps({**found.to_dict(), **place}).encode())
 
 
 def _is_decisive(file: Path) -> bool:

@@ -92,7 +92,7 @@ def _write_run(
     fastest = next(
         each for each in facts["candidates"] if each["name"] == facts["fastest"]
     )
-    where = {
+    where: dict[str, Any] = {
         "num_devices": devices,
         "run_name": folder.name,
         "base_output_directory": str(folder.parent),
@@ -178,5 +178,5 @@ def print_design(
 
 def _with_ends(facts: Mapping[str, Any], key: str, text: Callable[[float], str]) -> str:
     """Return a prediction as text, with its interval if that shows."""
-    ends = (facts[f"{key}{end}"] for end in ("", "_low", "_high"))
-    return with_ends(*ends, text=text)
+    value, low, high = (facts[f"{key}{end}"] for end in ("", "_low", "_high"))
+    return with_ends(value, low, high, text)
