@@ -68,7 +68,7 @@ if SIMULATE_EIGHT_CPU_DEVICES:
     jax.config.update("jax_num_cpu_devices", 8)
 
 import rampup
-from rampup.plan.pipeline import pipeline_candidates
+from rampup.plan.pipeline import pass_bubble, predicted_time
 from rampup.show.figures import draw_batch, draw_timetable
 
 found = jax.devices()
@@ -78,7 +78,7 @@ print(
 print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 
 # %% [markdown]
-# ## Four schedules
+# ## Three schedules
 #
 # Four stages, eight microbatches, and a backward pass that takes twice as long as a forward pass. Each row is a
 # stage, and each box is an operation on the microbatch of that number. White is idle time.
@@ -93,7 +93,6 @@ tables = {
     "interleaved": rampup.plan.Timetable.build(
         "interleaved", num_stages=4, num_microbatches=8, num_repeats=2
     ),
-    "zb-h1": rampup.plan.Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
 }
 draw_timetable(tables["gpipe"], width=11)
 
@@ -111,13 +110,6 @@ draw_timetable(tables["1f1b"], width=11)
 # %%
 draw_timetable(tables["interleaved"], width=11)
 
-# %% [markdown]
-# **zb-h1**: the backward pass has two parts. The previous stage waits for the gradient of the input. No stage waits
-# for the gradient of the weights, so it fills the gaps.
-
-# %%
-draw_timetable(tables["zb-h1"], width=11)
-
 # %%
 print(f"{'':12}{'idle':>8}{'time':>8}   microbatches kept, by stage")
 for name, table in tables.items():
@@ -129,7 +121,7 @@ for name, table in tables.items():
 
 # %%
 # @title Your own schedule
-SCHEDULE = "1f1b"  # @param ["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
+SCHEDULE = "1f1b"  # @param ["gpipe", "1f1b", "interleaved", "circular"]
 STAGES = 4  # @param {type:"integer"}
 MICROBATCHES = 4  # @param {type:"integer"}
 REPEATS = 1  # @param {type:"integer"}
@@ -291,22 +283,22 @@ figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
 looks = ["o-", "s--", "^:", "D-.", "v-"]
 for text, look in zip(OVERHEADS.split(","), looks, strict=False):
     overhead = Fraction(text.strip())
-    choices = pipeline_candidates(
-        SAMPLES,
-        num_stages=STAGES_TO_CHOOSE_FOR,
-        overhead=overhead,
-        multiple=STAGES_TO_CHOOSE_FOR,
-    )
-    best, times = (
-        choices[0],
-        {choice.num_pipeline_microbatches: choice.predicted_time for choice in choices},
-    )
-    microbatches = sorted(times)
-    idle = (
-        f"m = {best.num_pipeline_microbatches}, b = {best.microbatch_size},"
-        f" {float(best.bubble_fraction):.0%} idle"
-    )
-    ratios = [float(times[m] / best.predicted_time) for m in microbatches]
+    times = {
+        m: predicted_time(
+            m,
+            SAMPLES // m,
+            num_stages=STAGES_TO_CHOOSE_FOR,
+            num_repeats=1,
+            overhead=overhead,
+        )
+        for m in range(STAGES_TO_CHOOSE_FOR, SAMPLES + 1, STAGES_TO_CHOOSE_FOR)
+        if SAMPLES % m == 0
+    }
+    best = min(times, key=times.__getitem__)
+    bubble = float(pass_bubble(STAGES_TO_CHOOSE_FOR, best))
+    idle = f"m = {best}, b = {SAMPLES // best}, {bubble:.0%} idle"
+    microbatches = list(times)
+    ratios = [float(time / times[best]) for time in times.values()]
     axis.plot(microbatches, ratios, look, label=f"h = {text.strip()}: {idle}")
 axis.set_xscale("log", base=2)
 axis.set_xticks(microbatches, [str(m) for m in microbatches])

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 SECONDS_PER_HOUR = 3600
 MAX_PHASES = 20  # of more phases, only the first and the last are printed
-MAX_CHOICES = 6  # of the splits of a pipeline
 # The factor on a tuned learning rate above which the plan warns.
 MOST_RATE_SCALE = 2.0
 # Column titles of the printed table, by the keys of `RampPlan.phase_rows`.
@@ -44,8 +43,7 @@ class Description:
             title.
         rows: one for each phase: `RampPlan.phase_rows` with the number of the phase.
         unreached: the phases that the run does not reach.
-        remarks: what belongs to the whole plan: its evaluation batch, and the pipeline
-            splits to choose from.
+        remarks: what belongs to the whole plan: its evaluation batch.
         notes: what is legal, but costs something.
     """
 
@@ -82,17 +80,6 @@ def describe(plan: RampPlan) -> Description:
     if (split := plan.eval_split) is not None:
         size = f"{split.global_batch_size:,} samples per batch"
         remarks.append(f"evaluation: {size} = {describe_split(split)}")
-    if len(choices := plan.pipeline_candidates) > 1:
-        best = choices[0].predicted_time
-        listed = [
-            f"{choice.num_pipeline_microbatches:,} of {choice.microbatch_size:,}"
-            f" ({float(choice.predicted_time / best):.2f})"
-            for choice in choices[:MAX_CHOICES]
-        ]
-        remarks.append(
-            "pipeline microbatches of the last phase, by predicted step time:"
-            f" {', '.join(listed)}"
-        )
     return Description(
         summary=summary(plan),
         titles={

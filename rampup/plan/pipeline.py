@@ -7,8 +7,8 @@ smaller, but each one is smaller, and every tick has a fixed cost.
 
 A `Timetable` simulates a schedule: every operation of every stage, with its start and
 end. Makespan, bubble and memory are counted from that list.
-`bubble_fraction` is a closed form of it, except for zb-h1. A cost is that of a whole
-stage. With v repeats, one chunk of a stage costs 1/v of it.
+`bubble_fraction` is a closed form of it. A cost is that of a whole stage. With v
+repeats, one chunk of a stage costs 1/v of it.
 
     1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 =
     forward of microbatch 2):
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -41,11 +41,9 @@ from rampup.plan.numbers import (
 # with about 200 floating-point operations per byte of memory traffic.
 DEFAULT_OVERHEAD_TOKENS = 512
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")
-# F forward, B backward. The zero-bubble schedule splits B into I, the gradient of the
-# input, and W, that of the weights.
-Kind = Literal["F", "B", "I", "W"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "circular"]
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular")
+Kind = Literal["F", "B"]  # F forward, B backward
 Order = list[tuple[Kind, int, int]]  # (kind, microbatch, repeat)
 
 MAX_OPERATIONS = 2_000_000
@@ -145,26 +143,6 @@ def pass_bubble(
     return Fraction(ticks - num_repeats * num_microbatches, ticks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineCandidate:
-    """One way to split a batch for the pipeline, with its predicted cost."""
-
-    num_pipeline_microbatches: int  # m
-    num_repeats: int  # v
-    microbatch_size: int  # b, samples per replica
-    bubble_fraction: Fraction  # the idle fraction of the predicted time
-    predicted_time: (
-        Fraction  # time of one pass, in samples' worth of one stage's arithmetic
-    )
-
-    def to_dict(self) -> dict[str, int | float]:
-        """Return the candidate as `rampup plan --json` prints it."""
-        return {
-            name: float(value) if isinstance(value, Fraction) else value
-            for name, value in asdict(self).items()
-        }
-
-
 def predicted_time(
     num_microbatches: int,
     microbatch_size: int,
@@ -180,7 +158,7 @@ def predicted_time(
     return ticks * (Fraction(microbatch_size, num_repeats) + overhead)
 
 
-def pipeline_candidates(
+def fastest_microbatches(
     samples: int,
     *,
     num_stages: int,
@@ -188,32 +166,23 @@ def pipeline_candidates(
     num_repeats: int = 1,
     multiple: int = 1,
     minimum: int = 1,
-) -> tuple[PipelineCandidate, ...]:
-    """Return each split m * b of a replica's samples, m >= `minimum` and a multiple of
-    `multiple`; fastest first, then by m.
+) -> int | None:
+    """Return the number of microbatches m with the lowest predicted time, and the fewest
+    of several: of the splits m * b of a replica's samples, with m >= `minimum` and a
+    multiple of `multiple`. None if there is no such split.
     """
-    candidates = [
-        PipelineCandidate(
-            num_pipeline_microbatches=m,
+
+    def time(m: int) -> Fraction:
+        return predicted_time(
+            m,
+            samples // m,
+            num_stages=num_stages,
             num_repeats=num_repeats,
-            microbatch_size=samples // m,
-            predicted_time=predicted_time(
-                m,
-                samples // m,
-                num_stages=num_stages,
-                num_repeats=num_repeats,
-                overhead=overhead,
-            ),
-            bubble_fraction=pass_bubble(num_stages, m, num_repeats),
+            overhead=overhead,
         )
-        for m in divisors(samples)
-        if m % multiple == 0 and m >= minimum
-    ]
-    return tuple(
-        sorted(
-            candidates, key=lambda c: (c.predicted_time, c.num_pipeline_microbatches)
-        )
-    )
+
+    legal = [m for m in divisors(samples) if m % multiple == 0 and m >= minimum]
+    return min(legal, key=time, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +190,6 @@ class Operation:
     """One unit of work of one stage."""
 
     stage: int
-    # F (forward) or B (backward). In zb-h1, I (gradient of the input) and W (of the
-    # weights) instead of B.
     kind: Kind
     microbatch: int
     repeat: int  # the layer chunk of the stage
@@ -269,13 +236,11 @@ class Timetable:
             schedule: `gpipe` (Huang et al. 2018, arXiv 1811.06965); `1f1b` (Narayanan
                 et al. 2021, arXiv 2104.04473); `interleaved`, the same with repeats;
                 `circular`, breadth first with repeats (Lamy-Poirier 2022, arXiv
-                2211.05953; MaxText, praxis); `zb-h1` (Qi et al. 2023, arXiv
-                2401.10241).
+                2211.05953; MaxText, praxis).
             num_stages, num_microbatches: p and m.
             num_repeats: v, the number of layer chunks per stage, for `interleaved` and
                 `circular`.
             forward_cost, backward_cost: the costs of one microbatch in a whole stage.
-                In zb-h1, half of the backward pass is for the gradient of the weights.
         """
         if schedule not in SCHEDULES:
             raise PipelineShapeError(
@@ -299,18 +264,11 @@ class Timetable:
                 key="repeats",
                 nearest=(1,),
             )
-        if schedule == "zb-h1" and num_microbatches < num_stages:
-            raise PipelineShapeError(
-                f"microbatches={num_microbatches} must be at least stages={num_stages}"
-                " for zb-h1",
-                key="microbatches",
-                nearest=(num_stages,),
-            )
-        operations = 3 * num_stages * num_microbatches * num_repeats
+        operations = 2 * num_stages * num_microbatches * num_repeats
         if operations > MAX_OPERATIONS:
-            largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
+            largest = MAX_OPERATIONS // (2 * num_stages * num_repeats)
             raise PipelineShapeError(
-                f"microbatches={num_microbatches} gives up to {operations:,}"
+                f"microbatches={num_microbatches} gives {operations:,}"
                 f" operations; the limit is {MAX_OPERATIONS:,}",
                 key="microbatches",
                 nearest=(largest,) if largest else (),
@@ -330,20 +288,13 @@ class Timetable:
             "F": forward / num_repeats,
             "B": backward / num_repeats,
         }
-        costs |= {
-            "I": backward / 2,
-            "W": backward / 2,
-        }  # of zb-h1 only, which has no repeats
-        orders = {
-            "gpipe": _gpipe_order,
-            "circular": _gpipe_order,
-            "zb-h1": _zero_bubble_order,
-        }
-        order_of_stage = orders.get(schedule, _one_f_one_b_order)
-        stages = [
-            order_of_stage(s, num_stages, num_microbatches, num_repeats)
-            for s in range(num_stages)
-        ]
+        if schedule in ("gpipe", "circular"):
+            stages = [_gpipe_order(num_microbatches, num_repeats)] * num_stages
+        else:
+            stages = [
+                _one_f_one_b_order(s, num_stages, num_microbatches, num_repeats)
+                for s in range(num_stages)
+            ]
         return cls(
             schedule=schedule,
             num_stages=num_stages,
@@ -387,15 +338,13 @@ class Timetable:
         """For each stage, the most microbatches with activations in memory, in units of
         a whole stage.
 
-        They are live from the start of a forward pass to the end of its backward pass,
-        in zb-h1 of that of the weights.
+        They are live from the start of a forward pass to the end of its backward pass.
         """
-        frees = "W" if self.schedule == "zb-h1" else "B"
         peaks = []
         for stage in range(self.num_stages):
             own = self.of_stage(stage)
             events = [(o.start, 1) for o in own if o.kind == "F"] + [
-                (o.end, -1) for o in own if o.kind == frees
+                (o.end, -1) for o in own if o.kind == "B"
             ]
             live = peak = 0
             for _, change in sorted(events):
@@ -465,9 +414,9 @@ def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
 # The orders of the schedules, for stage s of p stages, m microbatches and v repeats.
 
 
-def _gpipe_order(s: int, p: int, m: int, v: int) -> Order:
-    """All forward passes, then all backward passes in reverse. With repeats this is the
-    circular schedule.
+def _gpipe_order(m: int, v: int) -> Order:
+    """All forward passes, then all backward passes in reverse, for every stage. With
+    repeats this is the circular schedule.
     """
     forward: Order = [("F", k, r) for r in range(v) for k in range(m)]
     return forward + [("B", k, r) for _, k, r in reversed(forward)]
@@ -498,20 +447,6 @@ def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
     return order
 
 
-def _zero_bubble_order(s: int, p: int, m: int, v: int) -> Order:
-    """1F1B with the backward pass in two parts. Stage s delays s weight gradients, to
-    fill its idle time at the end.
-    """
-    order: Order = [("F", k, 0) for k in range(min(p - 1 - s, m))]
-    for k in range(m):
-        if k + p - 1 - s < m:
-            order.append(("F", k + p - 1 - s, 0))
-        order.append(("I", k, 0))
-        if k >= s:
-            order.append(("W", k - s, 0))
-    return order + [("W", k, 0) for k in range(max(m - s, 0), m)]
-
-
 def _simulate(
     orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int
 ) -> Iterator[Operation]:
@@ -527,8 +462,6 @@ def _simulate(
     def input_of(
         stage: int, kind: Kind, k: int, r: int
     ) -> tuple[int, Kind, int, int] | None:
-        if kind == "W":
-            return stage, "I", k, r
         if kind == "F":
             return (
                 (stage - 1, "F", k, r)

@@ -28,7 +28,7 @@ from rampup.plan.learning_rate import (
 )
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
-from rampup.plan.pipeline import PipelineCandidate, Timetable, pass_bubble
+from rampup.plan.pipeline import Timetable, pass_bubble
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplit, BatchSplitter
@@ -409,16 +409,6 @@ class RampPlan:
         return self.total_steps if steps is None else steps
 
     @property
-    def pipeline_candidates(self) -> tuple[PipelineCandidate, ...]:
-        """The legal pipeline splits of the last phase, fastest predicted first. Empty
-        if none is chosen by its predicted time.
-        """
-        sizes = self.ramp.sizes
-        if self.splitter.rampup_microbatch == "per_phase":
-            sizes = sizes[-1:]
-        return self.splitter.candidates(sizes)
-
-    @property
     def auto(self) -> dict[str, Any] | None:
         """What is known of `batch_size_schedule=auto` before the run, as in `rampup
         plan --json`; None without it.
@@ -517,7 +507,6 @@ class RampPlan:
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""
         increment = self.ramp.samples_per_increment
-        candidates = self.pipeline_candidates
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,
@@ -533,9 +522,4 @@ class RampPlan:
                 None if self.eval_split is None else self._sizes_of(self.eval_split, 1)
             ),
             **({} if self.auto is None else {"auto": self.auto}),
-            **(
-                {"pipeline_choices": [candidate.to_dict() for candidate in candidates]}
-                if candidates
-                else {}
-            ),
         }

@@ -22,7 +22,7 @@ from rampup.errors import (
     combine,
 )
 from rampup.plan.numbers import AUTO, divisors, nearest_multiples
-from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
+from rampup.plan.pipeline import fastest_microbatches
 from rampup.plan.refusal import batch_error
 
 RampupMicrobatch = Literal["fixed", "per_phase", "auto", "whole"]
@@ -293,18 +293,15 @@ class BatchSplitter:
             raise combine(refused)
         largest = [self.largest_microbatch(size) for size in sizes]
         if is_per_phase := self.rampup_microbatch in ("per_phase", "whole"):
-            best = [self.candidates([size]) for size in sizes]
             chosen = [
-                found[0].microbatch_size if found else b
-                for found, b in zip(best, largest, strict=True)
+                self._fastest_microbatch([size]) or b
+                for size, b in zip(sizes, largest, strict=True)
             ]
         else:
-            if (fixed := self.microbatch_size) == AUTO:
-                fixed = (
-                    found[0].microbatch_size
-                    if (found := self.candidates(sizes))
-                    else self.legal_microbatches(sizes)[-1]
-                )
+            fixed = self.microbatch_size
+            if fixed == AUTO:
+                fastest = self._fastest_microbatch(sizes)
+                fixed = fastest or self.legal_microbatches(sizes)[-1]
             chosen = [fixed] * len(sizes)
             if self.rampup_microbatch == "auto":
                 chosen[-1] = largest[-1]
@@ -313,20 +310,18 @@ class BatchSplitter:
             for size, b in zip(sizes, chosen, strict=True)
         )
 
-    def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
-        """Return the splits of the last batch whose microbatch divides all, fastest
-        first; none without p > 1, automatic m and b, and `tick_overhead`.
-
-        Args:
-            sizes: the global batch sizes of all phases, in samples.
+    def _fastest_microbatch(self, sizes: Sequence[int]) -> int | None:
+        """Return the microbatch size that divides all batches and has the lowest
+        predicted time for the last; None without p > 1, automatic m and b, and
+        `tick_overhead`, or if there is none.
         """
-        chooses = (
-            self.num_stages > 1
-            and self.num_pipeline_microbatches == AUTO
-            and self.microbatch_size == AUTO
-        )
-        if not chooses or self.tick_overhead is None:
-            return ()
+        if (
+            self.tick_overhead is None
+            or self.num_stages == 1
+            or self.num_pipeline_microbatches != AUTO
+            or self.microbatch_size != AUTO
+        ):
+            return None
         passes = (
             self.gradient_accumulation_steps
             if self.rampup_microbatch == "per_phase"
@@ -339,7 +334,7 @@ class BatchSplitter:
         shared = math.gcd(*sizes) // (
             self.data_parallel_size * passes * self._pass_unit
         )
-        return pipeline_candidates(
+        number = fastest_microbatches(
             samples,
             num_stages=self.num_stages,
             overhead=self.tick_overhead,
@@ -347,6 +342,7 @@ class BatchSplitter:
             multiple=samples // shared,
             minimum=-(-samples // min(map(self.largest_microbatch, sizes))),
         )
+        return None if number is None else samples // number
 
     def largest_microbatch(self, global_batch_size: int) -> int:
         """Return the largest microbatch size that a legal global batch allows, in

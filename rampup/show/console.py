@@ -53,8 +53,6 @@ _HYPERPARAMETERS = {
 _KIND_STYLES = {
     "F": "black on green",
     "B": "white on blue",
-    "I": "white on blue",
-    "W": "black on cyan",
 }
 
 
@@ -214,14 +212,9 @@ def print_timetable(table: Timetable, console: Console) -> None:
             console.print(line)
         console.print()
     if rows:
-        names = (
-            "I input gradient, W weight gradient"
-            if table.schedule == "zb-h1"
-            else "B backward"
-        )
         letter = ", the letter the repeat" if table.num_repeats > 1 else ""
         console.print(
-            f"F forward, {names}, == continued\nthe number is the microbatch{letter}"
+            f"F forward, B backward, == continued\nthe number is the microbatch{letter}"
         )
     else:
         console.print(

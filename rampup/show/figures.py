@@ -41,12 +41,10 @@ RULE = "#d5dae1"
 SHADE = "#e9e9ee"
 PAPER = "#ffffff"
 BAR = "#a9c4e4"
-# Name, face, ink and hatch of an operation by its kind.
+# Name, face and ink of an operation by its kind.
 OPERATIONS = {
-    "F": ("forward", "#cfe8cf", "black", ""),
-    "B": ("backward", "#33578f", "white", ""),
-    "I": ("input gradient", "#33578f", "white", ""),
-    "W": ("weight gradient", BAR, "black", "///"),
+    "F": ("forward", "#cfe8cf", "black"),
+    "B": ("backward", "#33578f", "white"),
 }
 WIDTH = 10.0  # of a picture, in inches
 TICK_LETTERS = 9
@@ -206,7 +204,7 @@ def _draw_operation(
     axes: Any, operation: Operation, table: Timetable, inches_per_unit: float
 ) -> None:
     """Draw the bar of an operation, and its microbatch if the bar is wide enough."""
-    _, face, ink, hatch = OPERATIONS[operation.kind]
+    _, face, ink = OPERATIONS[operation.kind]
     start = float(operation.start)
     length = float(operation.end - operation.start)
     axes.add_patch(
@@ -215,14 +213,12 @@ def _draw_operation(
             length,
             0.9,
             facecolor=face,
-            hatch=hatch,
             edgecolor=INK,
             linewidth=0.5,
         )
     )
     text = operation_label(operation, table.num_repeats)[1:]
     if length * inches_per_unit >= 0.075 * len(text):
-        behind = {"facecolor": face, "edgecolor": "none", "pad": 0.8}
         axes.text(
             start + length / 2,
             operation.stage,
@@ -231,7 +227,6 @@ def _draw_operation(
             va="center",
             fontsize=7,
             color=ink,
-            bbox=behind if hatch else None,
         )
 
 

@@ -11,10 +11,11 @@ from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, pipeline
 from rampup.plan.pipeline import (
+    SCHEDULES,
     Timetable,
+    fastest_microbatches,
     pass_bubble,
     pass_ticks,
-    pipeline_candidates,
     pipeline_repeats,
     predicted_time,
 )
@@ -120,26 +121,26 @@ def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
     """Five microbatches in four stages with two repeats are best by the 13 ticks of
     balanced groups, but they take 16.
     """
-    choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), num_repeats=2)
-    assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [
-        (1, 36),
-        (5, 40),
-    ]
+    shape = {"num_stages": 4, "overhead": Fraction(2), "num_repeats": 2}
+    assert [predicted_time(m, 5 // m, **shape) for m in (1, 5)] == [36, 40]
+    assert fastest_microbatches(5, **shape) == 1
 
 
-def test_pipeline_candidates_are_complete_and_sorted():
-    """Every divisor that is a multiple of p appears, in the order of predicted time."""
-    for v in (1, 2):
-        choices = pipeline_candidates(
-            48, num_stages=4, overhead=Fraction(1, 3), num_repeats=v, multiple=4
-        )
-        shapes = {(c.num_pipeline_microbatches, c.num_repeats) for c in choices}
-        assert shapes == {(m, v) for m in (4, 8, 12, 16, 24, 48)}
-        assert all(
-            c.num_pipeline_microbatches * c.microbatch_size == 48 for c in choices
-        )
-        times = [c.predicted_time for c in choices]
-        assert times == sorted(times)
+@pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.parametrize("minimum", [1, 10, 49])
+def test_the_fastest_of_all_legal_numbers_is_chosen(v, minimum):
+    """Every divisor that is a multiple of p and not below the minimum is compared, and
+    the smallest of equal ones is taken; without one there is no number.
+    """
+    for h in (Fraction(0), Fraction(1, 3), Fraction(7), Fraction(1000)):
+        shape = {"num_stages": 4, "overhead": h, "num_repeats": v}
+        times = {
+            m: predicted_time(m, 48 // m, **shape)
+            for m in (4, 8, 12, 16, 24, 48)
+            if m >= minimum
+        }
+        found = fastest_microbatches(48, **shape, multiple=4, minimum=minimum)
+        assert found == min(times, key=times.get, default=None)
 
 
 def test_per_phase_splits_each_phase_best():
@@ -176,28 +177,28 @@ def test_fixed_split_uses_one_microbatch_size():
         data_parallel_size=1, num_stages=4, tick_overhead=Fraction(2)
     )
     splits = splitter.split([24, 48, 96])
-    assert {split.microbatch_size for split in splits} == {
-        splitter.candidates([24, 48, 96])[0].microbatch_size
-    }
+    best = min(
+        (m for m in range(16, 97, 16) if 96 % m == 0),
+        key=lambda m: predicted_time(
+            m, 96 // m, num_stages=4, num_repeats=1, overhead=Fraction(2)
+        ),
+    )
+    assert {split.microbatch_size for split in splits} == {96 // best}
     assert all(split.num_pipeline_microbatches % 4 == 0 for split in splits)
     unmeasured = BatchSplitter(data_parallel_size=1, num_stages=4).split([24, 48, 96])
     assert {split.microbatch_size for split in unmeasured} == {6}
 
 
-def test_plan_has_the_candidates_that_it_chose_from():
-    """A plan lists the candidates where the number of microbatches is chosen by its
-    predicted time, and only there.
-    """
+def test_plan_chooses_by_predicted_time_only_with_a_measured_overhead():
+    """Otherwise it takes the fewest microbatches; its JSON no longer has the choices."""
     fixed = PIPELINE | {"rampup_microbatch": "fixed", "max_target_length": 4096}
     measured = build_plan(Config(**fixed, pipeline_tick_overhead=0.125), 4)
-    assert len(measured.pipeline_candidates) > 1
-    assert len(build_plan(Config(**PIPELINE), 4).pipeline_candidates) > 1
-    best = measured.to_dict()["pipeline_choices"][0]["microbatch_size"]
-    assert measured.splits[-1].microbatch_size == best
+    # 35 ticks of 2 samples, each with an overhead of 1/8, and not 67 of 1 or 19 of 4.
+    assert measured.splits[-1].num_pipeline_microbatches == 32
     plan = build_plan(Config(**fixed), 4)
     assert plan.splits[-1].num_pipeline_microbatches == 4
-    assert "pipeline_choices" not in plan.to_dict()
-    assert "pipeline_choices" not in build_plan(Config(), 4).to_dict()
+    for shown in (measured, plan):
+        assert "pipeline_choices" not in shown.to_dict()
 
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 33)
@@ -252,13 +253,6 @@ def test_closed_forms_agree_with_counts(p, v):
             assert table.makespan == Fraction(3 * (max(m, p) * (v - 1) + m + p - 1), v)
             assert table.bubble_fraction == pipeline.bubble_fraction(p, m, v)
             assert table.peak_live_microbatches == peaks(schedule, p, m, v)
-        if m >= p and v == 1:
-            table = build("zb-h1", p, m, backward_cost=2)
-            assert (table.makespan, table.bubble_fraction) == (
-                3 * m + p - 1,
-                Fraction(p - 1, 3 * m + p - 1),
-            )
-            assert table.peak_live_microbatches == peaks("zb-h1", p, m)
 
 
 def peaks(schedule, p, m, v=1):
@@ -272,8 +266,6 @@ def peaks(schedule, p, m, v=1):
             return m
         if schedule == "1f1b":
             return min(m, after + 1)
-        if schedule == "zb-h1":
-            return min(m, p)
         return Fraction(
             min(v * m, 2 * after + (v - 1) * pipeline.group_sizes(m, p)[0] + 1), v
         )
@@ -282,7 +274,7 @@ def peaks(schedule, p, m, v=1):
 
 
 @given(
-    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "circular"]),
     p=st.integers(0, 6),
     m=st.integers(-1, 12),
     v=st.integers(0, 3),
@@ -294,52 +286,43 @@ def test_every_timetable_is_valid_or_refused(schedule, p, m, v, forward, backwar
     use, and all costs counted.
     """
     v = v if schedule in ("interleaved", "circular") else min(v, 1)
-    m = max(m, p) if schedule == "zb-h1" else m
     if min(p, m, v, forward, backward) <= 0:
         with pytest.raises(PipelineShapeError):
             build(schedule, p, m, v, forward_cost=forward, backward_cost=backward)
         return
     table = build(schedule, p, m, v, forward_cost=forward, backward_cost=backward)
-    kinds = "FIW" if schedule == "zb-h1" else "FB"
     done = {(o.kind, o.stage, o.microbatch, o.repeat): o for o in table.operations}
-    assert len(done) == len(table.operations) == p * m * v * len(kinds)
+    assert len(done) == len(table.operations) == p * m * v * 2
     for stage in range(p):
         own = table.of_stage(stage)
         assert all(a.end <= b.start for a, b in itertools.pairwise(own))
         assert sum(o.end - o.start for o in own) == m * (forward + backward)
-    backwards = kinds[1]
     for (kind, s, k, r), o in done.items():
         place = r * p + s
         if kind == "F" and place:
             assert done["F", (place - 1) % p, k, (place - 1) // p].end <= o.start
-        if kind == backwards:
+        if kind == "B":
             needed = (
                 ("F", s, k, r)
                 if place == p * v - 1
                 else (kind, (place + 1) % p, k, (place + 1) // p)
             )
             assert done[needed].end <= o.start
-        if kind == "W":
-            assert done["I", s, k, r].end <= o.start
     assert int(table.num_ticks) * table.tick == table.makespan
 
 
 @pytest.mark.parametrize(
     ("change", "key", "nearest"),
     [
-        (
-            {"schedule": "2f2b"},
-            "schedule",
-            ("gpipe", "1f1b", "interleaved", "circular", "zb-h1"),
-        ),
+        ({"schedule": "2f2b"}, "schedule", SCHEDULES),
+        ({"schedule": "zb-h1"}, "schedule", SCHEDULES),
         ({"num_stages": 0}, "stages", (1,)),
         ({"num_microbatches": 0}, "microbatches", (1,)),
         ({"num_repeats": -1}, "repeats", (1,)),
         ({"num_repeats": 2}, "repeats", (1,)),
-        ({"schedule": "zb-h1", "num_microbatches": 3}, "microbatches", (4,)),
         ({"forward_cost": 0}, "forward-cost", (1,)),
         ({"backward_cost": -1}, "backward-cost", (1,)),
-        ({"num_microbatches": 10**9}, "microbatches", (166_666,)),
+        ({"num_microbatches": 10**9}, "microbatches", (250_000,)),
     ],
 )
 def test_build_rejects_undefined_schedules(change, key, nearest):
