@@ -192,6 +192,7 @@ def unfinished(folder):
     return found
 
 
+@pytest.mark.slow
 def test_killed_in_a_checkpoint_write(tmp_path):
     """Killed while a checkpoint is being written, the run is the uninterrupted one, bit
     for bit.

@@ -26,7 +26,13 @@ def state_on(mesh):
     return rampup.create_state({"w": jnp.ones((64, WIDTH))}, optax.adam(0.01), mesh)
 
 
-@pytest.mark.parametrize("axes", [MeshAxes(data=2), MeshAxes(data=2, fsdp=2)])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(MeshAxes(data=2), marks=pytest.mark.slow),
+        MeshAxes(data=2, fsdp=2),
+    ],
+)
 def test_the_size_fits_and_the_next_one_does_not(axes):
     """By the memory of the compiled step itself, for arrays and for their shapes; twice
     the memory has room for about twice the rows.

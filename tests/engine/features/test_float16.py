@@ -58,8 +58,17 @@ def by_hand(state, batch):
     return new, loss, is_finite
 
 
-@pytest.mark.parametrize(("devices", "size"), [(1, 64), (1, 8), (8, 2)])
-@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize(
+    ("devices", "size", "parts"),
+    [
+        (8, 2, False),
+        (8, 2, True),
+        (1, 8, True),
+        pytest.param(1, 8, False, marks=pytest.mark.slow),
+        pytest.param(1, 64, False, marks=pytest.mark.slow),
+        pytest.param(1, 64, True, marks=pytest.mark.slow),
+    ],
+)
 def test_no_more_steps_are_skipped_than_by_hand(devices, size, parts):
     """Losses and the scale are those of the step by hand, whatever the microbatch."""
     rng = np.random.default_rng(0)
@@ -123,8 +132,17 @@ class Features(nn.Module):
 @pytest.mark.parametrize(
     ("net", "tx", "axes", "size", "together"),
     [
-        (Images(), optax.sgd(1e-3, momentum=0.9), {"data": 4}, 4, 4),
-        (Features(), optax.adamw(1e-2), {"fsdp": 8}, 2, 16),
+        pytest.param(
+            Images(),
+            optax.sgd(1e-3, momentum=0.9),
+            {"data": 4},
+            4,
+            4,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Features(), optax.adamw(1e-2), {"fsdp": 8}, 2, 16, marks=pytest.mark.slow
+        ),
         (
             Features(),
             optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)),
