@@ -15,10 +15,10 @@ from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import with_slices
 from rampup.config.load import load_config
+from rampup.config.notes import plan_notes
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import CONFIG_FILE, PREDICTION_FILE, as_path
-from rampup.plan.describe import advice
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
 from rampup.show.report import Report, write_report
@@ -129,7 +129,7 @@ def gather_report(args: argparse.Namespace) -> Report:
             predictions = common.load(common.PREDICTIONS)
             prediction = predictions.compare_prediction(inputs.runs[0], config, run)
     notes = [
-        *advice(plan),
+        *plan_notes(config, plan),
         *([] if topology is None else [common.describe_topology(topology)]),
     ]
     return Report(

@@ -16,7 +16,7 @@ from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.devices import list_devices
 from rampup.config.fix import find_fix
-from rampup.config.notes import hyperparameter_notes, run_notes
+from rampup.config.notes import hyperparameter_notes, plan_notes
 from rampup.config.resume import possible_devices
 from rampup.config.schema import Config
 from rampup.config.stages import global_batch_to_load
@@ -74,7 +74,7 @@ def _phases(args: argparse.Namespace) -> Result:
         **plan.to_dict(),
         "global_batch_to_load": global_batch_to_load(config, plan),
     }
-    notes = run_notes(config, plan)
+    notes = plan_notes(config, plan)
     if args.hyperparameters:
         notes += hyperparameter_notes(config, plan)
     if notes:
@@ -95,8 +95,7 @@ def _phases(args: argparse.Namespace) -> Result:
     max_phases = None if args.all else MAX_PHASES
 
     def show(console: Console) -> None:
-        tables.print_plan(plan, console, max_phases=max_phases)
-        tables.print_notes(notes, console)
+        tables.print_plan(plan, console, notes=notes, max_phases=max_phases)
         if rows:
             tables.print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:

@@ -1,8 +1,8 @@
 """What a plan has to say about the run that a configuration asks for: legal settings
 that rarely mean what they do.
 
-A note is a sentence for `rampup plan`. What can be seen in a plan alone, without its
-configuration, is in `rampup.plan.describe.advice`.
+A note is a sentence for `rampup plan`, `train` and `report`. What can be seen in a plan
+alone, without its configuration, is in `rampup.plan.describe.advice`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rampup.config.stages import (
     global_batch_to_load,
     hyperparameters,
 )
+from rampup.plan.describe import advice
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
 from rampup.plan.numbers import plain_number
 from rampup.plan.plan import RampPlan
@@ -26,8 +27,9 @@ from rampup.plan.plan import RampPlan
 MOST_GROWTH = 2.0
 
 
-def run_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
-    """Return notes about the length of a run, its warm-up and its learning rate.
+def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
+    """Return all notes about a plan: its warm-up, those of the plan alone, and those
+    about the rows, the length and the learning rate of the run.
 
     Args:
         config: the configuration.
@@ -39,11 +41,13 @@ def run_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     Example:
         >>> from rampup.config.build import build_plan
         >>> config = Config(per_device_batch_size=4, train_samples=100)
-        >>> too_long, *others = run_notes(config, build_plan(config, 4))
+        >>> warm_up, too_long = plan_notes(config, build_plan(config, 4))
         >>> too_long.split("; ")[1]
         "batch_size_schedule='0:16 96:4' ends with a batch of the 4 left"
     """
     return (
+        *_warmup_notes(config, plan),
+        *advice(plan),
         *_loading_notes(config, plan),
         *_length_notes(config, plan),
         *_rate_notes(config, plan),
@@ -114,15 +118,29 @@ def _smaller_last_batch(plan: RampPlan, budget: Fraction | int) -> str:
     return f"; batch_size_schedule='{schedule}' ends with a batch of the {rest} left"
 
 
-def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:
-    steps = _warmup_steps(config, plan)
+def _warmup_notes(config: Config, plan: RampPlan) -> Iterator[str]:
+    """Yield the length of the warm-up, if there is one, and whether it is too short."""
+    steps = config.warmup_steps
+    if steps is None:
+        steps = warmup_steps(plan, config.warmup_steps_fraction)
+    if steps == 0:
+        return
+    length = f"{steps:,} of {plan.schedule_steps:,} steps"
+    if plan.follows:
+        note = f"the warm-up takes at most {length}"
+    else:
+        samples = plan.ramp.samples_before(steps)
+        note = f"the warm-up takes {length} ({samples:,} samples)"
     enough = round(1 / (1 - config.adam_b1), 6)  # 10, not 10.000000000000002
-    if 0 < steps < enough and config.opt_type != "sgd":
-        yield (
-            f"the warm-up takes {steps:,} of {plan.schedule_steps:,} steps, fewer than"
-            f" 1 / (1 - adam_b1) = {enough:.3g}, which AdamW's first moment takes;"
-            f" warmup_steps={math.ceil(enough)} has them, whatever the batch"
+    if steps < enough and config.opt_type != "sgd":
+        note += (
+            f", fewer than 1 / (1 - adam_b1) = {enough:.3g}, which AdamW's first moment"
+            f" takes; warmup_steps={math.ceil(enough)} has them, whatever the batch"
         )
+    yield note
+
+
+def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:
     growth = plan.ramp.sizes[-1] / plan.ramp.sizes[0]
     rate, _ = config.batch_rule
     is_kept = rate == config.batch_scaling == "none" and plan.seesaw is None
@@ -134,33 +152,22 @@ def _rate_notes(config: Config, plan: RampPlan) -> Iterator[str]:
         )
 
 
-def _warmup_steps(config: Config, plan: RampPlan) -> int:
-    """Return the optimizer steps of the warm-up."""
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    return warmup_steps(plan, config.warmup_steps_fraction)
-
-
 def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
-    """Return the steps of the warm-up, those that AdamW's second moment takes to follow
-    each growth of the batch, and the phases that end before it has.
+    """Return the steps that AdamW's second moment takes to follow each growth of the
+    batch, and the phases that end before it has.
 
     Args:
         config: the configuration.
         plan: its plan, of `build_plan`.
 
     Returns:
-        A sentence for each; none about the second moment without growth, or with an
-        optimizer that has none.
+        A sentence for each; none without growth, or with an optimizer that has no
+        second moment.
 
     Source: see `rampup.plan.hyperparameters.moment_lag_steps`.
     """
-    steps = _warmup_steps(config, plan)
-    notes = [f"the warm-up takes {steps:,} of {plan.schedule_steps:,} steps"] * (
-        steps > 0
-    )
     if config.opt_type == "sgd":
-        return tuple(notes)
+        return ()
     constants = hyperparameters(config, plan)
     listed, short = list[str](), list[str]()
     phases = plan.ramp.phases
@@ -178,6 +185,7 @@ def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
             end = min(end, phase.start_step + phase.num_steps)
         if end - phase.start_step < lag:
             short.append(f"phase {phase.index} has {end - phase.start_step:,} steps")
+    notes = []
     if listed:
         shown = ", ".join(listed[:8]) + ", ..." * (len(listed) > 8)
         notes.append(

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.config.build import build_plan
+from rampup.config.notes import plan_notes
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import (
     PER_PROCESS_KEYS,
@@ -496,6 +497,7 @@ class Run:
                 folder=folder,
                 devices=jax.devices(),
                 num_parameters=setup.model.num_parameters,
+                notes=plan_notes(config, plan),
             )
         )
         state = setup.initial_state()

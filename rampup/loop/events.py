@@ -29,6 +29,7 @@ class RunPlanned(Event):
     folder: Path  #: the run's folder
     devices: Sequence[Any]  #: the devices of all processes
     num_parameters: int  #: parameters of the model
+    notes: Sequence[str] = ()  #: sentences about the plan, as `rampup plan` prints them
 
 
 class RunStarted(Event):

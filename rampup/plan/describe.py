@@ -44,7 +44,8 @@ class Description:
         rows: one for each phase: `RampPlan.phase_rows` with the number of the phase.
         unreached: the phases that the run does not reach.
         remarks: what belongs to the whole plan: its evaluation batch.
-        notes: what is legal, but costs something.
+        notes: what is legal, but costs something, and what else the configuration asks
+            for.
     """
 
     summary: tuple[str, str]
@@ -65,8 +66,10 @@ class Description:
         ]
 
 
-def describe(plan: RampPlan) -> Description:
-    """Return what is shown of a plan."""
+def describe(plan: RampPlan, notes: Sequence[str] | None = None) -> Description:
+    """Return what is shown of a plan; with notes that come from its configuration, or
+    those that follow from the plan alone.
+    """
     left_out = set()
     if plan.splitter.num_stages == 1:
         left_out |= {"num_pipeline_microbatches", "bubble_fraction"}
@@ -92,25 +95,29 @@ def describe(plan: RampPlan) -> Description:
             if phase.start_step >= plan.total_steps
         },
         remarks=remarks,
-        notes=advice(plan),
+        notes=advice(plan) if notes is None else notes,
     )
 
 
 def describe_plan(
-    plan: RampPlan, *, max_phases: int | None = MAX_PHASES, width: int | None = None
+    plan: RampPlan,
+    notes: Sequence[str] | None = None,
+    *,
+    max_phases: int | None = MAX_PHASES,
+    width: int | None = None,
 ) -> str:
     """Return the summary, the table of phases, the remarks and the notes as lines.
 
     Of more phases than `max_phases`, the middle is left out; a phase that the run does
     not reach is in brackets. For `width` see `text_table`.
     """
-    shown = describe(plan)
+    shown = describe(plan, notes)
     rows = [[format_value(row[name]) for name in shown.titles] for row in shown.rows]
     for index in shown.unreached:
         rows[index][0] = f"({index})"
     table = phase_table([*shown.titles.values()], rows, max_phases, width)
-    notes = [f"note: {note}" for note in shown.notes]
-    return "\n".join([*shown.summary, *table, *shown.remarks, *notes])
+    lines = [f"note: {note}" for note in shown.notes]
+    return "\n".join([*shown.summary, *table, *shown.remarks, *lines])
 
 
 def phase_table(

@@ -138,10 +138,15 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 
 
 def print_plan(
-    plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES
+    plan: RampPlan,
+    console: Console,
+    *,
+    notes: Sequence[str] | None = None,
+    max_phases: int | None = MAX_PHASES,
 ) -> None:
     """Print a plan as text: see `describe_plan`."""
-    console.print(describe_plan(plan, max_phases=max_phases, width=console.width))
+    text = describe_plan(plan, notes, max_phases=max_phases, width=console.width)
+    console.print(text)
 
 
 def print_hyperparameters(

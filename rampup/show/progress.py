@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ class TrainProgress:
         match event:
             case events.RunPlanned():
                 self._plan, self._has_command = event.plan, True
-                self.show_plan(event.plan)
+                self.show_plan(event.plan, event.notes)
                 parameters = format_count(event.num_parameters, "parameter")
                 devices = f"{len(event.devices)} {event.devices[0].device_kind}"
                 self._console.print(
@@ -298,13 +298,14 @@ class TrainProgress:
                     )
                 self._console.print(text)
 
-    def show_plan(self, plan: Any) -> None:
+    def show_plan(self, plan: Any, notes: Sequence[str]) -> None:
         """Print the plan of a run that begins.
 
         Args:
             plan: the `RampPlan` of the run.
+            notes: what is said about it.
         """
-        print_plan(plan, self._console)
+        print_plan(plan, self._console, notes=notes)
 
     def length_key(self) -> str:
         """Return the key that makes a run longer."""

@@ -1,13 +1,17 @@
 """Tests of rampup.config.notes: what a plan says about the run that was asked for."""
 
+import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from rampup import Config, build_plan
-from rampup.config.notes import hyperparameter_notes, run_notes
+from rampup import Config, TrainProgress, build_plan, load_config
+from rampup.cli import main
+from rampup.config.notes import hyperparameter_notes, plan_notes
 from rampup.errors import BatchDivisibilityError
+from rampup.loop import events
 from rampup.plan.describe import advice
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
 
@@ -17,7 +21,7 @@ SCHEDULE = {"batch_scaling": "sqrt", "batch_size_schedule": "0:16 1600:64"}
 def notes_of(devices=4, **keys):
     """Return what is said about a configuration, as one text."""
     config = Config(**keys)
-    return "\n".join(run_notes(config, build_plan(config, devices)))
+    return "\n".join(plan_notes(config, build_plan(config, devices)))
 
 
 LOADED = {
@@ -108,11 +112,73 @@ def test_a_warm_up_of_a_few_steps_is_said(keys, steps):
     assert warmup_steps(plan, config.warmup_steps_fraction) == steps
     assert f"the warm-up takes {steps} of {keys['steps']} steps" in notes_of(**keys)
     assert "warmup_steps=10 has them" in notes_of(**keys)
-    assert "the warm-up takes" not in notes_of(**keys, warmup_steps=10)
     assert "fewer than 1 / (1 - adam_b1) = 10" in notes_of(**keys)
-    long = notes_of(**(keys | {"warmup_steps_fraction": 0.9}))
-    assert "warm-up" not in long
+    for enough in ({"warmup_steps": 10}, {"warmup_steps_fraction": 0.9}):
+        assert "the warm-up takes" in notes_of(**(keys | enough))
+        assert "fewer than" not in notes_of(**(keys | enough))
     assert "warm-up" not in notes_of(**(keys | {"warmup_steps_fraction": 0}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"warmup_steps_fraction": 0.1}, "100 of 1,000 steps (1,600 samples)"),
+        ({"warmup_steps": 40}, "40 of 1,000 steps (640 samples)"),
+        ({"warmup_steps": 40, "opt_type": "sgd"}, "40 of 1,000 steps (640 samples)"),
+        (
+            {"warmup_steps": 110, "batch_size_schedule": "0:16 1600:64"},
+            "110 of 1,000 steps (2,240 samples)",
+        ),
+        (
+            {"batch_size_schedule": "auto", "per_device_batch_size_start": 2},
+            "at most 100 of 1,000 steps",
+        ),
+        ({"warmup_steps": 0}, None),
+        ({"warmup_steps_fraction": 0}, None),
+    ],
+)
+def test_the_warm_up_of_a_plan_is_one_line(keys, line):
+    """It has its steps and their samples; the samples of `auto` are not known before,
+    and without a warm-up there is no line.
+    """
+    keys = {"per_device_batch_size": 4, "eval_interval": -1} | keys
+    lines = [note for note in notes_of(**keys).split("\n") if "warm-up" in note]
+    assert lines == ([] if line is None else [f"the warm-up takes {line}"])
+
+
+@pytest.mark.parametrize("where", ["plan", "json", "report", "train"])
+def test_every_command_has_the_same_notes(where, tmp_path, capsys, monkeypatch):
+    """Those of the plan alone and those of its configuration, in one order."""
+    settings = ["batch_size_schedule=0:16 1600:64 99999:128", "steps=120"]
+    settings += ["enable_rampup_batch_size=false", "warmup_steps_fraction=0.05"]
+    config = load_config("base.yml", settings)
+    plan = build_plan(config, 4)
+    notes = plan_notes(config, plan)
+    parts = ("warm-up", "rampup_microbatch=auto", "ends before", "batch_scaling=sqrt")
+    assert all(part in note for note, part in zip(notes, parts, strict=True))
+    if where == "train":
+        event = events.RunPlanned(
+            plan=plan,
+            folder=tmp_path,
+            devices=[SimpleNamespace(device_kind="cpu")],
+            num_parameters=1,
+            notes=notes,
+        )
+        TrainProgress()(event)
+        printed = " ".join(capsys.readouterr().out.split())  # wrapped at 80 columns
+        assert [n for n in notes if f"note: {n}" in printed] == list(notes)
+        return
+    monkeypatch.chdir(tmp_path)
+    options = {"plan": [], "json": ["--json"], "report": ["-o", "a.html", "--json"]}
+    name = "report" if where == "report" else "plan"
+    command = [name, "base.yml", *settings, "--devices", "4", *options[where]]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    if where == "plan":
+        assert [n for n in notes if f"note: {n}\n" in printed] == list(notes)
+        assert printed.count("note: ") == len(notes)
+    else:
+        assert json.loads(printed)["notes"] == list(notes)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +222,13 @@ def test_the_steps_that_a_growth_costs_are_listed_and_compared_with_the_phase():
     keys = SCHEDULE | {"batch_size_schedule": "0:16 1600:64 2000:128"}
     config = Config(**keys, steps=400, adam_b2=0.99)
     plan = build_plan(config, 4)
-    warmup, listed, short = hyperparameter_notes(config, plan)
-    steps = warmup_steps(plan, config.warmup_steps_fraction)
-    assert warmup == f"the warm-up takes {steps} of 400 steps"
+    listed, short = hyperparameter_notes(config, plan)
     assert "16 -> 64 samples 81" in listed
     assert "64 -> 128 samples 38" in listed
     assert "phase 1 has 7 steps" in short
-    _, one = hyperparameter_notes(Config(**keys, steps=4000, adam_b2=0.6), plan)
+    (one,) = hyperparameter_notes(Config(**keys, steps=4000, adam_b2=0.6), plan)
     assert "16 -> 64 samples 2" in one
-    counted = Config(**keys, steps=400, warmup_steps=1)
-    assert hyperparameter_notes(counted, plan)[0] == "the warm-up takes 1 of 400 steps"
     sgd = Config(**keys | {"batch_scaling": "linear"}, opt_type="sgd")
-    assert hyperparameter_notes(sgd, plan) == (warmup,)
+    assert hyperparameter_notes(sgd, plan) == ()
     constant = Config(per_device_batch_size=4, warmup_steps_fraction=0)
     assert hyperparameter_notes(constant, build_plan(constant, 4)) == ()

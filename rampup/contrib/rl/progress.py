@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rampup.contrib.rl.tables import print_rollout
@@ -15,9 +15,9 @@ class RolloutProgress(TrainProgress):
     of another: with rollouts and rewards, and evaluations as right answers.
     """
 
-    def show_plan(self, plan: Any) -> None:
+    def show_plan(self, plan: Any, notes: Sequence[str]) -> None:
         """Print the schedule of rollouts of a run that begins."""
-        print_rollout(plan, self._console)
+        print_rollout(plan, self._console, notes=notes)
 
     def length_key(self) -> str:
         """Return the key that makes a run longer."""

@@ -22,6 +22,7 @@ from rampup.contrib.rl.config import (
     RolloutConfig,
     build_rollout_schedule,
     load_rollout_config,
+    rollout_notes,
 )
 from rampup.contrib.rl.experience import Tally, loss_rows
 from rampup.contrib.rl.generation import Sampling, pad_prompts
@@ -215,6 +216,7 @@ class RolloutRun:
                 folder=folder,
                 devices=jax.devices(),
                 num_parameters=self.model.num_parameters,
+                notes=rollout_notes(self.config, self.schedule.stages[-1][1]),
             )
         )
         loop = self._loop(folder, on_event)
