@@ -31,7 +31,7 @@ SCRIPTS = {
     "comments": "# no\nrun a#b '#c' # d\nrun e;# f\nrun g",
     "arrays": (
         'A=(--a 1 "b c" ${UNUSED:-})\nA+=(--d 2\n  # inside\n  --e "3")\nrun "${A[@]}"'
-        ' ${#A[@]} ${A[1]} "${A[*]}" "x${A[@]}y" "${A[@]:2}" ${A[-1]}'
+        ' ${#A[@]} ${A[1]} "${A[*]}" "x${A[@]}y" ${A[-1]}'
     ),
     "options in a text": 'ARGS="--a 1 \\\n --b 2"\nARGS+=" --c 3"\nrun $ARGS "$ARGS"',
     "arguments left out": 'run a "$@" b $* c',
@@ -41,7 +41,7 @@ SCRIPTS = {
     ),
     "nested defaults": "N=4\nrun ${A:-${B:-$((N * 2))}} ${N:-${X}}",
     "changes": (
-        "P=/a/b.c.d.b\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P/b/X} ${P//b.c/y}"
+        "P=/a/b.c.d.b\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P%x} ${P#b}"
     ),
     "arithmetic": (
         "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A*(B+1))) $((A>B))"
@@ -131,7 +131,6 @@ WITH_ARGUMENTS = {
     "return from a loop": ('first() { for x in "$@"; do if [[ $x == b* ]]; then R=$x; return; fi; done; R=none; }; first a bc bd; run $R; first a; run $R', ""),
     "shift too far": ('shift 5; run "$@"; shift 2; run "$@" $#', "1 2 3"),
     "a document for bash": ("N=4\nbash <<EOF\nrun $N\nEOF\nbash -s <<'EOF'\nN=3\nrun $N.\nEOF", ""),
-    "number of devices": ("export D=0,1,2,3\nrun $(echo $D | tr ',' '\\n' | wc -l)", ""),
     "a pipe is a shell of its own": ('N=1; echo 2 | { N=2; run in $N; }; run $N; (N=3; run $N); run $N', ""),
     "exported in a loop": ('while [ $# -gt 0 ]; do export "$1"; shift; done; bash -c \'run $A $B\'', "A=1 B=2"),
     "set in a loop": ('for s in "1 2" "3 4"; do set -- $s; run $1 $2 $#; done', "x"),
@@ -156,6 +155,10 @@ UNREAD = {
     "changed in a test": ("N=2; (( N *= 4 )); run $N $((A = B = 5)) $A $B; if ((N >= 8 && N <= 8)); then run $N; fi; ((++N)); run $N", ""),
     "choice in arithmetic": ("A=7; run $(( (A>3) ? 10 : 20 )) $((!A)) $((A>3 || A<1))", ""),
     "letters": ("P=ab; run ${#P} ${P^^} ${P:1}; run ${P/#a/x}", ""),
+    "number of devices": ("export D=0,1,2,3\nrun $(echo $D | tr ',' '\\n' | wc -l)", ""),
+    "replaced": ("P=/a/b.c.d.b\nrun ${P/b/X} ${P//b.c/y}", ""),
+    "a part of an array": ('A=(1 2 3)\nrun "${A[@]:2}"\nrun ${A[@]%2}\nB=("${A[@]:1}" x)\nrun ${B[1]} ${#B[@]}', ""),
+    "keys of an array": ('A=(5 6)\nB=("${!A[@]}" x)\nrun ${B[1]} ${#B[@]}', ""),
     "fields": ("D=0,1; run $(echo $D | awk -F, '{print NF}') $(cat <<< \"$D\")", ""),
     "quoted escapes": ("run $'t\\tb'", ""),
     "regular expression": ('while [[ $1 =~ ^-[a-z]+$ ]]; do A+=("${1:1}"); shift; done; run "${A[@]}" "$@"', "-a -bc D"),
@@ -412,7 +415,7 @@ OPEN = [
     ("if [ -f x ]; then A=1; else A=2; fi; eval \"N=$A\"", "the script does not say what $A is"),
     ("N=0; for h in $(hosts); do N=$((N + 1)); done", ASKED),
     ("for N in 1 2 4; do [ -f x ] && break; done", ASKED),
-    ("for N in 1 2 4; do if [ -f x ]; then continue; fi; done", "4"),
+    ("for N in 1 2 4; do if [ -f x ]; then continue; fi; done", ASKED),
     ("f() { N=1; if [ -f x ]; then return; fi; N=2; }; f", ASKED),
     ("f() { N=1; if [ ! -f x ]; then echo no; return 1; fi; N=2; }; f", "2"),
     ("f() { N=1; if [ -f x ]; then return; fi; N=2; exit 1; }; f", "1"),

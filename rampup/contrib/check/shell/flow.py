@@ -2,17 +2,16 @@
 known which way a run goes.
 
 If a condition is unknown, every branch is read. Where they join (`Flow.join`), a
-variable keeps its first value if all branches agree, or if its words set the same keys
-to the same values in all of them (`relevant`). Otherwise it goes up to the marker of a
+variable keeps its value if all branches agree. Otherwise it goes up to the marker of a
 variable of the condition, because to give that one settles all that differ; if the
-condition has none, to one with the name of the variable that differs. A branch that ends in `exit` is a check that has
-passed, and does not take part. The state before the branches does, if it is possible
-that none of them is taken.
+condition has none, to one with the name of the variable that differs. A branch that
+ends in `exit` is a check that has passed, and does not take part. The state before the
+branches does, if it is possible that none of them is taken.
 
 A loop is followed to its end while its condition is known, for at most `MAX_REPEATS`
 passes. From a pass on whose condition is unknown, the state is joined with that after
 the pass until it stays. A branch that may have left a loop or a function by `break`,
-`continue` or `return` takes part where the pass, the loop or the function ends.
+`continue` or `return` takes part where each pass, the loop and the function end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from rampup.contrib.check.shell.grammar import ASSIGNMENT, Node, ScriptError
 from rampup.contrib.check.shell.programs import Test
@@ -62,14 +61,6 @@ class Stop(Exception):  # noqa: N818 - control flow, not an error
         return self.name == "exit" or (self.name == "return" and bool(self.status))
 
 
-class Left(NamedTuple):
-    """A branch that may have left a loop or a function."""
-
-    name: str
-    env: Env
-    why: str
-
-
 @dataclass(kw_only=True)
 class Flow(Variables):
     """Evaluates nodes; a subclass evaluates their commands."""
@@ -80,7 +71,9 @@ class Flow(Variables):
     )  # of all shells: "steps" and "scripts"
     # The marker of a variable of the last unknown condition; empty if it has none.
     why: str = ""
-    left: list[Left] = field(default_factory=list)
+    # The variables of branches that may have left this loop, and this function.
+    left: list[Env] = field(default_factory=list)
+    returned: list[Env] = field(default_factory=list)
     # What the local variables of this function were before it; None outside of one.
     locals: Env | None = None
     # Loops around this command in its function: without one, `break` does nothing.
@@ -140,7 +133,8 @@ class Flow(Variables):
 
     def subshell(self, rows: Sequence[Any]) -> Status:
         """Evaluate a list whose variables are lost behind it."""
-        with self.changed(env=dict(self.env), left=[]), contextlib.suppress(Stop):
+        own = self.changed(env=dict(self.env), left=[], returned=[])
+        with own, contextlib.suppress(Stop):
             return self.run(rows)
         return True
 
@@ -164,7 +158,7 @@ class Flow(Variables):
             case "if" | "case":
                 self.choose(node)
             case _:
-                with self.changed(loops=self.loops + 1):
+                with self.changed(loops=self.loops + 1, left=[]):
                     self.loop(node)
         return True
 
@@ -174,13 +168,14 @@ class Flow(Variables):
         """Evaluate a branch in a copy of the variables; return them, or None if it
         leaves a loop, a function or the script.
         """
-        why = self.why
         with self.changed(env=dict(self.env)):
             try:
                 self.run(rows)
             except Stop as stop:
-                if not stop.is_check:
-                    self.left = [*self.left, Left(stop.name, self.env, why)]
+                if stop.name in ("break", "continue"):
+                    self.left.append(self.env)
+                elif not stop.is_check:
+                    self.returned.append(self.env)
                 return None
             return self.env
 
@@ -197,10 +192,7 @@ class Flow(Variables):
             if values.count(values[0]) == len(values):
                 joined[name] = values[0]
                 continue
-            matters = [self.relevant(_words(value)) for value in values]
-            if any(matters) and matters.count(matters[0]) == len(matters):
-                joined[name] = values[0]  # they do not differ in anything that matters
-                continue
+            matters = (self.relevant(_words(value)) for value in values)
             kind = OPTIONS if any(matters) else UNKNOWN
             joined[name] = kind + why[1:] if why else mark(name, kind)
         self.env = joined
@@ -260,8 +252,6 @@ class Flow(Variables):
     def loop(self, node: Node) -> None:
         """Evaluate a loop to its end, or until its state stays."""
         body, passes = node.parts[-1], self.passes(node)
-        outer, self.left = self.left, []
-        leavers: list[Left] = []
         is_open = False
         for number in itertools.count():
             before = dict(self.env)
@@ -287,29 +277,11 @@ class Flow(Variables):
                     if stop.name == "break":
                         break
                     if stop.name != "continue":
-                        self.left = [*outer, *self.left]
                         raise
-            left = self.take_left("break", "continue")
-            self.join_left(left)
-            leavers += [row for row in left if row.name == "break"]
+            self.join([self.env, *self.left], "", exhaustive=True)
             if number and self.env == before and (is_open or node.kind != "for"):
                 break  # or it goes on like this without end
-        self.join_left([*leavers, *self.take_left("break", "continue")])
-        self.left = [*outer, *self.left]
-
-    def take_left(self, *names: str) -> list[Left]:
-        """Return the branches that may have left by some commands, and forget them."""
-        taken = [row for row in self.left if row.name in names]
-        self.left = [row for row in self.left if row.name not in names]
-        return taken
-
-    def join_left(self, lefts: Sequence[Left]) -> None:
-        """Continue with the state that each of some branches may have left behind,
-        too.
-        """
-        if lefts:
-            ends = [self.env, *(left.env for left in lefts)]
-            self.join(ends, lefts[0].why, exhaustive=True)
+        self.join([self.env, *self.left], "", exhaustive=True)
 
     def passes(self, node: Node) -> Iterator[Status]:
         """Prepare each pass of a loop; yield whether there is one, None if that is not
@@ -406,9 +378,10 @@ class Flow(Variables):
             return None
         before: Env = {}
         body = self.functions[words[0]]
+        arguments = [self.argument("0"), *words[1:]]
         with self.changed(depth=self.depth + 1, asks=False, loops=0, locals=before):
             try:
-                return self.call(lambda: self.node(body), [self.zero, *words[1:]])
+                return self.call(lambda: self.node(body), arguments)
             finally:
                 self.env = {k: v for k, v in self.env.items() if k not in before}
                 self.env |= {k: v for k, v in before.items() if v is not None}
@@ -417,22 +390,26 @@ class Flow(Variables):
         """Evaluate a function or a sourced script, which `return` ends; return its
         status. None shares the arguments.
         """
-        before, outer, self.left = self.env["@"], self.left, []
-        self.env["@"] = before if arguments is None else arguments
-        status, end = None, None
-        try:
-            status = body()
-        except Stop as stop:
-            end = stop
-            status = None if stop.status is None else not stop.status
-        returned = self.take_left("return")
-        self.left = [*outer, *self.left]
-        is_over = end is not None and end.name != "return"
-        if is_over and returned:  # a branch goes on behind the call
-            self.env = returned[0].env
-        self.join_left(returned)
-        self.env["@"] = self.env["@"] if arguments is None else before
-        if end is not None and is_over and not returned:
+        before = self.env["@"]
+        if arguments is not None:
+            self.env["@"] = arguments
+        status: Status = None
+        end: Stop | None = None
+        with self.changed(returned=[]):
+            try:
+                status = body()
+            except Stop as stop:
+                if stop.name != "return":
+                    end = stop
+                elif stop.status is not None:
+                    status = not stop.status
+            returned = self.returned
+        if end is not None and returned:  # a branch goes on behind the call
+            self.env, end = returned[0], None
+        self.join([self.env, *returned], "", exhaustive=True)
+        if arguments is not None:
+            self.env["@"] = before
+        if end is not None:
             raise end
         return None if returned else status
 

@@ -111,33 +111,18 @@ class Test:
         return self.known(word + other, value)
 
 
-def print_output(words: Words, given: str | None) -> str | None:
-    """Return what a program prints for what a script gives it to read, both known; None
-    if that is not known here.
-    """
-    name, *rest = words
-    if name == "echo" and not {*rest} & {"-e", "-n"}:
-        return " ".join(rest) + "\n"
-    if given is None:  # it reads a file, or what the script was given
-        return None
-    match name, rest:
-        case "cat", []:
-            return given
-        case "wc", ["-l"]:
-            return f"{given.count(chr(10))}\n"
-        case "tr", [old, new] if len(old) == 1 or old == "\\n":
-            return given.replace(old.replace("\\n", "\n"), new.replace("\\n", "\n")[:1])
-    return None
-
-
-def print_path(words: Words, folder: str) -> str | None:
-    """Return the path that a program prints which is started in a folder; None if that
-    is not known here.
+def print_output(words: Words, given: str | None, folder: str) -> str | None:
+    """Return what a program prints that is started in a folder, and that is `given` a
+    text of the script to read; None if that is not known here.
     """
     name, *rest = words
     operands = [word for word in rest if not word.startswith("-")]
     path = os.path.normpath(os.path.join(folder, *operands[:1]))
     match name, operands:
+        case "echo", _ if not {*rest} & {"-e", "-n"}:
+            return " ".join(rest)
+        case "cat", _ if not rest:
+            return given
         case _ if has_unknown(path):
             return None
         case ("pwd", _) | ("realpath" | "readlink", [_, *_]):

@@ -201,7 +201,7 @@ class _Reader(Flow):
                 is_all = (re.fullmatch(r"-\w*a\w*", word) for word in options)
                 self.exports_all |= any(is_all) or "allexport" in rest
                 if "--" in rest or (rest and not options):
-                    self.env["@"] = [self.zero, *rest["--" in rest :]]
+                    self.env["@"] = [self.argument("0"), *rest["--" in rest :]]
                     self.asks = False
             case "shift":
                 return self.shift(rest)
@@ -337,6 +337,7 @@ class _Reader(Flow):
             functions={},
             exports_all=False,
             left=[],
+            returned=[],
             locals=None,
             loops=0,
         )
@@ -397,7 +398,7 @@ class _Reader(Flow):
     def source(self, file: str, arguments: list[str]) -> Status:
         """Evaluate a script in this shell."""
         text = self.open(file)
-        given = [self.zero, *arguments] if arguments else None
+        given = [self.argument("0"), *arguments] if arguments else None
         with self.changed(path=_shown(file)):
             return self.call(lambda: self.script(text, None), given)
 

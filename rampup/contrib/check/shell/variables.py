@@ -22,7 +22,7 @@ from rampup.contrib.check.shell.grammar import (
     parse,
     skip_part,
 )
-from rampup.contrib.check.shell.programs import print_output, print_path
+from rampup.contrib.check.shell.programs import print_output
 from rampup.contrib.check.shell.values import (
     ARGUMENT,
     BREAK,
@@ -38,7 +38,6 @@ from rampup.contrib.check.shell.values import (
 MAX_TEXT = 200_000
 MAX_NESTING = 20
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
-_SLICE = re.compile(r":\s*(\d+)")
 
 
 class OpenList(list[str]):
@@ -79,14 +78,6 @@ class Variables:
         """
         found: str = self.get("PWD")
         return "." if found == mark("PWD", UNSET) else found
-
-    @property
-    def zero(self) -> str:
-        """The script, as $0 is."""
-        arguments = self.env["@"]
-        if isinstance(arguments, list):
-            return str(arguments[0])
-        return str(self.path)
 
     def argument(self, name: str) -> Any:
         """Return a positional parameter, all of them, or their number."""
@@ -292,8 +283,8 @@ class Variables:
         return self.get(match[1]), match.end()
 
     def substitute(self, text: str) -> str | None:
-        """Return what a command substitution prints, if it is known: that of one pipe
-        of small programs, perhaps after `cd`.
+        """Return what a command substitution prints, if it is known: that of one small
+        program, perhaps after `cd`.
         """
         if self.depth >= MAX_NESTING:
             return None
@@ -301,39 +292,23 @@ class Variables:
             rows = parse(text, 0)
         except ScriptError:
             return None
-        if not rows:
+        is_followed = all(sign != "||" and len(nodes) == 1 for sign, _, nodes in rows)
+        if not rows or not is_followed:
             return None
         with self.changed(depth=self.depth + 1, env=dict(self.env)):
+            *before, last = [nodes[0] for _, _, nodes in rows]
             folder = self.folder
-            *before, (connector, _, nodes) = rows
-            for _, _, pipe in before:
-                words = self.expanded(pipe[0])
-                if len(pipe) > 1 or words[:1] != ["cd"] or len(words) != 2:
+            for node in before:
+                words = self.expanded(node)
+                if words[:1] != ["cd"] or len(words) != 2:
                     return None
                 folder = os.path.join(folder, words[1])
-            if before and connector == "||":
-                return None
-            words = self.expanded(nodes[0])
-            printed = self.output(nodes)
-            if printed is None and len(nodes) == 1 and words:
-                return print_path(words, folder)
-            return printed and printed.rstrip("\n")
-
-    def output(self, nodes: Sequence[Node]) -> str | None:
-        """Return what a pipe of small programs prints, if it is known."""
-        text: str | None = None
-        for node in nodes:
-            words = self.expanded(node)
+            words = self.expanded(last)
             if not words or words[0] in self.functions:
                 return None
-            given = self.input(node.parts, empty=False)
-            text = text if given is None else given
-            is_open = any(map(has_unknown, (*words, text or "")))
-            if is_open and words[0] not in ("echo", "cat"):
-                return None
-            if (text := print_output(words, text)) is None:
-                return None
-        return text
+            given = self.input(last.parts, empty=False)
+            printed = print_output(words, given, folder)
+            return printed and printed.rstrip("\n")
 
     def expanded(self, node: Node) -> list[str]:
         """Return the words of a simple command; none of a compound."""
@@ -357,19 +332,14 @@ class Variables:
             is_counted = prefix == "#" and not rest and type(value) is list
             if is_counted:
                 return str(len(value))
-            return mark(name)
+            return OpenList([mark(name)])
         if found := re.match(r":?[-=+?]", rest):
             return self.default(name, value, found[0], rest[found.end() :])
         if not rest:
             return value
-        if isinstance(value, OpenList):
-            return mark(name)
         if isinstance(value, str):
             return self.modify(value, rest)
-        if sliced := _SLICE.fullmatch(rest):
-            # The first positional parameter has the number 1.
-            return value[max(int(sliced[1]) - (name in "@*"), 0) :]
-        return [self.modify(item, rest) for item in value]
+        return OpenList([mark(name)])  # a part of a list
 
     def default(self, name: str, value: Any, sign: str, raw: str) -> Any:
         """Return `${NAME:-raw}` and the like."""
@@ -386,30 +356,24 @@ class Variables:
         return other
 
     def modify(self, value: str, rest: str) -> str:
-        """Return a text without what `${NAME#...}` or `${NAME%...}` drops, or with what
-        `${NAME/TEXT/NEW}` replaces.
+        """Return a text without what `${NAME#...}` or `${NAME%...}` drops; what other
+        forms make of it is unknown.
         """
-        open_name = value if MARKER.fullmatch(value) else mark("${...}")
-        parts = re.fullmatch(r"(##?|%%?|//?)(.*)", rest, re.DOTALL)
-        if has_unknown(value) or parts is None:
-            return open_name
+        parts = re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)
+        pattern = self.text(parts[2]) if parts else ""
+        if parts is None or has_unknown(value + pattern):
+            return value if MARKER.fullmatch(value) else mark("${...}")
         sign = parts[1]
-        raw, _, new = parts[2].partition("/") if sign[0] == "/" else (parts[2], "", "")
-        pattern = self.text(raw)
-        if has_unknown(pattern):
-            return open_name
-        if sign[0] == "/":  # only plain texts, of which one is found in one way
-            is_plain = re.fullmatch(r"[\w.][\w.\- ]*", pattern)
-            number = -1 if sign == "//" else 1
-            if is_plain:
-                return value.replace(pattern, self.text(new), number)
-            return open_name
-        places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
-        if sign[0] == "#":
-            found = (value[n:] for n in places if fnmatchcase(value[:n], pattern))
-        else:
-            found = (value[:n] for n in places if fnmatchcase(value[n:], pattern))
-        return next(found, value)
+        places = [*range(len(value) + 1)]
+        if sign in ("##", "%"):
+            places.reverse()
+        for place in places:
+            head, tail = value[:place], value[place:]
+            if sign[0] == "#" and fnmatchcase(head, pattern):
+                return tail
+            if sign[0] == "%" and fnmatchcase(tail, pattern):
+                return head
+        return value
 
     # Arithmetic.
 
