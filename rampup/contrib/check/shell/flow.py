@@ -95,8 +95,7 @@ class Flow(Variables):
         for connector, negated, pipe in rows:
             if connector and status is (connector == "||"):
                 continue
-            before = status
-            if connector and status is None and not _is_test(pipe):
+            if connector and status is None:
                 branch = self.attempt([("", negated, pipe)])
                 self.join([branch], self.why, exhaustive=False)
                 continue
@@ -108,8 +107,6 @@ class Flow(Variables):
                 continue
             if negated and status is not None:
                 status = not status
-            if before is None and connector and status is (connector == "&&"):
-                status = None  # unknown and true, or unknown or false
         return status
 
     def condition(self, rows: Sequence[Any]) -> Status:
@@ -266,10 +263,9 @@ class Flow(Variables):
                 ends = [self.attempt(body), self.env, before if number else None]
                 self.join(ends, why, exhaustive=True)
                 # What is open stays so, under one name: then the state stays, too.
-                names = [name for name in before if is_whole(before[name])]
-                self.env |= {
-                    name: before[name] for name in names if is_whole(self.env.get(name))
-                }
+                for name, value in before.items():
+                    if is_whole(value) and is_whole(self.env.get(name)):
+                        self.env[name] = value
             else:
                 try:
                     self.run(body)
@@ -320,8 +316,12 @@ class Flow(Variables):
 
     def command(self, node: Node) -> Status:
         """Evaluate a simple command; return its status."""
-        matches = itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, node.words))
-        own = [match.groups() for match in matches if match]
+        own = []
+        for word in node.words:
+            match = ASSIGNMENT.fullmatch(word)
+            if match is None:
+                break
+            own.append(match.groups())
         raw = node.words[len(own) :]
         self.assumed = False
         if not raw:
@@ -343,10 +343,16 @@ class Flow(Variables):
 
     def test(self, raw: Words) -> Status:
         """Evaluate a test in brackets."""
-        quoted, words = raw[0] == "[[", list[str]()
+        is_double = raw[0] == "[["
+        words = list[str]()
         for part in raw[1:]:
-            words += self.words(part, empty=True, split=not quoted) or [""] * quoted
-        test = Test(words if raw[0] == "test" else words[:-1])
+            found = self.words(part, empty=True, split=not is_double)
+            if is_double and not found:
+                found = [""]
+            words += found
+        if raw[0] != "test":
+            words.pop()  # the closing bracket
+        test = Test(words)
         value = test.value()
         if value is None:
             self.why = self.why or first_marker(*test.unknown)
@@ -383,8 +389,11 @@ class Flow(Variables):
             try:
                 return self.call(lambda: self.node(body), arguments)
             finally:
-                self.env = {k: v for k, v in self.env.items() if k not in before}
-                self.env |= {k: v for k, v in before.items() if v is not None}
+                for name, value in before.items():
+                    if value is None:
+                        self.env.pop(name, None)
+                    else:
+                        self.env[name] = value
 
     def call(self, body: Callable[[], Status], arguments: list[str] | None) -> Status:
         """Evaluate a function or a sourced script, which `return` ends; return its
@@ -417,11 +426,6 @@ class Flow(Variables):
 def is_whole(value: Any) -> bool:
     """Return whether a value is a single marker."""
     return isinstance(value, str) and MARKER.fullmatch(value) is not None
-
-
-def _is_test(pipe: Sequence[Node]) -> bool:
-    is_one = len(pipe) == 1 and pipe[0].kind == "command"
-    return is_one and pipe[0].words[:1] in (["["], ["[["], ["test"])
 
 
 def _words(value: Any) -> list[str]:

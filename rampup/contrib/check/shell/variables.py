@@ -37,6 +37,8 @@ from rampup.contrib.check.shell.values import (
 
 MAX_TEXT = 200_000
 MAX_NESTING = 20
+# An item of an array with a key, or braces that stand for several.
+_ITEM = re.compile(r"\[[^\]]+\]=|\{.*(?:,|\.\.).*\}$")
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
 
 
@@ -138,28 +140,34 @@ class Variables:
         then the whole is unknown.
         """
         before = self.env.get(name)
-        if raw.startswith("(") and raw.endswith(")") and not key:
+        is_array = raw.startswith("(") and raw.endswith(")")
+        is_several = isinstance(before, list) and len(before) > 1
+        if is_array and not key:
             self.env[name] = self.array(name, raw[1:-1], before if plus else None)
-        elif key or (isinstance(before, list) and len(before) > 1):
+        elif key or is_several:
             self.env[name] = mark(name)
+        elif plus and before is not None:
+            self.assign(name, f"{self.get(name)}{self.text(raw)}")
         else:
-            added = self.get(name) if plus and before is not None else ""
-            self.assign(name, f"{added}{self.text(raw)}")
+            self.assign(name, self.text(raw))
 
     def array(self, name: str, raw: str, before: Any) -> Any:
         """Return the items in the brackets of `NAME=(...)`, behind those before."""
-        parser, parts = Parser(raw, 1), list[str]()
-        while token := parser.peek():  # comments and line ends are dropped
-            parser.next()
-            parts += [] if OPERATOR.fullmatch(token) else [token]
-        if any(re.match(r"\[[^\]]+\]=|\{.*(?:,|\.\.).*\}$", part) for part in parts):
-            return mark(name)  # items with keys, or braces
-        old = [before] if isinstance(before, str) else before or []
-        rows = [old, *map(self.words, parts)]
-        items = [word for row in rows for word in row]
-        is_open = any(isinstance(row, OpenList) for row in rows)
-        is_open |= any("*" in word for word in items)
-        if is_open:
+        items: list[str] = before or []
+        if isinstance(before, str):
+            items = [before]
+        is_open = isinstance(items, OpenList)
+        parser = Parser(raw, 1)
+        while parser.peek():
+            part = parser.next()
+            if OPERATOR.fullmatch(part):  # the end of a line
+                continue
+            if _ITEM.match(part):
+                return mark(name)
+            words = self.words(part)
+            items = [*items, *words]
+            is_open |= isinstance(words, OpenList)
+        if is_open or any("*" in word for word in items):
             return OpenList(items)
         return items
 
