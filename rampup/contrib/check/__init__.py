@@ -15,11 +15,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from rampup.config.yaml import read_text
-from rampup.contrib.check.foreign import COVERED, FOREIGN
+from rampup.contrib.check.foreign import COVERED, FOREIGN, SHARED
 from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, find_violations, keep_update
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Always, Meaning, Verdict
+from rampup.contrib.check.verdict import Always, Conversion, Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number
 
@@ -36,13 +36,6 @@ READABLE = (
     "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL,"
     " veRL, trlX and Tunix"
 )
-# Keys of many systems, which are no evidence of one.
-SHARED = frozenset({
-    "eval_steps", "eval_interval", "gradient_accumulation_steps", "steps", "max_steps", "model_name", "quantization", "devices",
-    "num_nodes", "nnodes", "num_devices", "num_processes", "num_layers", "seq_length", "micro_batch_size", "batch_size",
-    "train_batch_size", "eval_batch_size", "deepspeed", "num_epoch", "num_epochs", "num_batches", "world_size",
-})  # fmt: skip
-_COVERED = re.compile(COVERED)
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100
 
@@ -128,7 +121,7 @@ def _refuse_foreign(source: Source) -> None:
     """
     text = _COMMENT.sub("", _text(source))
     found = (row for row in FOREIGN if all(mark.search(text) for mark in row.marks))
-    if (row := next(found, None)) and not _COVERED.search(text):
+    if (row := next(found, None)) and not COVERED.search(text):
         raise ConfigError(
             f"this is a file of {row.name}, which rampup cannot check; it reads"
             f" {READABLE}",
@@ -176,15 +169,10 @@ def to_rampup(verdict: Verdict) -> str:
     """
     from rampup.config.files import yaml_value
 
-    conversion = verdict.conversion
-    if conversion is None:
-        said = (
-            f"a {verdict.system} file cannot be converted: rampup's configuration is"
-            " for pre-training"
-        )
-        raise ConfigError(
-            f"{said}; write its sizes in the keys of configs/rl.yml", key="to"
-        )
+    conversion = verdict.conversion or Conversion(
+        refusal="rampup's configuration is for pre-training; write its sizes in the"
+        " keys of configs/rl.yml"
+    )
     if conversion.refusal is not None:
         raise ConfigError(
             f"the file cannot be converted: {conversion.refusal}", key="to"

@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
 from rampup.contrib.check.verdict import Always, Verdict
@@ -59,12 +58,11 @@ SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json")
 OUTCOMES = {
     "accepts": "its own check accepts the file",
     "rejects": "its own check rejects the file",
-}
-OUTCOMES |= {
     "runs": "the run uses the sizes as written",
     "pads": "the run pads its batches",
+    "drops": "the run drops samples",
+    "fails": "the run fails",
 }
-OUTCOMES |= {"drops": "the run drops samples", "fails": "the run fails"}
 FOUND_BY = {"validator": "found by its own check", "run": "not checked: the run fails"}
 PHASE_COLUMNS = {
     name: PHASE_TITLES.get(name, "replicas")
@@ -79,10 +77,8 @@ PHASE_COLUMNS = {
         "microbatch_size",
     )
 }
-FIRST_PHASES, LAST_PHASES = (
-    8,
-    3,
-)  # rows of a table of phases before and after those that are folded
+# Rows of a table of phases before and after those that are folded.
+FIRST_PHASES, LAST_PHASES = 8, 3
 
 
 def check(args: argparse.Namespace) -> Result:
@@ -126,18 +122,12 @@ def _judge(
     """Return the verdict on a file or a command."""
     from rampup.contrib.check import check_command, check_file
 
-    environment = dict(os.environ) if args.env else None
+    options: dict[str, Any] = {"devices": args.devices}
+    if args.env:
+        options["environment"] = dict(os.environ)
     if isinstance(source, tuple):
-        return check_command(
-            source,
-            args.system,
-            settings,
-            environment=environment,
-            devices=args.devices,
-        )
-    return check_file(
-        source, args.system, settings, environment=environment, devices=args.devices
-    )
+        return check_command(source, args.system, settings, **options)
+    return check_file(source, args.system, settings, **options)
 
 
 def _files(word: str) -> list[str]:
@@ -168,8 +158,7 @@ def _check_rows(
         except RampupError as error:
             rows.append(row | {"error": str(error), "ok": False})
             continue
-        said = f"{OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}"
-        row |= {"verdict": said, "ok": verdict.ok, **verdict.to_dict()}
+        row |= {"verdict": _said(verdict), "ok": verdict.ok, **verdict.to_dict()}
         rows.append(row | {"summary": verdict.summary})
     others = len(sources) - len(rows)
 
@@ -229,6 +218,11 @@ def _compare(first: Verdict, second: Verdict) -> Result:
     )
 
 
+def _said(verdict: Verdict) -> str:
+    """Return what the system's own check and the run do."""
+    return f"{OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}"
+
+
 def print_verdict(
     verdict: Verdict,
     console: Console,
@@ -240,10 +234,7 @@ def print_verdict(
     of every file and every phase.
     """
     style = "bold green" if verdict.ok else "bold red"
-    console.print(
-        f"{verdict.system}: {OUTCOMES[verdict.validator]}; {OUTCOMES[verdict.run]}",
-        style=style,
-    )
+    console.print(f"{verdict.system}: {_said(verdict)}", style=style)
     if verdict.summary:
         console.print(verdict.summary)
     if verdict.version:
@@ -253,12 +244,10 @@ def print_verdict(
             f"\n{format_count(len(verdict.violations), 'rule')} broken", style="bold"
         )
     for number, violation in enumerate(verdict.violations, start=1):
-        _print_hanging(console, f"{number}. ", violation.message)
-        keys = ", ".join(violation.keys)
-        _print_hanging(
-            console,
-            "   ",
-            f"rule {violation.rule}, {FOUND_BY[violation.found_by]}; keys: {keys}",
+        console.print(f"{number}. {violation.message}")
+        console.print(
+            f"   rule {violation.rule}, {FOUND_BY[violation.found_by]}; keys:"
+            f" {', '.join(violation.keys)}",
             style="dim",
         )
     if verdict.meanings:
@@ -289,7 +278,7 @@ def print_verdict(
     if notes:
         console.print("\nnotes", style="bold")
     for note in notes:
-        _print_hanging(console, "- ", note)
+        console.print(f"- {note}")
     if always and not verbose:
         console.print(
             f"\n--verbose adds {format_count(len(always), 'note')} on every"
@@ -317,15 +306,3 @@ def _print_table(
         console.print(
             "  ".join(map(str.rjust if numbers else str.ljust, line, widths)).rstrip()
         )
-
-
-def _print_hanging(console: Console, head: str, text: str, style: str = "") -> None:
-    """Print a head and a text whose further lines are aligned with its first."""
-    if not console.is_terminal:
-        console.print(head + text)
-        return
-    grid = Table.grid(padding=0)
-    grid.add_column(width=len(head), no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row(head, text, style=style)
-    console.print(grid)
