@@ -40,9 +40,7 @@ SCRIPTS = {
         " ${E:-a b}"
     ),
     "nested defaults": "N=4\nrun ${A:-${B:-$((N * 2))}} ${N:-${X}}",
-    "changes": (
-        "P=/a/b.c.d.b\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P%x} ${P#b}"
-    ),
+    "changes": ("P=/a/b.c.d.b\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P%x} ${P#b}"),
     "arithmetic": (
         "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A*(B+1))) $((A>B))"
         " $((A != 7)) $((0)) $(( - A + B )); if ((A >= 7)); then run $A; fi"
