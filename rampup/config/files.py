@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import Key, Settings, closest_keys
+from rampup.config.key import Key, Settings, closest_keys, keys_of_alias
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
 
@@ -147,6 +147,9 @@ def yaml_value(value: Any) -> str:
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
     """Return a key's explanation from the first file that has it, as `rampup explain
     --json` prints it; or refuse an unknown one.
+
+    `instead` says what the first file has instead of a key that only another one has,
+    if anything.
     """
     file = next((file for file in files if name in file.keys), None)
     if file is None:
@@ -156,7 +159,11 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
             f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest
         )
     key, default = file.keys[name], file.defaults[name]
+    instead: dict[str, str] = {}
+    if name not in files[0].keys and keys_of_alias(name, files[0].keys)[0]:
+        instead[files[0].name] = closest_keys(name, files[0].keys)[1]
     return {
+        "instead": instead,
         "key": name,
         "file": file.name,
         "section": key.section,

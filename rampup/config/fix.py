@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rampup.config.files import yaml_value
-from rampup.config.key import keys_for_alias, other_quantity
+from rampup.config.key import keys_of_alias
 from rampup.config.load import (
     BASE,
     COMMAND_LINE,
@@ -325,10 +325,8 @@ def _suggestions(
         yield from ((BASE, f"{near}.yml") for near in problem.nearest)
         return
     if name not in KEYS:
-        if other_quantity(name):
-            return
-        aliases = keys_for_alias(name, KEYS)
-        for near in map(str, problem.nearest):
+        aliases, quantity = keys_of_alias(name, KEYS)
+        for near in () if quantity else map(str, problem.nearest):
             if near in aliases[:1] or _similarity(name.lower(), near) >= MIN_SIMILARITY:
                 yield name, near
         return

@@ -421,10 +421,9 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     """
     if removed := other_names()["removed"].get(name):
         return (), removed
-    if nearest := keys_for_alias(name, keys):
-        return nearest, (
-            other_quantity(name) or f"its name here is {' or '.join(nearest)}"
-        )
+    nearest, quantity = keys_of_alias(name, keys)
+    if nearest:
+        return nearest, quantity or f"its name here is {' or '.join(nearest)}"
     word = name.lower()
     if close := difflib.get_close_matches(
         word, [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
@@ -440,24 +439,23 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     )
 
 
-def other_quantity(name: str) -> str | None:
-    """Return what an error says of a name of another system that has other units than
-    the key beside it, such as `min_lr` and `learning_rate_final_fraction`.
-    """
-    word = name.lower().replace("-", "_")
-    for names, hint in other_names()["other_quantities"].items():
-        if word in names.split():
-            return str(hint)
-    return None
-
-
-def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:
+def keys_of_alias(
+    name: str, keys: Collection[str]
+) -> tuple[tuple[str, ...], str | None]:
     """Return the keys that other systems call by a name, such as `learning_rate` for
-    `lr`.
+    `lr`; and what an error says if the name has other units than they, such as `min_lr`
+    and `learning_rate_final_fraction`, else None.
     """
     word = name.lower().replace("-", "_")
-    return tuple(
+    tables = other_names()
+    found = tuple(
         key
-        for key, aliases in other_names()["aliases"].items()
+        for key, aliases in tables["aliases"].items()
         if key in keys and word in aliases.split()
     )
+    hints = [
+        hint
+        for names, hint in tables["other_quantities"].items()
+        if word in names.split()
+    ]
+    return found, hints[0] if hints else None

@@ -260,6 +260,7 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
     if explained["maxtext_name"] is None:
         maxtext = "has no such key" + (f"; it does {behavior}" if behavior else "")
     facts = {
+        **explained["instead"],
         explained["key"]: explained["meaning"],
         "legal": explained["legal"],
         "unit": explained["unit"],

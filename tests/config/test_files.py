@@ -74,6 +74,17 @@ def test_explain_gives_names_and_defaults_of_maxtext():
         )
 
 
+def test_explain_of_a_key_of_rollouts_alone_begins_with_the_keys_of_a_ramp():
+    """`batch_size` is a key of rl.yml, and in base.yml a name of another quantity."""
+    found = explain("batch_size", FILES)
+    assert next(iter(found)) == "instead"
+    assert "batch_size_schedule='0:N'" in found["instead"]["base.yml"]
+    assert "per_device_batch_size" in found["instead"]["base.yml"]
+    assert found["file"] == "rl.yml"
+    for name in ("mini_batch_size", "steps"):
+        assert explain(name, FILES)["instead"] == {}
+
+
 CLOSE = {
     "stepz": "steps",
     "expansion_factr_real_data": "expansion_factor_real_data",

@@ -8,7 +8,7 @@ import pytest
 
 from rampup import Config, build_plan, load_config
 from rampup.config.files import explain
-from rampup.config.key import Key, keys_for_alias, other_names
+from rampup.config.key import Key, keys_of_alias, other_names
 from rampup.config.schema import KEYS
 from rampup.contrib.rl.config import ROLLOUT_KEYS
 from rampup.errors import ConfigError, RampupError
@@ -155,7 +155,7 @@ def test_unknown_key_error_suggests_the_name_here(name):
         ConfigError, match=r"unknown key.*; its name here is "
     ) as caught:
         load_config("base.yml", [f"{name}=1"])
-    assert caught.value.nearest == keys_for_alias(name, KEYS)
+    assert caught.value.nearest == keys_of_alias(name, KEYS)[0]
 
 
 RAMP = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rampup.config.files import ConfigFile
-from rampup.config.key import Settings, key, keys_for_alias
+from rampup.config.key import Settings, key, keys_of_alias
 from rampup.config.load import load_settings, names_in
 from rampup.config.rules import head_problems
 from rampup.config.schema import KEYS as RAMP_KEYS
@@ -268,7 +268,7 @@ def is_rollout_file(path: str | Path) -> bool:
     """
     rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
     # A name that other systems use, such as batch_size, tells nothing.
-    names = {name for name in names_in(path) if not keys_for_alias(name, RAMP_KEYS)}
+    names = {name for name in names_in(path) if not keys_of_alias(name, RAMP_KEYS)[0]}
     return len(names & (rollout - set(RAMP_KEYS))) > len(
         names & (set(RAMP_KEYS) - rollout)
     )
