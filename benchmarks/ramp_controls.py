@@ -56,7 +56,20 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import numpy as np
 import optax
-from ramp_controls_report import RESULTS, SHAPES, read
+from ramp_controls_results import (
+    B2,
+    DESIGNED_FOR,
+    LENGTH,
+    RESULTS,
+    SAMPLES,
+    SEEDS,
+    SHAPES,
+    SMALLEST,
+    WARMUP_STEPS,
+    WSD_DECAY,
+    half_life_b2,
+    read,
+)
 
 import rampup
 from rampup.data.batches import BatchLoader
@@ -68,8 +81,6 @@ from rampup.lm.transformer import LanguageModel
 WHEELS = ("flax==0.11.2", "jax==0.7.2", "numpy==2.1.3", "optax==0.2.6")
 HELD_OUT = 20  # one file in 20 is for evaluation
 PARTS = ("constant", "lengths", "pilots", "ramps")
-WARMUP_STEPS = 40
-MACHINE = 64  # samples that take as long as the fixed part of a step, in designs
 CURVE_POINTS = 20
 
 
@@ -77,14 +88,14 @@ CURVE_POINTS = 20
 class Study:
     """The sizes of the study, in samples unless named otherwise."""
 
-    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
-    samples: int = 8192
-    length: int = 64  # tokens (bytes) of a sample
+    sizes: tuple[int, ...] = (SMALLEST, 16, 32, 64, 128)
+    samples: int = SAMPLES
+    length: int = LENGTH  # tokens (bytes) of a sample
     width: int = 96
     layers: int = 3
     rate: float = 2.8e-3  # around which the rates of the smallest batch are swept
     held_out: int = 2048
-    seeds: tuple[int, ...] = (1, 2, 3)  # fresh ones; 0 is that of the sweep
+    seeds: tuple[int, ...] = SEEDS  # fresh ones; 0 is that of the sweep
 
     def config(self, **keys: Any) -> rampup.Config:
         """Return the configuration of a run; all runs share what is here."""
@@ -160,7 +171,7 @@ def rates(
     for step, size in enumerate(sizes):
         share = consumed / samples
         if shape == "wsd":
-            decay = min(1.0, (1 - share) / 0.3)
+            decay = min(1.0, (1 - share) / WSD_DECAY)
         else:
             decay = 0.1 + 0.45 * (1 + math.cos(math.pi * share))
         found.append(peaks[size] * decay * min(1.0, (step + 1) / warmup))
@@ -189,7 +200,7 @@ class Trainer:
         ]
         self.tx = optax.inject_hyperparams(
             lambda learning_rate, b2: make_optimizer(learning_rate, adam={"b2": b2})
-        )(learning_rate=0.0, b2=0.99)
+        )(learning_rate=0.0, b2=B2)
         self.evaluate = rampup.EvalStep(self.model.loss, self.mesh)
         self.init = jax.jit(self.model.init)
         self.step: Any = None
@@ -215,7 +226,7 @@ class Trainer:
         rates: Sequence[float],
         *,
         seed: int,
-        b2: float = 0.99,
+        b2: float = B2,
         samples: int | None = None,
         noise: float | None = None,
     ) -> dict[str, Any]:
@@ -377,19 +388,13 @@ class Runner:
             rate = center * 2 ** (missing[0] / 2)
             losses[missing[0]] = self.constant_run(shape, size, rate, 0, **keys)
 
-    def half_life_b2(self, size: int) -> float:
-        """Return the b2 that forgets as many samples as 0.99 does at the smallest
-        batch.
-        """
-        return float(0.99 ** (size / self.study.sizes[0]))
-
     def constant(self, shape: str) -> None:
         """Sweep the rate of every constant batch with both b2, and run fresh seeds."""
         for size in self.study.sizes:
             choices = (
                 [{}]
                 if size == self.study.sizes[0]
-                else [{}, {"b2": round(self.half_life_b2(size), 4)}]
+                else [{}, {"b2": half_life_b2(size)}]
             )
             for keys in choices:
                 rate = self.best_rate(shape, size, **keys)
@@ -420,7 +425,7 @@ class Runner:
         folder = self.work / f"pilot-{shape}-{seed}-{rate:.3e}"
         times = self.work / "tune.json"
         phases = [
-            {"global_batch_size": each, "step_seconds": 1 + each / MACHINE}
+            {"global_batch_size": each, "step_seconds": 1 + each / DESIGNED_FOR}
             for each in study.sizes
         ]
         times.write_text(json.dumps({"phases": phases}))
@@ -434,7 +439,7 @@ class Runner:
             warmup_steps_fraction=WARMUP_STEPS / steps,
             lr_schedule_type=shape,
             learning_rate_schedule_steps=steps,
-            adam_b2=0.99,
+            adam_b2=B2,
             train_samples=study.samples // 4,
             microbatch_size=1,
             measure_gradient_noise=True,
@@ -445,6 +450,8 @@ class Runner:
         )
         if not (folder / "metrics.jsonl").exists():
             rampup.train(config)
+        # Its shape of the rate and its warm-up are those of the default, for both
+        # shapes: the page says so of the losses that it predicts.
         design_of = study.config(**self.trainer.files, batch_size_schedule=f"0:{size}")
         try:
             found = rampup.contrib.lab.design_ramp(

@@ -1,174 +1,58 @@
-"""The tables of "Does a ramp pay?" from benchmarks/ramp_controls.jsonl.
+"""Every number of "Does a ramp pay?", from benchmarks/ramp_controls.jsonl.
 
-    python benchmarks/ramp_controls_report.py          # every table
-    python benchmarks/ramp_controls_report.py cosine   # those of one shape
+    python benchmarks/ramp_controls_report.py          # phrases and tables
+    python benchmarks/ramp_controls_report.py cosine   # the tables of one shape
 
-It reads the results with the standard library alone: nothing of rampup takes part.
-
-Losses become hours by one slope: what half of the samples cost the smallest batch, per
-factor of e. A constant batch that ends `d` above a ramp needs `exp(d / slope)` times its
-samples to end where the ramp ends. The constant batch that then takes the fewest hours,
-with its own best rate and b2, is what a ramp has to beat. Intervals are those of Student's t
-over the seeds, 90%.
+It needs the standard library alone. The page has the tables and the phrases as they are
+printed, and no other number of the study (`tests/benchmarks/test_ramp_controls.py`). The
+tables of pilots are printed only.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-RESULTS = Path(__file__).with_name("ramp_controls.jsonl")
-SHAPES = ("wsd", "cosine")
-SEEDS = (1, 2, 3)
-SAMPLES = 8192
-# A step of B samples takes 1 + B / machine.
-MACHINES = (16, 64, 256)
-VARIANTS = {
-    "rule": "square-root rule",
-    "surge": "peak at the noise scale",
-    "none": "left alone",
-    "rule, moment divided": "rule, second moment divided",
-}
-# The different ramps that the pilots led to: the verdict is over all of them.
-RAMPS = 5
-# The 95% quantile of Student's t by the number of seeds.
-STUDENT = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+from ramp_controls_results import (
+    B2,
+    CONFIDENCE,
+    DESIGNED_FOR,
+    LEAST_SAVED,
+    LENGTH,
+    MACHINES,
+    RAMPS,
+    SAMPLES,
+    SEEDS,
+    SHAPES,
+    TENTHS,
+    VARIANTS,
+    WARMUP_STEPS,
+    WSD_DECAY,
+    Study,
+    above_same_rates,
+    above_tuned,
+    control_sizes,
+    excludes_zero,
+    expected,
+    fastest_size,
+    half_life_b2,
+    hours_saved,
+    interval,
+    losses_of,
+    lost_by,
+    moved_by_steps,
+    over_ramps,
+    pays,
+    penalties,
+    places,
+    rates_grow_to,
+    read,
+)
 
-
-class Study:
-    """The runs of one shape of the learning rate, by what they are.
-
-    Attributes:
-        constants: held-out losses by batch, b2 and peak rate, then by seed.
-        ramps: losses by schedule and variant, then by seed.
-        same_rates: losses of the constant batch of as many steps with a ramp's rates,
-            by schedule, then by seed.
-        steps: optimizer steps by schedule.
-    """
-
-    def __init__(self, rows: Sequence[dict[str, Any]], shape: str) -> None:
-        self.shape = shape
-        self.rows = [row for row in rows if row["name"].startswith(f"{shape} ")]
-        self.constants: dict[tuple[int, float, float], dict[int, float]] = {}
-        self.short: dict[int, dict[int, float]] = {}
-        self.ramps: dict[tuple[str, str], dict[int, float]] = {}
-        self.same_rates: dict[str, dict[int, float]] = {}
-        self.same_size: dict[str, int] = {}
-        self.steps: dict[str, int] = {}
-        for row in self.rows:
-            if "loss" in row:
-                self._take(row)
-
-    def _take(self, row: dict[str, Any]) -> None:
-        name, seed, loss = row["name"], row["seed"], row["loss"]
-        if "samples" not in row:
-            self.steps[row["schedule"]] = row["steps"]
-        if " ramp " in name:
-            variant = name.split(row["schedule"])[1].rsplit(" ", 1)[0].strip()
-            self.ramps.setdefault((row["schedule"], variant), {})[seed] = loss
-        elif " with the rates of " in name:
-            ramp = name.split(" with the rates of ")[1].rsplit(" ", 1)[0]
-            self.same_rates.setdefault(ramp, {})[seed] = loss
-            self.same_size[ramp] = int(name.split()[2])
-        elif "samples" in row:
-            self.short.setdefault(row["samples"], {})[seed] = loss
-        else:
-            key = (int(name.split()[2]), row.get("b2", 0.99), row["peak"])
-            self.constants.setdefault(key, {})[seed] = loss
-
-    def best(
-        self, size: int, b2: float = 0.99
-    ) -> tuple[float, dict[int, float]] | None:
-        """Return the rate of a batch whose fresh seeds have run, and their losses."""
-        for (known, known_b2, rate), losses in self.constants.items():
-            fresh = {seed: losses[seed] for seed in SEEDS if seed in losses}
-            if (known, known_b2) == (size, b2) and len(fresh) == len(SEEDS):
-                return rate, fresh
-        return None
-
-    @property
-    def sizes(self) -> list[int]:
-        """The constant batches with fresh seeds."""
-        return sorted({key[0] for key in self.constants if self.best(key[0])})
-
-    @property
-    def schedules(self) -> list[str]:
-        """The ramps whose variants and controls have all run."""
-        return [
-            schedule
-            for schedule in dict.fromkeys(each for each, _ in self.ramps)
-            if all(
-                set(self.ramps.get((schedule, variant), {})) >= set(SEEDS)
-                for variant in VARIANTS
-            )
-            and set(self.same_rates.get(schedule, {})) >= set(SEEDS)
-            and self.best(self.same_size[schedule])
-        ]
-
-    @property
-    def slope(self) -> float:
-        """The loss per factor of e in samples, at the end of the smallest batch."""
-        best = self.best(self.sizes[0])
-        assert best is not None
-        half = statistics.mean(self.short[SAMPLES // 2][seed] for seed in SEEDS)
-        return (half - statistics.mean(best[1].values())) / math.log(2)
-
-    def hours(self, schedule: str, machine: int) -> float:
-        """Return the time of a run, in the time of a step without samples."""
-        phases = [
-            tuple(map(int, phase.split(":"))) for phase in schedule.split(" ") if phase
-        ]
-        seconds, samples = 0.0, 0
-        while samples < SAMPLES:
-            size = [batch for start, batch in phases if start <= samples][-1]
-            seconds += 1 + size / machine
-            samples += size
-        return seconds
-
-    def saved(
-        self,
-        schedule: str,
-        variant: str,
-        machine: int,
-        among: Callable[[int, float], bool] = lambda size, b2: True,
-    ) -> dict[int, float]:
-        """Return by seed which share of the hours of the best constant batch a ramp
-        saves; `among` chooses the batches by size and b2.
-        """
-        ramp = self.ramps[schedule, variant]
-        time = self.hours(schedule, machine)
-        constants = []
-        for size, b2 in dict.fromkeys(key[:2] for key in self.constants):
-            best = self.best(size, b2)
-            if best is None or not among(size, b2):
-                continue
-            whole = self.hours(f"0:{size}", machine)
-            constants.append(
-                {
-                    seed: whole * math.exp((best[1][seed] - ramp[seed]) / self.slope)
-                    for seed in SEEDS
-                }
-            )
-        fastest = min(constants, key=lambda hours: sum(hours.values()))
-        return {seed: 1 - time / fastest[seed] for seed in SEEDS}
-
-
-def interval(values: Iterable[float]) -> tuple[float, float, float]:
-    """Return the mean over seeds and the ends of its 90% interval."""
-    found = list(values)
-    mean = statistics.mean(found)
-    half = STUDENT[len(found)] * statistics.stdev(found) / len(found) ** 0.5
-    return mean, mean - half, mean + half
-
-
-def over_ramps(by_ramp: Sequence[dict[int, float]]) -> list[float]:
-    """Return the mean over the ramps, by seed."""
-    return [statistics.mean(ramp[seed] for ramp in by_ramp) for seed in SEEDS]
+IN_WORDS = {"wsd": "under WSD", "cosine": "with a cosine"}
 
 
 def constant_table(study: Study) -> list[str]:
@@ -196,53 +80,36 @@ def at_equal_steps(study: Study) -> list[str]:
         "|---|---|---|",
     ]
     for variant, words in VARIANTS.items():
-        tuned, same = [], []
-        for schedule in study.schedules:
-            ramp = study.ramps[schedule, variant]
-            best = study.best(study.same_size[schedule])
-            assert best is not None
-            tuned.append({seed: ramp[seed] - best[1][seed] for seed in SEEDS})
-            other = study.same_rates[schedule]
-            same.append({seed: ramp[seed] - other[seed] for seed in SEEDS})
-        cells = [signed(interval(over_ramps(tuned)))]
-        # Only the rule has a constant batch with its own rates.
-        cells += [signed(interval(over_ramps(same))) if variant == "rule" else ""]
+        tuned = [above_tuned(study, each, variant) for each in study.schedules]
+        cells = [signed(interval(over_ramps(tuned))), ""]
+        if variant == "rule":  # only it has a constant batch with its own rates
+            same = [above_same_rates(study, each) for each in study.schedules]
+            cells[1] = signed(interval(over_ramps(same)))
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return lines
 
 
-def saved_table(study: Study) -> list[str]:
-    """Return a table of the hours that ramps save, by machine."""
-    heads = " | ".join(f"1 + B/{machine}" for machine in MACHINES)
-    lines = [f"| Rates of the ramp | {heads} |", "|---" * 4 + "|"]
-    for variant, words in VARIANTS.items():
-        cells = []
-        for machine in MACHINES:
-            saved = [study.saved(each, variant, machine) for each in study.schedules]
-            cells.append(percent(interval(over_ramps(saved))))
-        lines.append(f"| {words} | {' | '.join(cells)} |")
-    return lines
+def against(study: Study) -> dict[str, list[tuple[float, float, float]]]:
+    """Return the hours that ramps save with the square-root rule, compared with fewer
+    constant batches, by machine.
+    """
+    choices: dict[str, Callable[[int, float], bool]] = {
+        f"the best batch, b2 of {B2}": lambda size, b2: b2 == B2,
+        f"64, b2 of {B2}": lambda size, b2: (size, b2) == (64, B2),
+        "64, b2 by the half-life": lambda size, b2: size == 64 and b2 != B2,
+    }
+    return {
+        words: [hours_saved(study, machine, among=among) for machine in MACHINES]
+        for words, among in choices.items()
+    }
 
 
 def against_table(study: Study) -> list[str]:
-    """Return a table of the hours that ramps save with the square-root rule, compared
-    with fewer constant batches.
-    """
+    """Return a table of `against`."""
     heads = " | ".join(f"1 + B/{machine}" for machine in MACHINES)
     lines = [f"| Compared with | {heads} |", "|---" * 4 + "|"]
-    choices: dict[str, Callable[[int, float], bool]] = {
-        "the best batch, b2 of 0.99": lambda size, b2: b2 == 0.99,
-        "64, b2 of 0.99": lambda size, b2: (size, b2) == (64, 0.99),
-        "64, b2 by the half-life": lambda size, b2: size == 64 and b2 != 0.99,
-    }
-    for words, among in choices.items():
-        cells = []
-        for machine in MACHINES:
-            saved = [
-                study.saved(each, "rule", machine, among) for each in study.schedules
-            ]
-            cells.append(percent(interval(over_ramps(saved))))
-        lines.append(f"| {words} | {' | '.join(cells)} |")
+    for words, cells in against(study).items():
+        lines.append(f"| {words} | {' | '.join(map(percent, cells))} |")
     return lines
 
 
@@ -254,34 +121,15 @@ def pilot_table(study: Study) -> list[str]:
         "| Pilot | Noise scale | Candidate | Predicted | Measured | Inside |",
         "|---|---|---|---|---|---|",
     ]
-    first = study.best(study.sizes[0])
-    assert first is not None
-    base = statistics.mean(first[1].values())
-    for row in study.rows:
-        for each in row.get("candidates", ()):
-            schedule = each["batch_size_schedule"]
-            losses = losses_of(study, schedule)
-            if schedule == f"0:{study.sizes[0]}" or losses is None:
-                continue
-            low, high = each["loss_penalty_low"], each["loss_penalty_high"]
-            measured = statistics.mean(losses) - base
-            pilot = row["name"].removeprefix(f"{study.shape} pilot ")
-            inside = "yes" if low <= measured <= high else "no"
-            lines.append(
-                f"| {pilot.replace(' rate', ',')} | {row['noise_last'][0]:.0f} |"
-                f" {schedule} | {each['loss_penalty']:+.2f} ({low:+.2f}, {high:+.2f}) |"
-                f" {measured:+.2f} | {inside} |"
-            )
+    for each in penalties(study):
+        inside = "yes" if each.is_inside else "no"
+        ends = f"({each.low:+.2f}, {each.high:+.2f})"
+        lines.append(
+            f"| {each.pilot.replace(' rate', ',')} | {each.noise:.0f} |"
+            f" {each.schedule} | {each.predicted:+.2f} {ends} | {each.measured:+.2f} |"
+            f" {inside} |"
+        )
     return lines
-
-
-def losses_of(study: Study, schedule: str) -> list[float] | None:
-    """Return the losses of the fresh seeds of a constant batch or a ramp."""
-    if " " in schedule:
-        found = study.ramps.get((schedule, "rule"), {})
-        return list(found.values()) if len(found) == len(SEEDS) else None
-    best = study.best(int(schedule.removeprefix("0:")))
-    return list(best[1].values()) if best else None
 
 
 def verdict(study: Study) -> list[str]:
@@ -290,14 +138,13 @@ def verdict(study: Study) -> list[str]:
     """
     count, lines = len(study.schedules), []
     for machine in MACHINES:
-        saved = [study.saved(each, "rule", machine) for each in study.schedules]
-        mean, low, high = interval(over_ramps(saved))
-        found = percent((mean, low, high))
+        saved = hours_saved(study, machine)
+        found = percent(saved)
         if count == 1:
             says = f"this ramp saves {found}"
         elif count < RAMPS:
             says = f"these ramps save {found}"
-        elif mean > 0.02 and low > 0:
+        elif pays(saved):
             says = f"these ramps pay: {found}"
         else:
             says = f"these ramps do not pay: {found}"
@@ -307,39 +154,316 @@ def verdict(study: Study) -> list[str]:
 
 def signed(found: tuple[float, float, float]) -> str:
     """Return a difference of losses with its interval."""
-    mean, low, high = found
-    return f"{mean:+.3f} ({low:+.3f}, {high:+.3f})"
+    middle, low, high = found
+    return f"{middle:+z.3f} ({low:+z.3f}, {high:+z.3f})"
 
 
 def percent(found: tuple[float, float, float]) -> str:
     """Return a share with its interval."""
-    mean, low, high = found
-    return f"{mean:+.1%} ({low:+.1%}, {high:+.1%})"
-
-
-def read(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the rows of a file of results; none if it is not there."""
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text().splitlines()]
+    middle, low, high = found
+    return f"{middle:+.1%} ({low:+.1%}, {high:+.1%})"
 
 
 def tables(study: Study) -> dict[str, list[str]]:
-    """Return the tables of a shape by their titles; those of ramps if all have run."""
+    """Return the tables of a shape that the page has by their titles; those of ramps if
+    all have run.
+    """
     found = {"Constant batches": constant_table(study)}
     if study.schedules:
-        found["Pilots"] = pilot_table(study)
         found["At equal steps"] = at_equal_steps(study)
-        found["Hours saved"] = saved_table(study)
         found["Fewer batches"] = against_table(study)
         found["Verdict"] = verdict(study)
     return found
 
 
+def by_shape(
+    studies: Mapping[str, Study], of: Callable[[Study], str], *, joint: str = " and "
+) -> str:
+    """Return a number of each shape in words."""
+    return joint.join(
+        f"{of(study)} {IN_WORDS[shape]}" for shape, study in studies.items()
+    )
+
+
+def plain(found: tuple[float, float, float]) -> str:
+    """Return a difference of losses with its interval, for a sentence."""
+    middle, low, high = found
+    return f"{middle:z.3f} ({low:z.3f} to {high:z.3f})"
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Return the least and the largest of some numbers."""
+    ordered = sorted(values)
+    return f"{ordered[0]:{form}} to {ordered[-1]:{form}}"
+
+
+def phrases(
+    rows: Sequence[dict[str, Any]], studies: Mapping[str, Study]
+) -> dict[str, str]:
+    """Return the numbers in the sentences of the page, as they stand there, by what they
+    are.
+    """
+    return (
+        phrases_of_runs(rows, studies)
+        | phrases_of_ramps(studies)
+        | phrases_of_hours(studies)
+        | phrases_beside_constants(studies)
+        | phrases_of_constants(studies)
+        | phrases_of_pilots(studies)
+    )
+
+
+def phrases_of_runs(
+    rows: Sequence[dict[str, Any]], studies: Mapping[str, Study]
+) -> dict[str, str]:
+    """Return what was run."""
+    parameters = next(row["parameters"] for row in rows if row["name"] == "study")
+    runs = [row for row in rows if "loss" in row]
+    pilots = [row for row in rows if "candidates" in row]
+    sizes = [size for study in studies.values() for size in study.sizes]
+    whole = [
+        (study.steps[schedule], study.steps[f"0:{study.same_size[schedule]}"])
+        for study in studies.values()
+        for schedule in study.schedules
+    ]
+    return {
+        "runs": f"{len(runs)} runs and {len(pilots)} pilots",
+        "parameters": f"{parameters:,} parameters",
+        "samples": f"{SAMPLES:,} samples of {LENGTH} bytes",
+        "bytes": f"{SAMPLES * LENGTH / parameters:.1f} bytes per parameter",
+        "warm-up": f"{WARMUP_STEPS} steps, or a third of a shorter run",
+        "decay": f"the last {WSD_DECAY:.0%}",
+        "constant batches": f"{min(sizes)} to {max(sizes)} samples",
+        "a plain b2": f"`adam_b2` of {B2}",
+        "the first batch": f"a batch of {min(sizes)}",
+        "steps of ramps": f"{spread((ramp for ramp, _ in whole), 'd')} steps",
+        "steps of controls": f"up to {max(abs(a - b) for a, b in whole)} steps",
+        "machines": ", ".join(f"1 + B/{machine}" for machine in MACHINES[:-1])
+        + f" or 1 + B/{MACHINES[-1]}",
+        "the machine of the designs": f"1 + B/{DESIGNED_FOR}",
+        "rule": f"more than {LEAST_SAVED:.0%} of the hours",
+        "intervals": f"{CONFIDENCE:.0%} interval",
+    }
+
+
+def phrases_of_ramps(studies: Mapping[str, Study]) -> dict[str, str]:
+    """Return what ramps end above their controls, and above each other."""
+
+    def above(study: Study, variant: str) -> tuple[float, float, float]:
+        by_ramp = [above_tuned(study, each, variant) for each in study.schedules]
+        return interval(over_ramps(by_ramp))
+
+    def same(study: Study) -> tuple[float, float, float]:
+        by_ramp = [above_same_rates(study, each) for each in study.schedules]
+        return interval(over_ramps(by_ramp))
+
+    def less(study: Study, variant: str) -> tuple[float, float, float]:
+        """What a variant ends above the rule, of the same ramps."""
+        by_ramp = [
+            {
+                seed: study.ramps[each, variant][seed] - study.ramps[each, "rule"][seed]
+                for seed in SEEDS
+            }
+            for each in study.schedules
+        ]
+        return interval(over_ramps(by_ramp))
+
+    singles = [
+        interval(each.values())
+        for study in studies.values()
+        for schedule in study.schedules
+        for each in (
+            above_tuned(study, schedule, "rule"),
+            above_same_rates(study, schedule),
+        )
+    ]
+    clear = sum(map(excludes_zero, singles))
+    return {
+        "above constant batches at their best rates": by_shape(
+            studies, lambda study: plain(above(study, "rule"))
+        ),
+        "above constant batches with the same rates": by_shape(
+            studies, lambda study: plain(same(study))
+        ),
+        "single ramps": spread((each[0] for each in singles), "+.3f"),
+        "clear single ramps": f"{clear} of the {len(singles)} intervals",
+        "change by interpolated steps": f"by less than {moved_by_steps(studies):.3f}",
+        "left alone": by_shape(studies, lambda study: plain(less(study, "none"))),
+        "peak": by_shape(studies, lambda study: plain(less(study, "surge"))),
+        "second moment": by_shape(
+            studies, lambda study: plain(less(study, "rule, moment divided"))
+        ),
+    }
+
+
+def phrases_of_hours(studies: Mapping[str, Study]) -> dict[str, str]:
+    """Return what ramps save of the hours, and what designs expected."""
+
+    def in_words(study: Study) -> str:
+        middle, low, high = hours_saved(study, DESIGNED_FOR)
+        return f"{middle:.1%} ({low:.1%} to {high:.1%})"
+
+    def at_most(study: Study) -> str:
+        return f"{math.ceil(hours_saved(study, DESIGNED_FOR)[2] * 100)}%"
+
+    moved, same_verdict = [], True
+    for study in studies.values():
+        for machine in MACHINES:
+            own = hours_saved(study, machine)
+            other = hours_saved(study, machine, slope=study.earlier_slope)
+            moved.append(abs(own[0] - other[0]) * 100)
+            same_verdict &= pays(own) == pays(other)
+    every = [share for study in studies.values() for share in expected(study)]
+    below = sum(share <= LEAST_SAVED for share in every)
+    return {
+        "hours saved": by_shape(studies, in_words),
+        "not excluded": by_shape(studies, at_most),
+        "expected": by_shape(
+            studies, lambda study: spread(expected(study), ".1%"), joint=", and "
+        ),
+        "designs below the rule": f"{below} of {len(every)}",
+        "slope": by_shape(studies, lambda study: f"{study.slope:.3f}"),
+        "earlier slope": by_shape(studies, lambda study: f"{study.earlier_slope:.3f}"),
+        "moved by that slope": f"by {spread(moved, '.1f')} points, and"
+        + (" no verdict" if same_verdict else " a verdict"),
+    }
+
+
+def phrases_beside_constants(studies: Mapping[str, Study]) -> dict[str, str]:
+    """Return which constant batches the hours of ramps differ from, and what a constant
+    batch for another machine costs.
+    """
+    best = {fastest_size(study, DESIGNED_FOR) for study in studies.values()}
+
+    def is_peer(size: int, b2: float) -> bool:
+        return {size} == best and b2 == B2
+
+    def is_64_by_half_life(size: int, b2: float) -> bool:
+        return (size, b2) == (64, half_life_b2(64))
+
+    shown = any(
+        excludes_zero(hours_saved(study, DESIGNED_FOR, among=among))
+        for study in studies.values()
+        for among in (is_peer, is_64_by_half_life)
+    )
+    cells = [
+        (words.split(",")[0], low)
+        for study in studies.values()
+        for words, row in against(study).items()
+        for _, low, _ in row
+    ]
+    above = [size for size, low in cells if low > 0]
+    sizes = sorted(
+        {size for study in studies.values() for size in control_sizes(study)}
+    )
+    lost = {
+        machine: [
+            share
+            for study in studies.values()
+            for share in lost_by(study, machine, sizes)
+        ]
+        for machine in MACHINES
+        if machine != DESIGNED_FOR
+    }
+    return {
+        "beside constant batches": f"{'a' if shown else 'no'} difference is shown between"
+        f" the ramps and a batch of {' or '.join(map(str, best))}, or one of 64 with"
+        " `adam_b2` by the half-life",
+        "against fewer": f"{len(above)} of {len(cells)} are above zero, all against"
+        f" {' or '.join(sorted(set(above)))}",
+        "wrong machines": f"batches of {' and '.join(map(str, sizes))} lose "
+        + " and ".join(
+            f"{spread(shares, '.0%')} on 1 + B/{machine}"
+            for machine, shares in lost.items()
+        ),
+    }
+
+
+def phrases_of_constants(studies: Mapping[str, Study]) -> dict[str, str]:
+    """Return what constant batches show."""
+
+    def by_half_life(study: Study, size: int) -> tuple[float, float, float]:
+        """What the half-life of the smallest batch takes off the loss."""
+        own, other = study.best(size), study.best(size, half_life_b2(size))
+        assert own is not None
+        assert other is not None
+        # Each at its best rate, which differs only where the page says so.
+        assert (own[0] == other[0]) == (size != max(study.sizes))
+        return interval(own[1][seed] - other[1][seed] for seed in SEEDS)
+
+    def samples_of(study: Study, size: int) -> float:
+        """How many times the samples of the smallest batch a batch needs."""
+        ends = [
+            statistics.mean(losses_of(study, f"0:{each}"))
+            for each in (size, study.sizes[0])
+        ]
+        return math.exp((ends[0] - ends[1]) / study.slope)
+
+    shown = any(excludes_zero(by_half_life(study, 128)) for study in studies.values())
+    told = "a difference can" if shown else "no difference can"
+    gaps = []
+    for study in studies.values():
+        sweeps: dict[tuple[int, float], list[float]] = {}
+        for (size, b2, _), losses in study.constants.items():
+            sweeps.setdefault((size, b2), []).append(losses[0])
+        gaps += [sorted(each)[1] - min(each) for each in sweeps.values()]
+    near = sum(gap < 0.01 for gap in gaps)
+    return {
+        "samples of 64": "64 needs "
+        + by_shape(studies, lambda study: f"{samples_of(study, 64):.1f} times"),
+        "b2 of 64": "64 ends "
+        + by_shape(studies, lambda study: plain(by_half_life(study, 64))),
+        "b2 of 32": "32 ends "
+        + by_shape(studies, lambda study: plain(by_half_life(study, 32))),
+        "b2 of 128": f"At 128, {told} be told",
+        "close rates": f"In {near} of {len(gaps)} sweeps, the second rate is within 0.01",
+        "rates that grow": f"Up to {min(map(rates_grow_to, studies.values()))}, no best"
+        " rate is lower",
+    }
+
+
+def phrases_of_pilots(studies: Mapping[str, Study]) -> dict[str, str]:
+    """Return how the predictions of pilots did."""
+    found = [each for study in studies.values() for each in penalties(study)]
+    inside = sum(each.is_inside for each in found)
+
+    def off(kind: Callable[[str], bool]) -> str:
+        errors = [e.predicted - e.measured for e in found if kind(e.schedule)]
+        return spread(errors, "+.2f")
+
+    pairs = [place for study in studies.values() for place in places(study)]
+    ends = [place for place in pairs if place.tenth == TENTHS]
+    missed = [place for place in ends if not place.is_inside]
+    later = [place for place in pairs if not place.is_inside]
+    (pilot,) = {(place.shape, place.pilot) for place in missed}
+    same = sum((place.shape, place.pilot) == pilot for place in later)
+    return {
+        "noise scales": f"{spread((each.noise for each in found), '.0f')} samples",
+        "inside": f"{inside} of {len(found)} intervals",
+        "width": f"a factor of {spread((e.high / e.low for e in found), '.1f')}",
+        "off at 64": f"{off(lambda schedule: schedule == '0:64')} for 64",
+        "off at 128": f"{off(lambda schedule: schedule == '0:128')} for 128",
+        "off for ramps": f"{off(lambda schedule: ' ' in schedule)} for the ramps",
+        "losses at the end": "the end: "
+        f"{len(ends) - len(missed)} of {len(ends)} ({1 - len(missed) / len(ends):.0%})",
+        "losses at all places": "of the run: "
+        f"{len(pairs) - len(later)} of {len(pairs)} ({1 - len(later) / len(pairs):.0%})",
+        "where they miss": f"{len(missed)} at the end and {same} of all {len(later)}"
+        f" are of the pilot with {pilot[1].split(' x')[1]} times the best rate"
+        f" {IN_WORDS[pilot[0]]}",
+    }
+
+
 def main() -> None:
-    """Print the tables."""
-    for shape in sys.argv[1:] or SHAPES:
-        study = Study(read(), shape)
+    """Print the phrases and the tables."""
+    rows = read()
+    studies = {shape: Study(rows, shape) for shape in sys.argv[1:] or SHAPES}
+    if len(studies) == len(SHAPES):
+        print("# Phrases\n")
+        for name, phrase in phrases(rows, studies).items():
+            print(f"{name}: {phrase}")
+        print()
+    for shape, study in studies.items():
         print(f"# {shape}\n")
         if not study.constants:
             print("not run\n")
@@ -347,8 +471,8 @@ def main() -> None:
         for title, lines in tables(study).items():
             print(f"## {title}\n", *lines, "", sep="\n")
         if study.schedules:
-            names = ", ".join(study.schedules)
-            print(f"Slope {study.slope:.3f}; ramps: {names}\n")
+            print("## Pilots\n", *pilot_table(study), "", sep="\n")
+            print(f"Ramps: {', '.join(study.schedules)}\n")
 
 
 if __name__ == "__main__":
