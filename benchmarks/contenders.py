@@ -430,7 +430,6 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
                 sizes.append(batch.position.split.microbatch_size)
                 state, metrics = rampup_step(state, batch)
                 yield metrics["loss"]
-            rampup_step.close()
 
         def compilations():
             return rampup_step.num_compilations

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,8 +140,6 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
             (
                 "A jit per batch size is MaxText's behaviour. The other baselines and"
                 " rampup, fixed, take microbatches of the first phase's batch."
-                " per_phase and auto compile in the background, on the host's cores: on"
-                " a CPU, a ramp as short as this one ends before that pays off."
             ),
         ],
     )
@@ -186,7 +183,6 @@ def trip(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Trip:
             known.block_until_ready()
             readings.append(_clocks())
     wall, cpu = (_read_clock(clock, plan) for clock in zip(*readings, strict=True))
-    join_compilations()
     return Trip(wall=wall, cpu=cpu, compilations=started.num_compilations())
 
 
@@ -211,15 +207,6 @@ def _read_clock(readings: Sequence[float], plan: RampPlan) -> Clocked:
             for begin, end in itertools.pairwise(bounds)
         ),
     )
-
-
-def join_compilations() -> None:
-    """Wait for background compilations of a finished run, so that they do not disturb
-    the next one.
-    """
-    for thread in threading.enumerate():
-        if thread.name.startswith("rampup-compile"):
-            thread.join()
 
 
 def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, Any]]:
@@ -377,9 +364,7 @@ def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchR
                 "A change is the first step of a phase or in another microbatch size."
                 " slowest_change is the slowest of a run's changes, each over the"
                 " median of its phase and size: the median over the runs; least is the"
-                " smallest. control is the same of steps without a change. Programs of"
-                " later phases compile in the background, which on a CPU slows the"
-                " steps of the first phase."
+                " smallest. control is the same of steps without a change."
             ),
         ],
     )
@@ -402,7 +387,6 @@ def timed_steps(name: str, problem: Problem, plan: RampPlan) -> Steps:
     for loss in started.losses:
         loss.block_until_ready()
         times.append(time.perf_counter())
-    join_compilations()
     return Steps(
         seconds=tuple(now - before for before, now in itertools.pairwise(times)),
         microbatch_sizes=tuple(started.microbatch_sizes),

@@ -2,9 +2,10 @@
 
 `TrainStep.__call__` checks that state and batch belong together, and pads the chunks of
 the batch to the number that its program takes. A program is compiled once for each
-microbatch shape of the plan, if possible in the background before its phase begins. The
-*number* of microbatches is an argument, so a growing batch needs no compilation. What
-it computes is in `rampup.engine.update`. The call returns while the devices still work.
+microbatch shape of the plan, in the first step that has it, and traced one or two
+phases before. The *number* of microbatches is an argument, so a growing batch needs no
+compilation. What it computes is in `rampup.engine.update`. The call returns while the
+devices still work.
 """
 
 from __future__ import annotations
@@ -324,8 +325,8 @@ class TrainStep:
         # The `step` of the state that the last call returned, and its number, known
         # without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        # The phase in which the programs of the next phases were requested.
-        self._requested_in: int | None = None
+        # The phase in which the programs of the next phases were traced.
+        self._traced_in: int | None = None
 
     @property
     def chunk_size(self) -> int | None:
@@ -341,13 +342,6 @@ class TrainStep:
     def waited_seconds(self) -> float:
         """Seconds that calls have waited for a trace or a compilation."""
         return self._programs.compiler.waited_seconds
-
-    def close(self) -> None:
-        """Cancel the compilations that have not started. The step can still be called,
-        and requests them again.
-        """
-        self._programs.compiler.close()
-        self._requested_in = None
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """Run one optimizer step.
@@ -382,8 +376,8 @@ class TrainStep:
             sees_whole = is_one and axes.num_replicas(self._mesh) == 1
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
-        # Before the run, which does not return at once everywhere.
-        self._compile_next_phases(batch, state)
+        # Before the run, which takes the memory of the state.
+        self._trace_next_phases(batch, state)
         state, metrics = run()
         self._returned = state.step, batch.position.step + 1
         return state, metrics
@@ -643,14 +637,14 @@ class TrainStep:
                 stacklevel=4,
             )
 
-    def _compile_next_phases(self, batch: Batch, state: Any) -> None:
-        """Request the programs of the next phases that this run reaches, once per
-        phase.
+    def _trace_next_phases(self, batch: Batch, state: Any) -> None:
+        """Trace the programs of the next phases that this run reaches, once per phase:
+        what a loss raises there is seen before hours of training.
         """
         index = batch.position.phase.index
-        if index == self._requested_in or self._engine is not self._fused:
+        if index == self._traced_in or self._engine is not self._fused:
             return
-        self._requested_in = index
+        self._traced_in = index
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
@@ -658,7 +652,7 @@ class TrainStep:
             if phase.start_step < self._plan.total_steps:
                 split = self._plan.splits[phase.index]
                 lower = functools.partial(self.lower, shapes, batch.row, split)
-                self._programs.compiler.compile_async(_num_rows(split), lower)
+                self._programs.compiler.trace(_num_rows(split), lower)
 
 
 def _num_rows(split: BatchSplit) -> int:

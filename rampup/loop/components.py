@@ -56,9 +56,6 @@ class LoopStep(Protocol):
         of the host, for the line of the step).
         """
 
-    def close(self) -> None:
-        """Cancel compilations that have not started. The step may be called again."""
-
 
 class Component:
     """A part of a run with state of its own; by default it has none. All processes call

@@ -533,9 +533,6 @@ class Loop:
                         )
             except DataError as error:
                 return done, state, error, plan
-            finally:
-                # Only its compilations: it may go on with another plan.
-                self.step.close()
             if next_plan is plan:
                 return done, state, None, plan
             checkpoints.wait()

@@ -172,13 +172,6 @@ def history(step, state, batches=None):
     return state, found
 
 
-def delayed(lowered, wait):
-    """Return a `jax.stages.Lowered` whose compilation starts with `wait()`."""
-    return SimpleNamespace(
-        compile=lambda **options: (wait(), lowered.compile(**options))[1]
-    )
-
-
 class ScaledState(train_state.TrainState):
     """A TrainState of Flax that scales the loss."""
 

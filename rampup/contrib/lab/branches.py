@@ -540,7 +540,6 @@ def _train_branches(
         _train_branch(branches, number, start, report)
         for number in range(len(branches.window.sizes))
     ]
-    branches.setup.step.close()
     return curves, before
 
 

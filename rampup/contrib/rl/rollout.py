@@ -222,11 +222,6 @@ class RolloutStep:
         """Time spent waiting for compilations."""
         return sum(part.waited_seconds for part in self._parts)
 
-    def close(self) -> None:
-        """Cancel compilations that have not started."""
-        for part in self._parts:
-            part.close()
-
     def create_state(self, params: Any, *, reference: Any = None) -> RolloutState:
         """Return the state before the first rollout, with copies of the parameters; by
         default the reference has them.
