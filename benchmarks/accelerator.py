@@ -44,7 +44,7 @@ from contenders import (
 from measure import ROUNDS, BenchResult, take_turns
 
 import rampup
-from rampup.engine.memory import program_memory
+from rampup.contrib.lab.memory import program_memory
 from rampup.plan import BatchRamp, MeshAxes
 
 SECONDS = 480  # for all parts

@@ -4,6 +4,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,11 +31,11 @@ from measure import (
 )
 from ramp import ramp_plan, sizes
 
+from rampup.contrib.lab.memory import program_memory
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.sources import RowSource, TokenRows, as_source
 from rampup.engine.batch import MAX_CHUNKS, MAX_WHOLE, in_microbatches, put_batch
 from rampup.engine.compile import compile_program
-from rampup.engine.memory import bytes_per_device, program_memory
 from rampup.engine.mesh import batch_sharding, make_mesh
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -291,7 +292,7 @@ def buffer_rows(
                     "phase": phase.index,
                     "batch": split.global_batch_size,
                     **{
-                        f"{name}_bytes": bytes_per_device(move())
+                        f"{name}_bytes": _bytes_per_device(move())
                         for name, move in moves.items()
                     },
                     **{f"{name}_ms": times[name].median * 1e3 for name in moves},
@@ -300,6 +301,14 @@ def buffer_rows(
                 }
             ]
         )
+
+
+def _bytes_per_device(tree: Any) -> int:
+    """Return the bytes per device of sharded arrays."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def transfers(

@@ -41,6 +41,7 @@ from rampup.contrib.lab.design_model import (
     StepTimes,
 )
 from rampup.contrib.lab.hlo import Program
+from rampup.contrib.lab.memory import program_memory
 from rampup.contrib.lab.scaling_laws import ADVISED, OVERHEADS, suggest_batch
 from rampup.contrib.lab.topology import (
     compile_for,
@@ -48,7 +49,6 @@ from rampup.contrib.lab.topology import (
     topology_devices,
     use_cpu_as_host,
 )
-from rampup.engine.memory import program_memory
 from rampup.engine.mesh import batch_sharding, make_mesh, replicated
 from rampup.engine.multi_steps import multi_steps
 from rampup.engine.state import TrainState

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.toy import (
+    bytes_per_device,
     flax_state,
     history,
     loss_fn,
@@ -24,7 +25,6 @@ from helpers.toy import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
-from rampup.engine.memory import bytes_per_device
 from rampup.engine.mesh import BatchAxes
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError

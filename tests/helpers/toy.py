@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -170,6 +171,15 @@ def history(step, state, batches=None):
         state, metrics = step(state, batch)
         found.append(jax.device_get(metrics))
     return state, found
+
+
+def bytes_per_device(tree):
+    """Return the bytes per device of arrays, or of their shapes and shardings."""
+    shapes = [
+        (leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 class ScaledState(train_state.TrainState):

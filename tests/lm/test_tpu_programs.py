@@ -15,9 +15,9 @@ import pytest
 from rampup import build_plan, load_config
 from rampup.contrib.lab.collectives import collectives_of
 from rampup.contrib.lab.hlo import Program
+from rampup.contrib.lab.memory import program_memory
 from rampup.contrib.lab.topology import compile_for, topology_devices
 from rampup.data.sources import SyntheticRows
-from rampup.engine.memory import program_memory
 from rampup.engine.mesh import make_mesh
 from rampup.lm.train import TrainSetup
 from rampup.plan.topology import Topology

@@ -20,7 +20,7 @@ from rampup.contrib.lab.collectives import (
     collectives_of,
 )
 from rampup.contrib.lab.hlo import Program
-from rampup.engine.memory import ProgramMemory, program_memory
+from rampup.contrib.lab.memory import ProgramMemory, program_memory
 from rampup.engine.mesh import axis_names
 from rampup.engine.step import TrainStep
 from rampup.errors import ConfigError, DataError, a_type

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from rampup.contrib.lab.memory import device_limit, is_out_of_memory, program_memory
 from rampup.data.batches import AHEAD_ON_DEVICE
 from rampup.engine.compile import compile_program
-from rampup.engine.memory import device_limit, is_out_of_memory, program_memory
 from rampup.engine.mesh import BatchAxes
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from rampup.config.schema import Config
+from rampup.contrib.lab.memory import is_out_of_memory, program_memory
 from rampup.contrib.lab.topology import compile_for
 from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.compile import compile_program
-from rampup.engine.memory import is_out_of_memory, program_memory
 from rampup.engine.mesh import make_mesh
 from rampup.lm.train import TrainSetup
 from rampup.plan.plan import RampPlan

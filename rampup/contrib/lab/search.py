@@ -19,10 +19,10 @@ import jax
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import Config
 from rampup.contrib.lab.largest import MARGIN, largest_of, memory_limit
+from rampup.contrib.lab.memory import room_to_run
 from rampup.contrib.lab.programs import Trial
 from rampup.contrib.lab.topology import compiler_version, topology_devices
 from rampup.engine.compile import enable_compilation_cache
-from rampup.engine.memory import room_to_run
 from rampup.errors import ConfigError, RampupError
 from rampup.lm.train import unconstrained
 from rampup.plan.numbers import (

@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.toy import bytes_per_device
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import rampup
 from rampup.contrib.lab.collectives import collectives_of
 from rampup.contrib.lab.hlo import Program
+from rampup.contrib.lab.memory import is_out_of_memory, program_memory
 from rampup.contrib.lab.programs import Trial
 from rampup.contrib.lab.search import tune
 from rampup.contrib.lab.topology import compile_for, topology_devices
-from rampup.engine.memory import bytes_per_device, is_out_of_memory, program_memory
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
 pytestmark = pytest.mark.tpu_compile

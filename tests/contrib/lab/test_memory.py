@@ -1,19 +1,17 @@
-"""Tests of rampup.engine.memory."""
+"""Tests of rampup.contrib.lab.memory."""
 
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from rampup.engine import memory
-from rampup.engine.mesh import make_mesh
+from rampup.contrib.lab import memory
 from rampup.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-GIVEN = {"bytes_limit": 1000, "peak_bytes_in_use": 70}
+GIVEN = {"bytes_limit": 1000}
 
 
 def device(**stats):
@@ -51,8 +49,6 @@ def test_room_to_run_is_that_of_the_smallest_device():
     assert memory.room_to_run([device(bytes_limit=7), device(bytes_limit=5)]) == 5
     one, four = memory.room_to_run([device()]), memory.room_to_run([device()] * 4)
     assert 0 < four < one
-    assert memory.peak_bytes([device(**GIVEN), device(peak_bytes_in_use=90)]) == 90
-    assert memory.peak_bytes([device()]) is None
 
 
 def test_is_out_of_memory_recognizes_only_exhausted_resources():
@@ -63,13 +59,3 @@ def test_is_out_of_memory_recognizes_only_exhausted_resources():
     assert memory.is_out_of_memory(MemoryError())
     assert not memory.is_out_of_memory(RuntimeError("INTERNAL: no"))
     assert not memory.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
-
-
-def test_bytes_per_device_counts_shards():
-    """A sharded array counts with its shard per device, a replicated one with its full
-    size.
-    """
-    mesh = make_mesh()
-    cut = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec("data")))
-    whole = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec()))
-    assert memory.bytes_per_device([cut, whole]) == 64 // 8 + 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -88,15 +87,6 @@ def device_limit(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Return the largest peak memory of the devices so far in bytes, or None if they do
-    not report it.
-    """
-    stats = [device.memory_stats() or {} for device in devices]
-    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
-    return max(peaks, default=None)
-
-
 def room_to_run(devices: Sequence[jax.Device]) -> int:
     """Return the bytes that a program may use on each device: the smallest limit, or a
     share of this machine's free memory.
@@ -112,12 +102,3 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
         # Not Linux: assume that half of the memory is free.
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return int(SHARE_OF_HOST * free) // len(devices)
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Return the bytes per device of arrays, or of their shapes and shardings."""
-    shapes = [
-        (leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf in jax.tree.leaves(tree)
-    ]
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
