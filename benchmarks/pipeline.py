@@ -444,9 +444,7 @@ def gpipe_sums(
     replicas = stage_replicas(loss, params, mesh, param_shardings)
     check_parts(loss, params, (batch_KR, keys_KR), replicas)
 
-    def sum_stage(
-        reduce: Any, _: Any, params: Any, batch_KR: Any, keys_KR: Any, *rest: Any
-    ) -> Sums:
+    def sum_stage(params: Any, batch_KR: Any, keys_KR: Any, *_: Any) -> Sums:
         def forward(params: Any) -> tuple[jax.Array, Sums]:
             shared = {name: part for name, part in params.items() if name != LAYERS}
             stage = Stage(
@@ -461,7 +459,7 @@ def gpipe_sums(
             return sums.loss, sums
 
         grads, sums = jax.grad(forward, has_aux=True)(params)
-        return reduce(sums._replace(grads=jax.tree.map(as_summed, grads)), rest[-1])
+        return sums._replace(grads=jax.tree.map(as_summed, grads))
 
     run = replicas.run(sum_stage)
     return run(params, batch_KR, keys_KR, None, Recipe())

@@ -274,7 +274,7 @@ class Trials:
         def loss_of(params: Any) -> Any:
             args = (params, batch, keys) + (() if mutable is None else (mutable,))
             check_signature(function, len(args))
-            with explained(len(args), self.device.mesh.axis_names):
+            with explained(self.device.mesh.axis_names):
                 results = function(*args)
             loss, weight, aux, _ = check_results(results, function, args)
             found = {

@@ -5,8 +5,8 @@ one executable serves every number, and the replicas exchange the sums once, aft
 (see `rampup.engine.replicas`).
 
 Shape suffixes: K microbatches in the buffer, R rows of one microbatch: in
-`sum_replica`, which `Replicas.run` runs, those of one replica, or of one device if the
-loss takes shards, and elsewhere all.
+`_sum_of_replica`, which `Replicas.run` runs, those of one replica, or of one device if
+the loss takes shards, and elsewhere all.
 """
 
 from __future__ import annotations
@@ -203,94 +203,97 @@ class AccumulatedLoss(SummableLoss):
         # A loss function that takes shards was written for the shardings
         # `self.param_shardings`, and its gradients have those.
         wanted = grad_shardings if takes_whole else self.param_shardings
-        shardings = wanted if has_grads else None
         replicas = Replicas(
             mesh=mesh,
             axes=axes,
-            shardings=shardings,
+            shardings=wanted if has_grads else None,
             shards=self.param_shardings,
             reduction_dtype=self.reduction_dtype,
             reduce_once=self.reduce_once,
         )
-        # jit caches the trace: the loss function is traced once for the shapes of the
-        # sums and for the body of the loop.
-        plain = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
-        loss_of = jax.jit(
-            jax.value_and_grad(plain, has_aux=True) if has_grads else plain, inline=True
+        return replicas.run(
+            _sum_of_replica(self, replicas, has_one=has_one, has_grads=has_grads)
         )
 
-        def sum_replica(
-            reduce: Any,
-            psum: Any,
-            params: Any,
-            batch_KR: Any,
-            keys_KR: Any,
-            number: Any,
-            recipe: Recipe,
-        ) -> Sums:
-            """Return the sums over the rows of a replica, as `reduce` leaves them."""
-            rows, start = (batch_KR, keys_KR), recipe.mutable
 
-            def sums_of(i: Any, mutable: Any, weights: Any) -> Sums:
-                """Return the sums over microbatch i; `weights` are those of the whole
-                step if the loss has several parts.
-                """
-                args = params, *take(rows, i), mutable, recipe.scale, weights
-                (_, sums), grads = (
-                    loss_of(*args) if has_grads else (loss_of(*args), None)
+def _sum_of_replica(
+    loss: AccumulatedLoss, replicas: Replicas, *, has_one: bool, has_grads: bool
+) -> Callable[..., Sums]:
+    """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums over
+    the rows of a replica; see `AccumulatedLoss.summation`.
+    """
+    plain = _loss_of(loss.loss_fn, replicas.mesh, keeps_mutable=has_grads)
+    # jit caches the trace: the loss function is traced once for the shapes of the sums
+    # and for the body of the loop.
+    loss_of = jax.jit(
+        jax.value_and_grad(plain, has_aux=True) if has_grads else plain, inline=True
+    )
+    shardings = replicas.shardings
+
+    def sum_replica(
+        params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe
+    ) -> Sums:
+        rows, start = (batch_KR, keys_KR), recipe.mutable
+
+        def sums_of(i: Any, mutable: Any, weights: Any) -> Sums:
+            """Return the sums over microbatch i; `weights` are those of the whole step
+            if the loss has several parts.
+            """
+            args = params, *take(rows, i), mutable, recipe.scale, weights
+            if not has_grads:
+                return loss_of(*args)[1]
+            (_, sums), grads = loss_of(*args)
+            if recipe.noise and isinstance(sums.weight, tuple):
+                raise ConfigError(
+                    "measure_gradient_noise=true needs a loss with one weight, but this"
+                    " one has several parts",
+                    key="measure_gradient_noise",
+                    nearest=(False,),
                 )
-                if recipe.noise and isinstance(sums.weight, tuple):
-                    raise ConfigError(
-                        "measure_gradient_noise=true needs a loss with one weight, but"
-                        " this one has several parts",
-                        key="measure_gradient_noise",
-                        nearest=(False,),
-                    )
-                grads = jax.tree.map(as_summed, grads)
-                if recipe.scale is not None:
-                    unit = largest(sums.weight if weights is None else weights)
-                    grads = jax.tree.map(lambda g: g * unit, grads)
-                grads = constrain_leaves(grads, shardings)
-                noise = recipe.noise and recipe.noise.block(grads, sums.weight)
-                dtype = self.accumulator_dtype
-                grads = jax.tree.map(lambda g: as_summed(g, dtype), grads)
-                return sums._replace(grads=grads, noise=noise)
+            grads = jax.tree.map(as_summed, grads)
+            if recipe.scale is not None:
+                unit = largest(sums.weight if weights is None else weights)
+                grads = jax.tree.map(lambda g: g * unit, grads)
+            grads = constrain_leaves(grads, shardings)
+            noise = recipe.noise and recipe.noise.block(grads, sums.weight)
+            dtype = loss.accumulator_dtype
+            grads = jax.tree.map(lambda g: as_summed(g, dtype), grads)
+            return sums._replace(grads=grads, noise=noise)
 
-            first = params, *take(rows, 0), start, recipe.scale, None
-            traced = jax.make_jaxpr(loss_of)(*first)
-            replicas.check(traced)
-            shapes = jax.eval_shape(sums_of, 0, start, None)
-            weights = None
-            if has_grads and isinstance(shapes.weight, tuple):
-                weights = psum(
-                    _weights(plain, params, rows, start, number, shapes.weight)
+        first = params, *take(rows, 0), start, recipe.scale, None
+        replicas.check(jax.make_jaxpr(loss_of)(*first))
+        shapes = jax.eval_shape(sums_of, 0, start, None)
+        weights = None
+        if has_grads and isinstance(shapes.weight, tuple):
+            own = _weights(plain, params, rows, start, number, shapes.weight)
+            weights = replicas.psum(own)
+        if has_one:
+            with jax.named_scope("microbatch"):
+                return sums_of(0, start, weights)
+        # The sums over no microbatch: zeros shaped as those over one, and `mutable` as
+        # it is, if it is carried.
+        zeros = _zeros(shapes._replace(mutable=None))
+        # Without the constraints, the compiler may replicate the carried gradients over
+        # fsdp and tensor.
+        zeros = zeros._replace(
+            grads=constrain_leaves(zeros.grads, shardings),
+            mutable=start if has_grads else None,
+        )
+
+        def add(i: jax.Array, sums: Sums) -> Sums:
+            with jax.named_scope("microbatch"):
+                new = sums_of(i, sums.mutable if has_grads else start, weights)
+                added: Sums = jax.tree.map(
+                    jnp.add, sums._replace(mutable=None), new._replace(mutable=None)
                 )
-            if has_one:
-                with jax.named_scope("microbatch"):
-                    return reduce(sums_of(0, start, weights), recipe)
-            # The sums over no microbatch: zeros shaped as those over one, and `mutable`
-            # as it is, if it is carried.
-            zeros = _zeros(shapes._replace(mutable=None))
-            # Without the constraints, the compiler may replicate the carried gradients
-            # over fsdp and tensor.
-            zeros = zeros._replace(
-                grads=constrain_leaves(zeros.grads, shardings),
-                mutable=start if has_grads else None,
-            )
-
-            def add(i: jax.Array, sums: Sums) -> Sums:
-                with jax.named_scope("microbatch"):
-                    new = sums_of(i, sums.mutable if has_grads else start, weights)
-                mutable, own = new.mutable, new._replace(mutable=None)
-                added = jax.tree.map(jnp.add, sums._replace(mutable=None), own)
                 grads = constrain_leaves(added.grads, shardings)
-                return added._replace(grads=grads, mutable=mutable)
+                return added._replace(grads=grads, mutable=new.mutable)
 
-            # In an iteration, parameters and gradients cross fsdp but not data, unless
-            # the replicas run in the way `compiled`.
-            return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
+        # In an iteration, parameters and gradients cross fsdp but not data, unless the
+        # replicas run in the way `compiled`.
+        return jax.lax.fori_loop(0, number, add, zeros)
 
-        return replicas.run(sum_replica)
+    return sum_replica
 
 
 def summable(
@@ -444,7 +447,7 @@ def _loss_of(
     ) -> tuple[Any, Sums]:
         args = (params, batch_R, keys_R) + (() if mutable is None else (mutable,))
         check_signature(loss_fn, len(args))
-        with explained(len(args), mesh.axis_names):
+        with explained(mesh.axis_names):
             results = loss_fn(*args)
         loss, weight, aux, carried = check_results(
             results, loss_fn, args, keeps_mutable=keeps_mutable

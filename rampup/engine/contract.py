@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,10 +23,6 @@ LossFn = Callable[..., tuple[Any, ...]]
 # (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A
 # step runs their product. Without stages, only the product matters.
 Counts = tuple[jax.Array, jax.Array]
-# What JAX says of a `shard_map` over axes that are manual already.
-_MANUAL_TWICE = (
-    "mesh passed to shard_map|shard_map (in|out)_specs argument|shard_map applied to"
-)
 
 
 class SummableLoss:
@@ -56,9 +51,8 @@ class SummableLoss:
     ) -> Sums:
         """Return the sums over the microbatches, with the gradient of the loss.
 
-        If the recipe has `mutable` or `noise`, so have the sums. A loss that multiplies
-        what it differentiates by `recipe.scale` is right, and one that does not too, if
-        it replaces the scale by None.
+        If the recipe has `mutable` or `noise`, so have the sums. If it has a scale, the
+        gradients are those of the scaled loss.
 
         Args:
             params: the parameters.
@@ -75,50 +69,6 @@ class SummableLoss:
             NotImplementedError: a subclass has no `sums`.
         """
         raise NotImplementedError
-
-    def sums_and_grads(
-        self,
-        params: Any,
-        batch_KR: Any,
-        keys_KR: Any,
-        counts: Counts,
-        recipe: Recipe,
-        *,
-        mesh: Mesh,
-        grad_shardings: Any,
-    ) -> tuple[Sums, Any]:
-        """Return the sums, with None as `grads`, and the gradient of the mean loss, at
-        least in float32; see `sums`.
-
-        Args:
-            params, counts, recipe, mesh, grad_shardings: see `sums`.
-            batch_KR, keys_KR: rows and a random key for each, arrays (K, R, ...) for K
-                microbatches of R rows.
-        """
-        rows = batch_KR, keys_KR
-        sums = self.sums(params, rows, counts, recipe, mesh, grad_shardings)
-        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
-
-    def eval_sums(
-        self,
-        params: Any,
-        batch_KR: Any,
-        keys_KR: jax.Array,
-        num_microbatches: jax.Array,
-        *,
-        mesh: Mesh,
-        mutable: Any = None,
-    ) -> Sums:
-        """Return the sums without gradients.
-
-        Args:
-            params, mesh: see `sums`.
-            batch_KR, keys_KR: see `sums_and_grads`.
-            num_microbatches: how many of the K count, int32.
-            mutable: what the loss reads, and does not carry.
-        """
-        rows, counts = (batch_KR, keys_KR), (num_microbatches, 1)
-        return self.sums(params, rows, counts, Recipe(mutable=mutable), mesh)
 
 
 def check_results(
@@ -205,43 +155,21 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
 
 
 @contextlib.contextmanager
-def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
-    """Raise three errors of JAX in a loss function of this number of arguments, on a
-    mesh of these axes, in words of its contract.
+def explained(axes: tuple[Any, ...]) -> Iterator[None]:
+    """Say below an error in a loss function, on a mesh of these axes, what JAX does not
+    know of its contract.
     """
     try:
         yield
     except (TypeError, ValueError, NameError) as error:
-        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        if is_manual and re.search(_MANUAL_TWICE, str(error)):
-            raise ConfigError(
-                f"the loss has a shard_map that cannot run where each replica runs by"
-                f" itself: {error}",
-                fix="leave out `mesh=`, which the context has, the axes of the replicas"
-                " and axes of one device, or give reduce_once=False",
-                key="reduce_once",
-                nearest=(False,),
-            ) from error
-        # The words of JAX, whatever function of jax.random it was.
-        if "a single key" in str(error):
-            raise _contract_error(
-                "used `keys`, one random key per row, as one key: take jax.vmap over"
-                " rows and keys, or keys[0]",
-                number > 3,
-            ) from error
-        unbound = re.search(r"unbound axis name: (\w+)", str(error))
-        if unbound and unbound[1] not in axes:
-            raise _contract_error(
-                f"names the axis {unbound[1]!r}, but those of the mesh are"
-                f" {', '.join(map(str, axes))}: leave out the collectives of a pmap, as"
-                " the step itself adds up over the replicas",
-                number > 3,
-            ) from error
-        if unbound:
-            error.add_note(
-                "A loss that sees all rows needs no collectives over them. With"
-                " reduce_once=True, one replica runs as several do, and has such axes."
-            )
+        error.add_note(
+            "If this is an error of JAX: `keys` has one random key per row, so take"
+            " jax.vmap over rows and keys, or keys[0]. The axes of the mesh are"
+            f" {', '.join(map(str, axes))}, and a step adds up over the replicas by"
+            " itself: leave out the collectives of a pmap, and of a shard_map `mesh=`,"
+            " the axes of the replicas and those of one device, or give"
+            " reduce_once=False. With reduce_once=True, one replica runs as several do"
+        )
         raise
 
 

@@ -193,13 +193,11 @@ class PipelinedLoss(SummableLoss):
             check_parts(self, params, rows, replicas)
 
         def sum_stage(
-            reduce: Any,
-            psum: Any,  # for losses of several parts
             params: Any,
             batch_KR: Any,
             keys_KR: Any,
             counts: Any,
-            recipe: Recipe,
+            _: Recipe,
         ) -> Sums:
             m, passes = counts
             own = (params[LAYERS], _without_layers(params), (batch_KR, keys_KR))
@@ -214,7 +212,7 @@ class PipelinedLoss(SummableLoss):
                 chunks, shared = sums.grads
                 layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks)
                 sums = sums._replace(grads={LAYERS: layers, **shared})
-            return reduce(sums, recipe)
+            return sums
 
         counts = tuple(jnp.asarray(count, jnp.int32) for count in counts)
         return replicas.run(sum_stage)(params, *rows, counts, recipe)

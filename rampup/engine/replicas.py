@@ -30,7 +30,6 @@ are rows, is traced again, to find its weights or its sums.)
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,16 +100,17 @@ class Replicas:
         """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums
         up the rows of all replicas.
 
-        `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device
-        or stage if the loss takes its part, and ends with `reduce(sums, recipe)`.
-        Before, `psum` adds up numbers over the replicas. `number` is what it counts
-        with: microbatches, or the two `Counts` of a pipeline.
+        `sum_replica` is that function for one, or for one device or stage if the loss
+        takes its part. `number` is what it counts with: microbatches, or the two
+        `Counts` of a pipeline.
         """
         if self.way == "mapped":
             return self._mapped(sum_replica)
-        run: Callable[..., Sums] = functools.partial(
-            own_constraints()(sum_replica), self.reduce, self.psum
-        )
+
+        @own_constraints()
+        def run(*args: Any) -> Sums:
+            return self.reduce(sum_replica(*args), args[-1])
+
         if self.way != "manual":
             return mesh_in_context(self.mesh)(run)
         rows = self.axes.replica if self._takes_whole_rows else self.axes.rows
@@ -303,9 +303,7 @@ class Replicas:
         replica = (*self.axes.replica, *sorted(single))
         sizes = [mesh.shape[name] for name in replica]
         sums_of: Callable[..., Sums] = mesh_in_context(mesh)(
-            functools.partial(
-                own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum
-            )
+            own_constraints(replica)(sum_replica)
         )
         for name, size in zip(reversed(replica), reversed(sizes), strict=True):
             options = {"axis_size": size, "axis_name": name, "spmd_axis_name": name}

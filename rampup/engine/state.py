@@ -360,17 +360,11 @@ def check_arguments(call: str, **arguments: Any) -> None:
     }
     for name, value in arguments.items():
         if not tests[name](value):
-            if hasattr(value, "sums_and_grads"):
-                raise ConfigError(
-                    f"{call}: {name} is {a_type(value)}, which is no SummableLoss",
-                    fix="make its class a subclass of"
-                    " rampup.engine.contract.SummableLoss, and say in `sums` how it"
-                    " sums up",
-                    key=name,
-                )
             raise ConfigError(
                 f"{call}: {name} is {a_type(value)}",
-                fix="check the order of the arguments; tx is an optimizer of Optax",
+                fix="check the order of the arguments: loss_fn is a function, or of a"
+                " subclass of rampup.engine.contract.SummableLoss, and tx an optimizer"
+                " of Optax",
                 key=name,
             )
 

@@ -211,17 +211,14 @@ class Update:
         recipe: Recipe,
         grad_shardings: Any,
     ) -> tuple[Sums, Any]:
-        """Return the sums over microbatches, and the gradient of their mean loss."""
+        """Return the sums over microbatches, with None as `grads`, and the gradient of
+        their mean loss, at least in float32.
+        """
         loss = self.bound_loss(state, state_shardings)
-        return loss.sums_and_grads(
-            state.params,
-            batch_KR,
-            per_row_keys(self.key, state.step, _row_numbers(batch_KR, first_row)),
-            counts,
-            recipe,
-            mesh=self.mesh,
-            grad_shardings=grad_shardings,
-        )
+        numbers = _row_numbers(batch_KR, first_row)
+        rows = batch_KR, per_row_keys(self.key, state.step, numbers)
+        sums = loss.sums(state.params, rows, counts, recipe, self.mesh, grad_shardings)
+        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def _measured(self, meter: NoiseMeter | None, sums: Sums, grads: Any) -> Metrics:
         """Return the norm of the gradient, and its noise if that is measured."""
@@ -324,14 +321,9 @@ def eval_sums(
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
-    sums = _bind_frozen(loss, state).eval_sums(
-        state.params,
-        batch_KR,
-        keys_KR,
-        num_microbatches,
-        mesh=mesh,
-        mutable=carried(state),
-    )
+    rows, recipe = (batch_KR, keys_KR), Recipe(mutable=carried(state))
+    own, counts = _bind_frozen(loss, state), (num_microbatches, 1)
+    sums = own.sums(state.params, rows, counts, recipe, mesh)
     return sums.loss, sums.weight
 
 

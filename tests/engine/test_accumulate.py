@@ -16,6 +16,7 @@ from rampup.engine.contract import check_results
 from rampup.engine.keys import per_row_keys
 from rampup.engine.mesh import batch_sharding, make_mesh, shardings_like
 from rampup.engine.multi_steps import multi_steps
+from rampup.engine.sums import Recipe
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 
@@ -297,12 +298,9 @@ def test_evaluation_drops_what_a_loss_carries():
         {"x": jnp.ones((1, 2))},
         {"mesh": mesh, "mutable": FrozenDict(n=jnp.float32(0))},
     )
-    assert (
-        AccumulatedLoss(loss_fn)
-        .eval_sums(params, batch, None, jnp.int32(1), **options)
-        .weight
-        > 0
-    )
+    recipe = Recipe(mutable=options["mutable"])
+    args = params, (batch, None), (jnp.int32(1), 1), recipe, mesh
+    assert AccumulatedLoss(loss_fn).sums(*args).weight > 0
     for loss, words in (
         (loss_fn, "changed the structure"),
         (linear_loss, "cannot be called with 4 arguments"),

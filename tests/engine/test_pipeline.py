@@ -207,30 +207,26 @@ def test_pipeline_sums_run_several_passes():
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
     (losses, weights), grads = reference()
-    options = {"mesh": mesh, "grad_shardings": shardings}
+    rows = batch, keys
     run = jax.jit(
-        lambda params: parts().sums_and_grads(
-            params, batch, keys, (4, 3), Recipe(), **options
-        )
+        lambda params: parts().sums(params, rows, (4, 3), Recipe(), mesh, shardings)
     )
-    sums, mean = run(placed)
-    assert sums.grads is None
+    sums = run(placed)
     assert (
         largest_error(
-            permute_layers(mean, natural),
+            permute_layers(sums.mean_grads(), natural),
             jax.tree.map(lambda g: g[11] / weights[11], grads),
         )
         < 1e-9
     )
-    alone = jax.jit(
-        lambda params: parts().eval_sums(params, batch, keys, 12, mesh=mesh)
-    )(placed)
+    alone = jax.jit(lambda params: parts().sums(params, rows, (12, 1), Recipe(), mesh))(
+        placed
+    )
     assert alone.grads is None
     np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
+    recipe = Recipe(mutable={"n": jnp.zeros(())})
     with pytest.raises(ConfigError, match="supports neither `mutable`"):
-        parts().eval_sums(
-            placed, batch, keys, 2, mesh=mesh, mutable={"n": jnp.zeros(())}
-        )
+        parts().sums(placed, rows, (2, 1), recipe, mesh)
 
 
 def test_the_program_runs_the_ticks_that_the_plan_counts():
@@ -247,7 +243,7 @@ def test_the_program_runs_the_ticks_that_the_plan_counts():
 
     counted = dataclasses.replace(loss, stage=stage)
     run = jax.jit(
-        lambda params, m: counted.eval_sums(params, batch, keys, m, mesh=mesh)
+        lambda params, m: counted.sums(params, (batch, keys), (m, 1), Recipe(), mesh)
     )
     for m in (2, 5, 8):
         chunks.clear()

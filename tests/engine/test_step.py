@@ -379,7 +379,7 @@ def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
     """
 
     class Own(SummableLoss):
-        check = sums_and_grads = eval_sums = lambda self, *args, **options: None
+        check = sums = lambda self, *args, **options: None
 
     mesh = toy.mesh_of("one")
     step, _ = toy.start(loss=Own())
@@ -395,12 +395,10 @@ def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
 
 
 def test_loss_with_the_methods_of_a_summable_loss_is_told_to_be_one():
-    """A class of the same methods that is no subclass is not a wrong order of
-    arguments.
-    """
+    """A class of the same methods that is no subclass is refused with its name."""
 
     class Own:
-        check = sums_and_grads = eval_sums = lambda self, *args, **options: None
+        check = sums = lambda self, *args, **options: None
 
     with pytest.raises(
         ConfigError, match=r"a subclass of rampup\.engine\.contract\.SummableLoss"
