@@ -30,7 +30,6 @@ from rampup.engine.processes import (
 )
 from rampup.errors import ConfigError
 from rampup.loop.launchers import find_launch, local_device_ids
-from rampup.loop.meeting import meet
 from rampup.loop.same_run import describe_change
 
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
@@ -54,8 +53,8 @@ def join(
     """Join the other processes of the run, if there are any. Call it before JAX looks
     for devices.
 
-    All meet at process 0's port first, so that one that never comes has a name; see
-    `rampup.loop.meeting`.
+    While this process waits, it says so. If another one never comes, JAX ends this one
+    in its own words.
 
     Args:
         coordinator_address: host and port of process 0; without it, and what follows,
@@ -67,7 +66,7 @@ def join(
         heartbeat_timeout: seconds after which JAX ends a process that hears nothing.
 
     Raises:
-        ConfigError: a process did not come, or the arguments do not fit together.
+        ConfigError: the arguments do not fit together, or process 0 cannot listen.
 
     Example:
         >>> join(distributed="off")
@@ -93,9 +92,8 @@ def join(
         return
     devices = local_device_ids()
     me = f"process {launch.number} of {launch.count}"
-    with announced(f"{me} waits for {launch.address}") as waiting:
-        meet(launch, initialization_timeout, waiting)
-        waiting.words = f"{me} connects to the others at {launch.address}"
+    words = f"{me} waits for the others at {launch.address}"
+    with announced(f"{words}; after {initialization_timeout} s JAX ends it"):
         try:
             jax.distributed.initialize(
                 coordinator_address=launch.address,
@@ -111,6 +109,8 @@ def join(
             raise ConfigError(
                 f"{me} could not join the others at {launch.address}:"
                 f" {' '.join(str(error).split())[:300]}",
+                fix="its port must be free in process 0, and JAX must have no devices"
+                " yet",
                 key="coordinator_address",
             ) from None
 
