@@ -273,7 +273,10 @@ class _Tiny:
             )
             rate = LearningRate(plan=plan, peak=1e-3).at
             metrics = MetricOptions(
-                learning_rate=rate, tokens_per_sample=1, flops_per_sample=1.0
+                learning_rate=rate,
+                tokens_per_sample=1,
+                flops_per_sample=1.0,
+                on_event=progress,
             )
             loop = Loop(
                 plan=plan,
@@ -281,7 +284,6 @@ class _Tiny:
                 batches=batches,
                 folder=Path(folder),
                 metrics=metrics,
-                on_event=progress,
             )
             loop.run(self._new_state())
 

@@ -360,7 +360,7 @@ def run(stop_after=None):
         checkpoints=rampup.CheckpointOptions(
             checkpoint_period=50, identity={"data": "sums"}
         ),
-        on_event=on_event,
+        metrics=rampup.MetricOptions(on_event=on_event),
     )
     state, summary = loop.run(state)
     print(f"steps {summary.resumed_from} to {summary.steps}")

@@ -249,7 +249,7 @@ def train(name, mesh, stop_after=None):
         checkpoints=rampup.CheckpointOptions(
             checkpoint_period=40, identity={"data": "stdlib"}
         ),
-        on_event=on_event,
+        metrics=rampup.MetricOptions(on_event=on_event),
     )
     state, summary = loop.run(state)  # rampup
     where = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)

@@ -435,12 +435,11 @@ def run(name, stop_after=None):
         ),
         folder=folder / name,
         metrics=rampup.MetricOptions(
-            learning_rate=lambda step: 0.005, tokens_per_sample=1
+            learning_rate=lambda step: 0.005, tokens_per_sample=1, on_event=on_event
         ),
         checkpoints=rampup.CheckpointOptions(
             checkpoint_period=STEPS, identity={"data": "spirals"}
         ),
-        on_event=on_event,
     ).run(state)
     print(
         f"{name}: steps {summary.resumed_from} to {summary.steps}, loss"

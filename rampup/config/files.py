@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -79,6 +79,18 @@ def run_yaml(config: Settings, **changes: Any) -> str:
         config.keys(),
         config.to_dict() | changes,
     )
+
+
+def changed_keys(config: Settings, text: str, names: Collection[str]) -> list[str]:
+    """Return which of some keys have another value than in a file of `run_yaml`, as
+    `key: old -> new`.
+    """
+    before = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    return [
+        f"{name}: {before[name]} -> {yaml_value(value)}"
+        for name, value in config.to_dict().items()
+        if name in names and before.get(name) not in (None, yaml_value(value))
+    ]
 
 
 def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:

@@ -20,8 +20,10 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.config.build import build_plan
+from rampup.config.files import changed_keys
 from rampup.config.notes import plan_notes
 from rampup.config.resume import plan_to_resume, ramp_record
+from rampup.config.rules import BUDGET_KEYS
 from rampup.config.schema import (
     PER_PROCESS_KEYS,
     Config,
@@ -52,7 +54,13 @@ from rampup.loop.checkpoint import (
 )
 from rampup.loop.components import AutoBatch, Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
-from rampup.loop.events import OnEvent, RunPlanned, ignore_event
+from rampup.loop.events import (
+    Event,
+    LearningRateChanged,
+    OnEvent,
+    RunPlanned,
+    ignore_event,
+)
 from rampup.loop.loop import (
     EvalOptions,
     Loop,
@@ -68,7 +76,7 @@ from rampup.loop.metrics import (
     WandbWriter,
     required,
 )
-from rampup.loop.run_folder import as_path
+from rampup.loop.run_folder import CONFIG_FILE, as_path
 from rampup.loop.same_run import RAMP_ROWS, SameRun
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import default_half_life
@@ -81,6 +89,12 @@ from rampup.plan.split import BatchSplitter
 # The key of a checkpoint's record for what its ramp is built from; that of an `auto`
 # ramp as it has grown is RAMP_ROWS.
 RAMP_RECORD = "ramp_record"
+
+# What a change of the learning rate at a resume may come from.
+RATE_KEYS = {
+    *BUDGET_KEYS,
+    *(name for name, key in Config.keys().items() if key.section == "Learning rate"),
+}
 
 
 def train(
@@ -546,6 +560,7 @@ class Run:
                 learning_rate=lambda step: rate_now().at(step),
                 tokens_per_sample=config.max_target_length,
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
+                on_event=on_event,
             ),
             components=tuple(components),
             checkpoints=CheckpointOptions(
@@ -561,7 +576,6 @@ class Run:
                 from_saved=from_saved,
             ),
             evaluation=self.evaluation,
-            on_event=on_event,
         )
         loop = loop_of(config, run)
         state, start = loop.restore(state, self.saved)
@@ -725,10 +739,21 @@ def loop_of(config: RunKeys, run: Loop) -> Loop:
         config: the configuration of a model or of a rollout.
         run: the loop, with what is not a key.
     """
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, LearningRateChanged):
+            # That of the last start, until this one keeps its own.
+            file = run.folder / CONFIG_FILE
+            text = file.read_text(encoding="utf-8") if file.exists() else ""
+            found = changed_keys(config, text, RATE_KEYS)
+            event = replace(event, keys=tuple(found))  # type: ignore[type-var]
+        run.metrics.on_event(event)
+
     return replace(
         run,
         metrics=replace(
             run.metrics,
+            on_event=on_event,
             writers=functools.partial(metric_writers(config), run.folder),
             skip_nonfinite=config.skip_nonfinite,
         ),

@@ -35,6 +35,7 @@ from rampup.errors import RampupError, ResumeMismatchError, StorageError
 from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import (
+    ANOTHER_FOLDER,
     DAMAGED_FOLDER,
     absolute_path,
     is_bucket,
@@ -123,12 +124,9 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
         lines = "\n".join(
             f"  {folder / str(step)}: {problem}" for step, problem in problems.items()
         )
-        fix = (
-            "restore one from a copy, or give the run another run_name to start from"
-            " the beginning"
-        )
         raise ResumeMismatchError(
-            f"every checkpoint is damaged, and none is deleted:\n{lines}\n{fix}",
+            f"every checkpoint is damaged, and none is deleted:\n{lines}\nrestore one"
+            f" from a copy, or, to start from the beginning, {ANOTHER_FOLDER}",
             key="run_name",
         )
     return None
@@ -189,7 +187,9 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     if found:
         raise ResumeMismatchError(
             f"the state in {folder / str(step)} is not of this model and optimizer:"
-            f" {'; '.join(found[:MAX_DIFFERENCES])} ({len(found):,} in all)"
+            f" {'; '.join(found[:MAX_DIFFERENCES])} ({len(found):,} in all)",
+            fix="restore the model and the kind of optimizer of that run, or"
+            f" {ANOTHER_FOLDER}",
         )
     return replace_fields(state, **restore_tree(checkpoint, abstract))
 

@@ -49,6 +49,8 @@ class LearningRateChanged(Event):
     #: the learning rate that the schedule of this run has there; the steps from here
     #: on follow it
     after: float
+    #: the keys of a configuration that have changed, as `key: old -> new`
+    keys: tuple[str, ...] = ()
 
 
 class PhaseStarted(Event):

@@ -28,7 +28,12 @@ import jax
 
 from rampup.engine.processes import broadcast_from_process0, first_problem, is_primary
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import absolute_path, is_bucket, parse_json
+from rampup.loop.run_folder import (
+    ANOTHER_FOLDER,
+    absolute_path,
+    is_bucket,
+    parse_json,
+)
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 5.0
@@ -133,7 +138,7 @@ def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
     except _TakenError as error:
         return (
             f"another process trains in {folder}: {_words(error.args[0])}; stop it, or"
-            " give this run another run_name. If it does not exist any more, delete"
+            f" {ANOTHER_FOLDER}. If it does not exist any more, delete"
             f" {folder / LOCK_FILE}"
         )
     except OSError as error:

@@ -74,7 +74,7 @@ from rampup.loop.run_folder import (
     run_folder,
     write_whole,
 )
-from rampup.loop.same_run import RAMP_ROWS, SameRun, check_same_run
+from rampup.loop.same_run import NUM_DEVICES, RAMP_ROWS, SameRun, check_same_run
 from rampup.plan.noise_scale import default_half_life
 from rampup.plan.ramp import BatchRamp
 
@@ -181,13 +181,13 @@ class Loop:
             `TrainStep`.
         folder: of metrics.jsonl, eval.jsonl and checkpoints; also a bucket,
             `gs://bucket/run`.
-        metrics: what is in a line of metrics.jsonl, and who else gets it.
+        metrics: what is in a line of metrics.jsonl, who else gets it, and who hears of
+            the run.
         checkpoints: when checkpoints are written; by default never.
         batches: called with a step number; returns the batches from that step on, such
             as `BatchLoader.batches`. If a component changes the plan, it is called with
             `plan=` as well.
         evaluation: when to evaluate, and how; None = never.
-        on_event: called with every `rampup.loop.events.Event`.
         components: what else has state and belongs to the run, such as an iterator of
             its data. Checkpoints contain it. The step brings its own.
 
@@ -231,7 +231,6 @@ class Loop:
     metrics: MetricOptions = field(default_factory=MetricOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvalOptions | None = None
-    on_event: events.OnEvent = events.ignore_event
     components: tuple[Component, ...] = ()
 
     def __post_init__(self) -> None:
@@ -301,7 +300,7 @@ class Loop:
         found = saved.record
         check_same_run(
             found,
-            self.plan.ramp,
+            self.plan,
             self.checkpoints.identity,
             f"the checkpoint of step {saved.step} in {self.folder}",
         )
@@ -311,7 +310,7 @@ class Loop:
             self.folder / CHECKPOINT_FOLDER, self.checkpoints
         ) as checkpoints:
             restored = self.checkpoints.from_saved(
-                checkpoints.restore(saved, state, self.on_event)
+                checkpoints.restore(saved, state, self._report)
             )
         self._compare_rates(saved.step - 1)
         return restored, saved.step
@@ -338,7 +337,7 @@ class Loop:
         last = next((line for line in lines if line["step"] == step), {})
         before, after = last.get("learning_rate"), rate(step)
         if before is not None and not math.isclose(before, after, rel_tol=1e-6):
-            self.on_event(
+            self._report(
                 events.LearningRateChanged(step=step, before=before, after=after)
             )
 
@@ -374,7 +373,7 @@ class Loop:
                 self.folder / CHECKPOINT_FOLDER, self.checkpoints
             ) as checkpoints,
             stop_requests(
-                lambda: self.on_event(events.StopRequested())
+                lambda: self._report(events.StopRequested())
             ) as stop_requested,
             contextlib.closing(
                 Metrics(
@@ -382,12 +381,11 @@ class Loop:
                     start,
                     options=self.metrics,
                     components=self.components,
-                    on_event=self.on_event,
                 )
             ) as metrics,
         ):
             tokens = self.metrics.tokens_per_sample
-            self.on_event(
+            self._report(
                 events.RunStarted(
                     step=start,
                     folder=self.folder,
@@ -421,7 +419,7 @@ class Loop:
         if failure is not None:
             raise failure
         saved = checkpoints.latest
-        self.on_event(
+        self._report(
             events.RunStopped(
                 steps=done,
                 interrupted=interrupted,
@@ -452,6 +450,9 @@ class Loop:
             final_eval_loss=last_eval.get("eval_loss"),
         )
 
+    def _report(self, event: events.Event) -> None:
+        self.metrics.on_event(event)
+
     @contextlib.contextmanager
     def _report_abort(self) -> Iterator[None]:
         """Report a Ctrl-C that ends the run in the middle of a step, when the last
@@ -463,7 +464,7 @@ class Loop:
             newest = max(
                 checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None
             )
-            self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
+            self._report(events.RunAborted(folder=self.folder, checkpoint=newest))
             raise
 
     def _train(
@@ -496,7 +497,7 @@ class Loop:
                         same_run.check(found, state, batch)
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(should_stop(), batch.position.step):
-                        self.on_event(events.RunStopping(step=done))
+                        self._report(events.RunStopping(step=done))
                         break
                     require_owner(self.folder)
                     # The step returns before the devices are done, so only a
@@ -536,7 +537,7 @@ class Loop:
             if next_plan is plan:
                 return done, state, None, plan
             checkpoints.wait()
-            self.on_event(events.BatchSizeChanged(step=done, plan=next_plan))
+            self._report(events.BatchSizeChanged(step=done, plan=next_plan))
             plan = next_plan
             batches = functools.partial(self.batches, plan=plan)
 
@@ -555,7 +556,7 @@ class Loop:
             **evaluation.evaluate(state),
         }
         metrics.write_eval(values)
-        self.on_event(events.Evaluated(step=done - 1, metrics=values))
+        self._report(events.Evaluated(step=done - 1, metrics=values))
         metrics.restart_clock()
 
     def _save(
@@ -572,12 +573,13 @@ class Loop:
         record: dict[str, Any] = {
             **self.checkpoints.identity,
             RAMP_ROWS: plan.ramp.to_rows(),
+            NUM_DEVICES: getattr(plan, NUM_DEVICES, None),
         }
         for component in self.components:
             record |= component.state()
         record |= self.checkpoints.extra_metadata
         if checkpoints.save(done, self.checkpoints.to_saved(state), record):
-            self.on_event(events.CheckpointSaved(steps=done))
+            self._report(events.CheckpointSaved(steps=done))
         metrics.restart_clock()
 
     def _flush(self, metrics: Metrics) -> None:
@@ -589,6 +591,7 @@ class Loop:
 Loop.__init__ = gone(  # type: ignore[method-assign]
     should_stop="give it to loop.run(state, should_stop=...)",
     batches_of="`batches` is called with `plan=` if a component changes the plan",
+    on_event="give it to metrics=MetricOptions(on_event=...)",
 )(Loop.__init__)
 
 

@@ -28,6 +28,7 @@ from rampup.loop.events import (
     StepDone,
     StepSkipped,
     StorageFailed,
+    ignore_event,
 )
 from rampup.loop.run_folder import (
     EVAL_FILE,
@@ -93,6 +94,7 @@ class MetricOptions:
             to the files, see `MetricWriter`.
         skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0
             = never.
+        on_event: called with every `rampup.loop.events.Event` of the run.
 
     Example:
         TensorBoard beside metrics.jsonl; `Loop(..., metrics=options)` uses it.
@@ -112,6 +114,7 @@ class MetricOptions:
     flops_per_sample: float | None = None
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
+    on_event: OnEvent = ignore_event
 
 
 MetricOptions.__init__ = gone(  # type: ignore[method-assign]
@@ -147,11 +150,10 @@ class Metrics:
         *,
         options: MetricOptions,
         components: Sequence[Component],
-        on_event: OnEvent,
     ) -> None:
         self._options = options
         self._components = components
-        self._on_event = on_event
+        self._on_event = on_event = options.on_event
         # The steps that were skipped in a row, from those just before this launch on.
         self._skipped: list[int] = []
         for line in read_lines(folder / METRICS_FILE):

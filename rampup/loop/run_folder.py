@@ -34,6 +34,10 @@ PREDICTION_FILE = (  # what `rampup design --write` has predicted for the run
 # `rampup critical` keeps its results next to the run, in
 # RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
+# The way out of a folder that has another run.
+ANOTHER_FOLDER = (
+    "train in another folder (run_name of a configuration, folder of a Loop)"
+)
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
 CHECKPOINT_FOLDER = "checkpoints"

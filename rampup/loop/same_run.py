@@ -23,10 +23,12 @@ import optax
 import rampup
 from rampup.engine.processes import is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning
-from rampup.loop.components import Component, LoopStep
+from rampup.loop.components import Component, LoopPlan, LoopStep
+from rampup.loop.run_folder import ANOTHER_FOLDER
 
 # Entries of a checkpoint's record, beside those of the identity.
 RAMP_ROWS = "ramp_rows"
+NUM_DEVICES = "num_devices"
 ROWS = "rows"
 PROGRAMS = "programs"
 NAMED_FILES = 10  # in an error message, if the data have changed
@@ -35,12 +37,12 @@ _MAX_CONSTANT = 2**16
 
 
 def check_same_run(
-    record: Mapping[str, Any], ramp: Any, identity: Mapping[str, Any], place: str
+    record: Mapping[str, Any], plan: LoopPlan, identity: Mapping[str, Any], place: str
 ) -> None:
     """Refuse the record of a checkpoint, which `place` names, whose ramp or identity is
     another.
     """
-    step: int = record["step"]
+    ramp, step = plan.ramp, record["step"]
     before, now = record.get(RAMP_ROWS), ramp.to_rows()
     if 0 < getattr(ramp, "first_step", 0) <= step and before is not None:
         # A ramp that goes on from here has to have the steps before in common.
@@ -49,16 +51,20 @@ def check_same_run(
         table = ramp.differences(record[RAMP_ROWS]) or "".join(
             describe_change(before, now, _PLACES, most=1)
         )
+        # A ramp that is computed from the devices changes with them.
+        was, here = record.get(NUM_DEVICES), getattr(plan, NUM_DEVICES, None)
+        if None not in (was, here) and was != here:
+            place += f", a run on num_devices={was} and not on {here}"
         raise ResumeMismatchError(
             f"the ramp is not that of {place}:\n{table}\nrestore the ramp, continue it"
-            " with rampup.loop.ramp_to_continue, or train in another folder",
+            f" with rampup.loop.ramp_to_continue, or {ANOTHER_FOLDER}",
             key=RAMP_ROWS,
         )
     _refuse_differing(
         record,
         identity,
         f"{place} is of another run",
-        "set these keys back, or give the run another run_name",
+        f"set these back, or {ANOTHER_FOLDER}",
     )
 
 
@@ -98,7 +104,7 @@ class SameRun(Component):
             {**rows, **self._before.get(ROWS, {})},
             rows,
             f"{place} is of a run with other rows",
-            "give the rows and the seed of that run, or train in another folder",
+            f"give the rows and the seed of that run, or {ANOTHER_FOLDER}",
         )
         self._own[ROWS] = rows
         traced = getattr(self._step, "jaxprs", None)

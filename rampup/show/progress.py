@@ -133,7 +133,7 @@ class TrainProgress:
         resume_options: those of the command that resumes a run of `rampup train`.
 
     >>> import rampup
-    >>> show = rampup.TrainProgress(log_period=10)  # Loop(..., on_event=show)
+    >>> show = rampup.TrainProgress(log_period=10)  # MetricOptions(on_event=show)
     >>> show(rampup.loop.events.RunStopping(step=40))
     stops at step 40
     """
@@ -280,8 +280,11 @@ class TrainProgress:
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged():
+                keys = (
+                    ", ".join(event.keys) or "learning_rate, or a key of its schedule"
+                )
                 self._console.print(
-                    "note: learning_rate, or a key of its schedule, has changed: step"
+                    f"note: another learning rate ({keys}): step"
                     f" {event.step:,} had the learning rate {event.before:.4g}, and the"
                     f" schedule with which the run continues has {event.after:.4g}"
                     " there; learning_rate_schedule_steps keeps the length of a"

@@ -152,6 +152,10 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, folder):
         ResumeMismatchError, match="every checkpoint is damaged, and none is deleted"
     ) as caught:
         toy_run.run(folder)
+    assert (
+        "train in another folder (run_name of a configuration, folder of a Loop)"
+        in (str(caught.value))
+    )
     assert all(f"checkpoints/{step}: " in str(caught.value) for step in (4, 8, 12))
     assert sorted(path for path in folder.rglob("*")) == before
     assert metrics_of(folder) == metrics_of(whole)
@@ -167,7 +171,9 @@ def test_a_refused_record_moves_nothing(folder):
             key=lambda path: path.stat().st_size,
         )
     )
-    with pytest.raises(ResumeMismatchError, match="who: 'toy' in the checkpoint"):
+    with pytest.raises(
+        ResumeMismatchError, match=r"who: 'toy' in the checkpoint.*\n.*folder of a Loop"
+    ):
         toy_run.run(folder, identity={"who": "else"})
     assert (folder / "checkpoints" / "12").is_dir()
     assert not (folder / DAMAGED_FOLDER).exists()

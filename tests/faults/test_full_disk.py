@@ -17,7 +17,7 @@ from rampup.cli import main
 from rampup.errors import NonFiniteError, StorageError
 from rampup.lm import train as lm
 from rampup.loop.checkpoint import damage
-from rampup.loop.events import StepDone, StorageFailed, ignore_event
+from rampup.loop.events import StepDone, StorageFailed
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import StepLog, read_lines
 
@@ -113,9 +113,7 @@ def test_the_run_stops_and_can_go_on(small_disk, whole):
 
 def test_lines_of_evaluations_wait_for_room(small_disk):
     """A flush writes them too."""
-    metrics = Metrics(
-        small_disk, 0, options=MetricOptions(), components=(), on_event=ignore_event
-    )
+    metrics = Metrics(small_disk, 0, options=MetricOptions(), components=())
     fill(small_disk)
     lines = [{"step": step, "eval_loss": 0.5} for step in range(400)]
     for line in lines:

@@ -87,6 +87,7 @@ def run(
         metrics=MetricOptions(
             learning_rate=lambda step: 0.01,
             tokens_per_sample=10,
+            on_event=lambda event: None if events is None else events.append(event),
             **{
                 name: options.pop(name)
                 for name in ("skip_nonfinite",)
@@ -97,7 +98,6 @@ def run(
             **{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved}
             | options
         ),
-        on_event=lambda event: None if events is None else events.append(event),
     )
     _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
     return summary, last.get("state")

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -25,7 +26,17 @@ from rampup.errors import (
     MissingDependencyError,
     ResumeMismatchError,
 )
-from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
+from rampup.lm.train import (
+    Run,
+    TrainSetup,
+    loop_of,
+    phase_hyperparameters,
+    rows_of_step,
+    train,
+)
+from rampup.loop.events import LearningRateChanged
+from rampup.loop.loop import Loop, keep_config
+from rampup.loop.metrics import MetricOptions
 
 # Batches that divide over the eight replicas of one mesh and over the replicas of two,
 # four or eight stages.
@@ -64,6 +75,21 @@ def metrics(folder, name="metrics.jsonl"):
 def losses(folder):
     """Return the loss of every step."""
     return [line["loss"] for line in metrics(folder)]
+
+
+def test_another_learning_rate_at_a_resume_names_its_keys(tmp_path):
+    """Those of the rate that differ from the run's own config.yml, with both values."""
+    folder, found = tmp_path / "run", []
+    folder.mkdir()
+    told = LearningRateChanged(step=4, before=0.01, after=0.02)
+    before, now = config(tmp_path), config(tmp_path, learning_rate=0.02, steps=13)
+    loop = Loop(plan=None, step=None, batches=None, folder=folder)
+    loop = replace(loop, metrics=MetricOptions(on_event=found.append))
+    loop_of(now, loop).metrics.on_event(told)
+    keep_config(before, folder)
+    loop_of(now, loop).metrics.on_event(told)
+    keys = ("steps: 12 -> 13", "learning_rate: 0.01 -> 0.02")
+    assert found == [told, replace(told, keys=keys)]
 
 
 @pytest.fixture(scope="module")

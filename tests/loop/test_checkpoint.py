@@ -100,7 +100,9 @@ def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkey
     ) as checkpoints:
         checkpoints.save(4, state, {"who": "me"})
         with pytest.raises(
-            ResumeMismatchError, match="not of this model and optimizer"
+            ResumeMismatchError,
+            match=r"not of this model and optimizer.*; restore the model and the kind of"
+            r" optimizer of that run, or train in another folder .*folder of a Loop",
         ):
             checkpoints.restore(find_checkpoint(tmp_path), new_state(optax.adamw(0.1)))
     assert find_checkpoint(tmp_path).record == {"version": 2, "step": 4, "who": "me"}

@@ -54,6 +54,7 @@ def test_a_second_process_is_refused_with_host_and_process(tmp_path, owner):
         ):
             pass
         assert caught.value.key == "run_name"
+        assert "folder of a Loop" in str(caught.value)
     assert os.listdir(tmp_path) == [LOCK_FILE]
 
 

@@ -55,7 +55,11 @@ def run_own(parts, folder, **options):
         "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
         "checkpoints": CheckpointOptions(checkpoint_period=5, identity={"who": "toy"}),
     }
-    loop = Loop(plan=plan, step=step, folder=folder, **own | options)
+    options = own | options
+    options["metrics"] = replace(
+        options["metrics"], on_event=options.pop("on_event", told.ignore_event)
+    )
+    loop = Loop(plan=plan, step=step, folder=folder, **options)
     return loop.run(create_state(toy.new_params(mesh), step.tx, mesh), **when)
 
 
@@ -329,6 +333,8 @@ def test_an_argument_that_went_says_where_it_is(parts):
     """It stands in the error what replaces it."""
     with pytest.raises(TypeError, match=r"'should_stop'; give it to loop\.run\("):
         Loop(should_stop=lambda: True)
+    with pytest.raises(TypeError, match=r"metrics=MetricOptions\(on_event=\.\.\.\)"):
+        Loop(on_event=print)
     evaluate = rampup.EvalStep(toy.loss_fn, toy.mesh_of("one"))
     for make in (parts[2].batches, evaluate.batches, BatchOptions):
         with pytest.raises(TypeError, match=r"'batched'; .* step\.stream\("):
@@ -512,7 +518,7 @@ def test_loop_needs_no_metric_options(parts, tmp_path):
         step=step,
         batches=batches,
         folder=str(tmp_path),
-        on_event=progress,
+        metrics=MetricOptions(on_event=progress),
         checkpoints=options,
     )
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))

@@ -149,6 +149,21 @@ def test_a_loop_of_ones_own_goes_on_with_another_ramp(tmp_path, mesh):
     assert summary.consumed_samples == 16 + 2 * 8
 
 
+def test_a_ramp_of_other_devices_names_them(tmp_path):
+    """A loop whose batches come from the number of its devices is refused on others,
+    with both numbers; on the same ones, none is named.
+    """
+    run(tmp_path, ramp="0:2", stop=5)
+    with pytest.raises(
+        ResumeMismatchError, match="a run on num_devices=1 and not on 8"
+    ) as caught:
+        run(tmp_path, ramp="0:8", mesh="data")
+    assert "folder of a Loop" in str(caught.value)
+    with pytest.raises(ResumeMismatchError) as caught:
+        run(tmp_path, ramp="0:8")
+    assert "num_devices" not in str(caught.value)
+
+
 def test_a_ramp_that_goes_on_has_the_steps_that_were_done(tmp_path):
     """A ramp that is resumed at a step, but had other batches before it, is refused."""
     run(tmp_path, ramp="0:2 4:4", stop=5)

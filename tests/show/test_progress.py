@@ -125,10 +125,14 @@ def test_progress_says_how_to_keep_the_learning_rate():
     """Both rates are printed, the key, and that which keeps a schedule's length."""
     text = shown(events.LearningRateChanged(step=99, before=3e-4, after=5.5e-4))
     assert text == (
-        "note: learning_rate, or a key of its schedule, has changed: step 99 had the"
-        " learning rate 0.0003, and the schedule with which the run continues has"
-        " 0.00055 there; learning_rate_schedule_steps keeps the length of a schedule\n"
+        "note: another learning rate (learning_rate, or a key of its schedule): step 99"
+        " had the learning rate 0.0003, and the schedule with which the run continues"
+        " has 0.00055 there; learning_rate_schedule_steps keeps the length of a"
+        " schedule\n"
     )
+    keys = ("learning_rate: 0.001 -> 0.002", "steps: 9 -> 10")
+    changed = events.LearningRateChanged(step=9, before=1e-3, after=2e-3, keys=keys)
+    assert "(learning_rate: 0.001 -> 0.002, steps: 9 -> 10): step 9" in shown(changed)
 
 
 def test_progress_names_phases_only_with_a_ramp():

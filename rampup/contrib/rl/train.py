@@ -306,6 +306,7 @@ class RolloutRun:
             metrics=MetricOptions(
                 learning_rate=self.rate.at,
                 tokens_per_sample=sum(lengths),
+                on_event=on_event,
             ),
             checkpoints=CheckpointOptions(
                 # The sizes of its rollouts are in the fingerprint of the schedule.
@@ -321,7 +322,6 @@ class RolloutRun:
                 if evaluates
                 else None
             ),
-            on_event=on_event,
         )
         return loop_of(config, run)
 
