@@ -1,19 +1,26 @@
 """The constants of a notebook or a Python program, and what it gives to calls, read from
 its syntax. Nothing is imported or executed.
+
+Statements of the top level and of classes are read, in their order, and of an `if` whose
+condition is known the branch that runs. A value is open, and a marker stands for it, if
+its name is assigned in another way (by a function, a loop, an open branch, an import) or
+two values, if it needs more than arithmetic, or if its dictionary is used in another way
+than `name["key"]` and `**name`.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
-from rampup.contrib.check.shell.values import mark
+from rampup.contrib.check.shell.values import has_unknown, mark
 from rampup.errors import ConfigError
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
@@ -25,265 +32,194 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Eq: operator.eq,
 }
 _MAX = 10**12
-# Methods that leave a dictionary as it is.
-_READS = ("get", "items", "keys", "values", "copy")
-# Functions that leave a dictionary among their arguments as it is.
-_READERS = (
-    *("print", "pprint", "display", "len", "str", "repr", "dict", "list", "sorted"),
-    *("isinstance", "dumps"),
-)
-# Blocks that run once, if at all; those of other statements may be left out.
-_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.With, ast.AsyncWith)
 
 
-class Constants:
-    """What the syntax of a program says.
+class Call(NamedTuple):
+    """What a program gives to a call.
 
     Attributes:
-        constants: the value of each name, and of each key of a dictionary.
-        arguments: of each call, in order: its name, that of the argument or its place,
-            and its value. That of `**unknown` is `**`. An attribute that a program
-            sets is an argument of the call that made its object, or of "".
+        name: the last part of the name of what is called; empty where the program sets
+            an attribute.
+        arguments: by name or place. That of `**unknown` is `**`.
     """
+
+    name: str
+    arguments: Mapping[str, Located]
+
+
+class Program:
+    """What the syntax of a program says."""
 
     def __init__(self, path: str, devices: int | None) -> None:
         self.path = path
         self.devices = devices  # those of the machine; None if unknown
-        self.constants: dict[str, Located] = {}
-        self.arguments: list[tuple[str, str, Located]] = []
-        self._names: dict[str, Any] = {}
-        self._made: dict[str, str] = {}  # the call that made what a name stands for
-        self._is_open = False  # whether the statements may be left out
+        self._code: list[ast.AST] = []  # what was read
+        self._names: dict[str, Located] = {}
+        self._changed: set[str] = set()  # names with two values
+        self._shared: set[str] = set()  # names whose dictionaries may change
 
-    def run(self, statements: Sequence[ast.stmt]) -> None:
-        """Follow statements in their order."""
+    def read(self, statements: Sequence[ast.stmt]) -> None:
+        """Read statements in their order."""
         for statement in statements:
             match statement:
                 case (
                     ast.Assign(targets=[ast.Name(id=name)], value=value)
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
-                    self._forget_all(value)
-                    self._record_calls(value)
-                    self._assign(name, value)
-                case ast.Assign(targets=[ast.Attribute() as target], value=value):
-                    self._forget_all(statement)
-                    self._record_calls(value)
-                    self._set(target, value)
+                    self._open_names(value)
+                    self._bind(name, value, self._value(value))
                 case ast.ClassDef(body=body):
-                    self.run(body)
-                case ast.If(test=test, body=body, orelse=other) if (
-                    holds := self._value(test)
-                ) is not None:
-                    self.run(body if holds else other)
+                    self.read(body)
+                case ast.If(test=test, body=body, orelse=other) if isinstance(
+                    holds := self._value(test), bool
+                ):
+                    self.read(body if holds else other)
                 case _:
-                    self._follow(statement)
+                    self._open_names(statement)
 
-    def _follow(self, statement: ast.stmt) -> None:
-        """Follow the blocks of a function, a loop or an open branch, and forget what
-        they or another statement assign: it may happen once, often, or never.
+    def constants(self) -> Iterator[tuple[str, Located]]:
+        """Yield each name and each key of a dictionary, with its value."""
+        for name, place in self._names.items():
+            named = [(name, self._known(name))]
+            if isinstance(place.value, dict):
+                named = [*_keys(place.value, is_open=self._is_open(name))]
+            for key, value in named:
+                yield key, dataclasses.replace(place, value=value)
+
+    def calls(self) -> Iterator[Call]:
+        """Yield what the program gives to each call, and the attributes that it sets."""
+        for node in (node for code in self._code for node in ast.walk(code)):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                yield Call(name, self._arguments(node))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield Call("", {node.attr: self._locate(node)})
+
+    def _open_names(self, code: ast.AST) -> None:
+        """Take for open what a part of a program assigns or imports, and the
+        dictionaries that it may change.
         """
-        self._forget_all(statement)
-        blocks, heads = list[ast.stmt](), list[ast.AST]()
-        for child in ast.iter_child_nodes(statement):
-            if isinstance(child, ast.stmt):
-                blocks.append(child)
-            elif isinstance(child, ast.ExceptHandler | ast.match_case):
-                blocks += child.body
-            else:
-                heads.append(child)
-        for head in heads:
-            self._record_calls(head)
-            for node in ast.walk(head):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    self._set(node, None)
-        was_open = self._is_open
-        self._is_open = was_open or not isinstance(statement, _ONCE)
-        self.run(blocks)
-        self._is_open = was_open
-        self._forget_all(statement)
-
-    def _assign(self, name: str, value: ast.expr) -> None:
-        found, made = self._value(value), self._made.get(_name(value), "")
-        if isinstance(value, ast.Call):
-            made = self._called(value)
-        self._forget(name)
-        self._names[name], self._made[name] = found, made
-        for key, part in _parts(name, found):
-            self.constants[key] = self._at(part, value)
-
-    def _set(self, target: ast.Attribute, value: ast.expr | None) -> None:
-        """Record an attribute that is set; to what is open if `value` is None."""
-        found = None
-        if value is not None and not self._is_open:
-            found = self._value(value)
-        made = self._made.get(_name(target.value), "")
-        place = self._at(_or_mark(found, target), target)
-        self.arguments.append((made, target.attr, place))
-
-    def _forget_all(self, code: ast.AST) -> None:
-        """Forget what a part of a program assigns, changes, imports or takes as a
-        parameter.
-        """
+        self._code.append(code)
+        reads = set[ast.AST]()  # of dictionaries; they come before their names
         for node in ast.walk(code):
-            if isinstance(node, ast.arg):
-                self._forget(node.arg)
-            elif isinstance(node, ast.alias):
-                self._forget(node.asname or node.name)
-            elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
-                if isinstance(node, ast.Name):
-                    self._forget(node.id)
-                elif isinstance(node, ast.Subscript):
-                    self._forget_dictionary(_root(node))
+            match node:
+                case (
+                    ast.Subscript(value=whole, slice=ast.Constant(), ctx=ast.Load())
+                    | ast.keyword(arg=None, value=whole)
+                ):
+                    reads.add(whole)
+                case ast.Name(id=name, ctx=ast.Load()):
+                    self._shared |= set() if node in reads else {name}
+                case (
+                    ast.Name(id=name)
+                    | ast.arg(arg=name)
+                    | ast.alias(asname=str(name))
+                    | ast.alias(name=name)
+                    | ast.MatchAs(name=str(name))
+                ):
+                    self._bind(name, node, _open(name))
 
-    def _forget(self, name: str) -> None:
-        """Take a name for unknown, with the keys of its dictionary."""
-        self._made.pop(name, None)
-        for key, _ in _parts(name, self._names.pop(name, None)):
-            self.constants.pop(key, None)
+    def _bind(self, name: str, node: ast.AST, value: Any) -> None:
+        """Give a name a value; one with two values is open."""
+        line = getattr(node, "lineno", None)
+        place = Located(value=value, path=self.path, line=line)
+        if self._names.setdefault(name, place).value != value:
+            self._changed.add(name)
+            if isinstance(value, dict):  # all of its keys are open
+                self._names[name] = place
 
-    def _forget_dictionary(self, name: str) -> None:
-        """Forget a dictionary that may change, under all of its names."""
-        changed = set(_dictionaries(self._names.get(name)))
-        for other, value in [*self._names.items()]:
-            if not changed.isdisjoint(_dictionaries(value)):
-                self._forget(other)
-        self._forget(name)
+    def _is_open(self, name: str) -> bool:
+        is_dictionary = isinstance(self._names[name].value, dict)
+        return name in self._changed or (is_dictionary and name in self._shared)
 
-    def _at(self, value: Any, node: ast.expr) -> Located:
-        return Located(value=value, path=self.path, line=node.lineno)
+    def _known(self, name: str) -> Any:
+        """Return the value of a name, or a marker."""
+        return _open(name) if self._is_open(name) else self._names[name].value
 
-    def _record_calls(self, code: ast.AST) -> None:
-        for call in ast.walk(code):
-            if not isinstance(call, ast.Call):
-                continue
-            name = self._called(call)
-            for key, value in _given(call):
-                found = self._value(value)
-                parts = [(key, found)]
-                if key == "**" and isinstance(found, dict):
-                    parts = [*found.items()]
-                for part, size in parts:
-                    if not isinstance(value, ast.Constant):
-                        size = _or_mark(size, value)
-                    self.arguments.append((name, part, self._at(size, value)))
-            self._forget_changed(call)
-
-    def _called(self, call: ast.Call) -> str:
-        """Return the name of what is called, or made what `replace` copies."""
-        name: str = getattr(call.func, "attr", _name(call.func))
-        if name == "replace" and call.args:
-            return self._made.get(_name(call.args[0]), "")
-        return name
-
-    def _forget_changed(self, call: ast.Call) -> None:
-        """Forget the dictionaries that a call may change."""
-        name, changed = _name(call.func), list[str]()
-        if isinstance(call.func, ast.Attribute):
-            name = call.func.attr
-            if name not in _READS:
-                changed.append(_root(call.func.value))  # such as `owner.update(...)`
-        if name not in (*_READS, *_READERS):
-            changed += [_name(value) for key, value in _given(call) if key != "**"]
-        for owner in changed:
-            if isinstance(self._names.get(owner), dict):
-                self._forget_dictionary(owner)
-
-    def _dictionary(
-        self, pairs: Iterable[tuple[ast.expr | str | None, ast.expr]]
-    ) -> dict[Any, Any] | None:
-        """Return a dictionary, or None if one of its keys is open."""
-        found = dict[Any, Any]()
-        for key, part in pairs:
-            value = self._value(part)
-            if isinstance(key, ast.Constant):
-                found[key.value] = value
-            elif isinstance(key, str):
-                found[key] = value
-            elif key is None and isinstance(value, dict):  # that of `**value`
-                found |= value
+    def _arguments(self, call: ast.Call) -> dict[str, Located]:
+        found = {str(n): self._locate(value) for n, value in enumerate(call.args)}
+        for keyword in call.keywords:
+            place = self._locate(keyword.value)
+            if keyword.arg is None and isinstance(place.value, dict):
+                for name, value in place.value.items():
+                    found[str(name)] = dataclasses.replace(place, value=value)
             else:
-                return None
+                found[keyword.arg or "**"] = place
         return found
 
-    def _value(self, node: ast.expr) -> Any:
-        """Return what an expression is; None if constants and arithmetic do not say
-        it.
+    def _locate(self, node: ast.AST) -> Located:
+        line = getattr(node, "lineno", None)
+        return Located(value=self._value(node), path=self.path, line=line)
+
+    def _value(self, node: ast.AST) -> Any:
+        """Return what an expression is, or a marker of what constants and arithmetic do
+        not say.
         """
         see = self._value
+        found: Any = None
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name(id=name):
-                return self._names.get(name)
+            case ast.Name(id=name) if name in self._names:
+                return self._known(name)
             case ast.Starred(value=whole):
                 return see(whole)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 values = tuple(map(see, parts))
-                return None if None in values else values
+                found = None if any(map(_is_marker, values)) else values
             case ast.Dict(keys=keys, values=parts):
-                return self._dictionary(zip(keys, parts, strict=True))
-            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=given):
-                return self._dictionary((part.arg, part.value) for part in given)
+                pairs = zip(keys, parts, strict=True)
+                constant = {
+                    key.value: see(part)
+                    for key, part in pairs
+                    if isinstance(key, ast.Constant)
+                }
+                found = constant if len(constant) == len(keys) else None
             case ast.Subscript(value=whole, slice=ast.Constant(value=key)):
-                found = see(whole)
-                return found.get(key) if isinstance(found, dict) else None
+                owner = see(whole)
+                found = owner.get(key) if isinstance(owner, dict) else None
+                # Another name may change a dictionary within one.
+                found = None if isinstance(found, dict) else found
             case ast.BinOp(op=op, left=left, right=right):
-                return _calculate(op, see(left), see(right))
+                found = _calculate(op, see(left), see(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return _calculate(op, see(left), see(right))
+                found = _calculate(op, see(left), see(right))
             case ast.Call(func=ast.Name(id="int"), args=[part]):
-                number = see(part)
-                return int(number) if _is_number(number) else None
+                found = int(number) if _is_number(number := see(part)) else None
             case ast.Call(func=ast.Name(id="len"), args=[ast.Call() as call]):
                 is_list = getattr(call.func, "attr", "") == "devices"
-                return self.devices if is_list else None
+                found = self.devices if is_list else None
             case ast.Call(func=ast.Attribute(attr="device_count")):
-                return self.devices
-        return None
+                found = self.devices
+        return _open(ast.unparse(node)) if found is None else found
 
 
-def _name(node: ast.expr) -> str:
-    """Return the name that an expression is, or ""."""
-    return node.id if isinstance(node, ast.Name) else ""
+def _open(text: str) -> str:
+    """Return the marker of a value that the program leaves open."""
+    return mark(f"${{{text}}}")
 
 
-def _or_mark(value: Any, node: ast.expr) -> Any:
-    """Return a value, or if it is not known, a mark to ask for it."""
-    return mark(f"${{{ast.unparse(node)}}}") if value is None else value
+def _keys(values: Mapping[Any, Any], *, is_open: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a dictionary and of those within it, which are open."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _keys(value, is_open=True)
+        else:
+            yield str(key), _open(key) if is_open else value
 
 
-def _given(call: ast.Call) -> list[tuple[str, ast.expr]]:
-    """Return the arguments of a call by place or name; the rest, `**`, comes first, as
-    others count more.
-    """
-    given = [("**", key.value) for key in call.keywords if key.arg is None]
-    given += [(str(place), value) for place, value in enumerate(call.args)]
-    return given + [(key.arg, key.value) for key in call.keywords if key.arg]
+def _is_marker(value: Any) -> bool:
+    return isinstance(value, str) and has_unknown(value)
 
 
-def _dictionaries(value: Any) -> Iterator[int]:
-    """Yield the identity of each dictionary in a value."""
-    if isinstance(value, dict):
-        yield id(value)
-        value = tuple(value.values())
-    for part in value if isinstance(value, tuple) else ():
-        yield from _dictionaries(part)
-
-
-def _root(node: ast.expr) -> str:
-    """Return the name that an expression such as `name["key"].part` starts with."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return getattr(node, "id", "")
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= _MAX
 
 
 def _calculate(op: ast.AST, left: Any, right: Any) -> Any:
-    """Return the value of an operator of numbers, or whether they are equal."""
+    """Return the value of an operator of numbers, or whether they are equal; None if it
+    is not known.
+    """
     if type(op) not in _OPERATORS or not _is_number(left) or not _is_number(right):
         return None
     if right == 0 and isinstance(op, ast.Div | ast.FloorDiv):
@@ -291,17 +227,8 @@ def _calculate(op: ast.AST, left: Any, right: Any) -> Any:
     return _OPERATORS[type(op)](left, right)
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a name with its value, or those of a dictionary."""
-    if not isinstance(value, dict):
-        yield name, value
-        return
-    for key, part in value.items():
-        yield from _parts(str(key), part)
-
-
-def read_constants(path: Path, *, devices: int | None = None) -> Constants:
-    """Return what a notebook or a program says, in its order.
+def read_program(path: Path, *, devices: int | None = None) -> Program:
+    """Return what a notebook or a program says.
 
     Args:
         path: a `.py` or `.ipynb` file.
@@ -310,14 +237,14 @@ def read_constants(path: Path, *, devices: int | None = None) -> Constants:
     Raises:
         ConfigError: the file is no notebook, or a program that is not Python.
     """
-    found = Constants(str(path), devices)
+    found = Program(str(path), devices)
     text = read_text(path)
     is_notebook = path.suffix == ".ipynb"
     for cell in _cells(text, path) if is_notebook else [text]:
         # Lines of the notebook's own language say nothing about the run.
         plain = re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", cell)
         try:
-            found.run(ast.parse(plain).body)
+            found.read(ast.parse(plain).body)
         except SyntaxError as error:
             if not is_notebook:  # a cell may be of another language
                 said = f"this is not Python: {error}"

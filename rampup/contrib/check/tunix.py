@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.base_files import repository_folders
 from rampup.contrib.check.known import Unread
 from rampup.contrib.check.launch import Launch, Reading, load_entries
-from rampup.contrib.check.notebook import read_constants
+from rampup.contrib.check.notebook import Call, read_program
 from rampup.contrib.check.reading import Source, read_leaves, read_source
 from rampup.contrib.check.rollout import RolloutJob, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings, type_settings
-from rampup.contrib.check.shell.values import unknown_names
+from rampup.contrib.check.shell.values import mark, unknown_names
 from rampup.contrib.check.verdict import Term, counted, times
 from rampup.errors import ConfigError
 
@@ -46,6 +46,7 @@ OVERRIDE = "override_config_file"
 PROMPTS = "num_prompts"
 
 KEYS = load_entries("tunix")
+_MESH = f"{MESHES['actor']}.shape"
 # The names of notebooks: those of constants, of keys of a dictionary, and of arguments.
 _NAMES = {
     **{key.rpartition(".")[2]: key for key in (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS)},
@@ -54,16 +55,15 @@ _NAMES = {
     "num_iterations": ITERATIONS,
     "num_epochs": "num_train_epochs",
     "train_fraction": "train_fraction",
-    "mesh": f"{MESHES['actor']}.shape",
-    "mesh_shape": f"{MESHES['actor']}.shape",
+    "mesh": _MESH,
+    "mesh_shape": _MESH,
 }
 # The sizes that tell a program that trains with GRPO from one that does not.
-_OF_GRPO = {GENERATIONS, ITERATIONS, MINI, TRAIN, ROLLOUT, LOGPS}
-# The calls whose arguments are sizes, with those that an open `**` may give, and an
-# argument that a constant of its name is not.
-_ARGUMENTS = {**_NAMES, "gradient_accumulation_steps": ACCUMULATION}
-_CALLS = {
-    "RLTrainingConfig": (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS),
+_OF_GRPO = (GENERATIONS, ITERATIONS, MINI, TRAIN, ROLLOUT, LOGPS)
+# The classes of Tunix and the keys that their arguments stand for. An argument of
+# another call, or an attribute, with the name of a size of GRPO counts as well.
+_CLASSES = {
+    "RLTrainingConfig": (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS, ACCUMULATION),
     "GRPOConfig": (GENERATIONS, ITERATIONS),
     "GrpoConfig": (GENERATIONS, ITERATIONS),
 }
@@ -71,7 +71,7 @@ _CALLS = {
 
 def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
     """Return the keys that the constants of a notebook or a program stand for. What it
-    gives to Tunix's classes counts more than a constant of the same name.
+    gives to calls counts more than a constant of the same name.
     """
     sizes = [text.partition("=") for text in overrides]
     devices = [
@@ -79,31 +79,55 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
         for name, _, value in sizes
         if name == "num_devices" and value.isdecimal()  # others are refused later
     ]
-    found = read_constants(Path(path), devices=devices[-1] if devices else None)
-    named = {
-        _NAMES[name.lower()]: place
-        for name, place in found.constants.items()
-        if name.lower() in _NAMES and place.value is not None
-    }
-    for call, name, place in found.arguments:
-        key = _ARGUMENTS.get(name)
-        if call in _CALLS and name == "**":
-            named |= dict.fromkeys(_CALLS[call], place)
-        elif (call in _CALLS and key and place.value is not None) or (
-            not call and key in _OF_GRPO  # an attribute of an unknown object
-        ):
-            named[key] = place
-        elif call == "make_mesh" and name in ("0", "axis_shapes"):
-            if isinstance(place.value, tuple):
-                named[_NAMES["mesh"]] = place
-        elif call == "batch" and isinstance(place.value, int):
-            named.setdefault(BATCH, place)  # the first data set is that to train on
+    program = read_program(Path(path), devices=devices[-1] if devices else None)
+    calls = [*program.calls()]
+    constants = [
+        (_NAMES[name.lower()], place)
+        for name, place in program.constants()
+        if name.lower() in _NAMES and (name.isupper() or name.islower())
+    ]
+    # The first data set is that to train on.
+    data_sets = [call.arguments for call in calls if call.name == "batch"]
+    constants += [
+        (BATCH, first) for first in [d.get("0") for d in data_sets][:1] if first
+    ]
+    named = _agreed(constants) | _agreed(row for call in calls for row in _given(call))
     if TRAIN in named:  # a pasted constant
         named.setdefault(MINI, named.get(BATCH, named[TRAIN]))
-    shape = named.get(_NAMES["mesh"])
-    if shape is not None:  # perhaps with the names of its axes
-        named[_NAMES["mesh"]] = dataclasses.replace(shape, value=str(shape.value))
+    # Without a mesh, a note says that its chips are not known.
+    shape = named.pop(_MESH, None)
+    if shape is not None and isinstance(shape.value, tuple):
+        # Perhaps with the names of its axes.
+        named[_MESH] = dataclasses.replace(shape, value=str(shape.value))
     return named
+
+
+def _given(call: Call) -> Iterator[tuple[str, Located]]:
+    """Yield the keys that the arguments of a call stand for; all of a class that is
+    given others by place or by `**` are open.
+    """
+    given = call.arguments
+    if call.name == "make_mesh" and "0" in given:
+        yield _MESH, given["0"]
+    others = given.get("**", given.get("0"))
+    if call.name in _CLASSES and others is not None:
+        others = dataclasses.replace(others, value=mark(f"${{{call.name}(...)}}"))
+    else:
+        others = None
+    for key in _CLASSES.get(call.name, _OF_GRPO):
+        place = given.get(key.rpartition(".")[2], others)
+        if place is not None and place.value is not None:
+            yield key, place
+
+
+def _agreed(rows: Iterable[tuple[str, Located]]) -> dict[str, Located]:
+    """Return the value of each key; that of a key with several is open."""
+    found: dict[str, Located] = {}
+    for key, place in rows:
+        if found.setdefault(key, place).value != place.value:
+            several = mark(f"${{{key.rpartition('.')[2]}}}")
+            found[key] = dataclasses.replace(place, value=several)
+    return found
 
 
 LAUNCH = Launch(
@@ -188,7 +212,7 @@ def _questions(reading: Reading) -> Iterator[ConfigError]:
         )
     if BATCH not in given and not (is_python and MINI in given):
         yield _no_batch(path)
-    if is_python and not given & _OF_GRPO:
+    if is_python and given.isdisjoint(_OF_GRPO):
         yield ConfigError(
             "unknown: this sets no size of GRPO, and may not train with GRPO",
             fix=f"if it does, add {GENERATIONS}=...; the rules of Tunix do not cover"

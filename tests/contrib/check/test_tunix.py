@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.contrib.check import check_command, check_file, find_system
-from rampup.contrib.check.notebook import read_constants
+from rampup.contrib.check.notebook import read_program
+from rampup.contrib.check.shell.values import has_unknown
 from rampup.contrib.check.tunix import (
     ACCUMULATION,
     BATCH,
@@ -161,7 +162,7 @@ def test_what_a_notebook_gives_to_tunix_counts_more_than_a_constant(tmp_path):
         "mesh = jax.make_mesh(*[(2, 2), ('fsdp', 'tp')])\n"
         "GRADIENT_ACCUMULATION_STEPS = 4\n"
         "train = RLTrainingConfig(mini_batch_size=6, train_micro_batch_size=config['micro'])\n"
-        "data = source.batch(BATCH_SIZE * 2)[:7]",
+        "data = source.batch(BATCH_SIZE)[:7]",
     ]
     path = tmp_path / "grpo.ipynb"
     rows = [{"cell_type": "code", "source": [cell]} for cell in cells]
@@ -180,8 +181,8 @@ def test_what_a_notebook_gives_to_tunix_counts_more_than_a_constant(tmp_path):
 
 GRPO_CALLS = [
     ("cfg: GRPOConfig = GRPOConfig(num_generations=8)", 8),
-    ("cfg = GRPOConfig()\ncfg.num_generations = 8", 8),
-    ("def main():\n  cfg = GRPOConfig()\n  cfg.num_generations = 8", 8),
+    ("cfg = GRPOConfig()\ncfg.num_generations = 8", "${cfg.num_generations}"),
+    ("def main():\n  cfg = GRPOConfig()\n  cfg.num_generations = 8", "${cfg.num_generations}"),
     ("cfg = GRPOConfig()\nother = cfg\nother.num_generations = n", "${other.num_generations}"),
     ("cfg = GRPOConfig()\ncfg = replace(cfg, num_generations=8)", 8),
     ("cfg = GRPOConfig()\ncfg.num_generations, n = 8, 2", "${cfg.num_generations}"),
@@ -190,12 +191,15 @@ GRPO_CALLS = [
         "cfg = GRPOConfig()\nif ask():\n  cfg.num_generations = 8",
         "${cfg.num_generations}",
     ),
-    ("all.cfg.num_generations = 8", 8),
-    ("cfg = Sampler()\ncfg.num_generations = 8", 2),
+    ("all.cfg.num_generations = 8", "${all.cfg.num_generations}"),
+    ("cfg = Sampler()\ncfg.num_generations = 8", "${cfg.num_generations}"),
+    ("GRPOConfig(num_generations=8)\nGRPOConfig(num_generations=4)", "${num_generations}"),
+    ("sizes = Sizes(num_generations=8)", 8),
+    ("GRPOConfig(8)", "${GRPOConfig(...)}"),
     ("g = {'num_generations': 8}\nGRPOConfig(**g)", 8),
-    ("g = dict(num_generations=8)\nGRPOConfig(**{**g, 'beta': 0})", 8),
-    ("g = {'num_generations': 8}\ng.update(more)\nGRPOConfig(**g)", "${g}"),
-    ("g = {name: 8}\nGRPOConfig(**g)", "${g}"),
+    ("g = dict(num_generations=8)\nGRPOConfig(**{**g, 'beta': 0})", "${num_generations}"),
+    ("g = {'num_generations': 8}\ng.update(more)\nGRPOConfig(**g)", "${GRPOConfig(...)}"),
+    ("g = {name: 8}\nGRPOConfig(**g)", "${GRPOConfig(...)}"),
     ("GRPOConfig(**g, num_generations=8, num_iterations=1)", 8),
     ("n = 2\nfor n in [4, 8]:\n  GRPOConfig(num_generations=n)", "${n}"),
     ("n = 2\nc = [GRPOConfig(num_generations=n) for n in [4, 8]]", "${n}"),
@@ -205,7 +209,8 @@ GRPO_CALLS = [
     ("b = {'n': 4}\na = b\na['n'] = 8\nGRPOConfig(num_generations=b['n'])", "${b['n']}"),
     ("b = {'a': {'n': 4}}\na = b['a']\na['n'] = 8\nGRPOConfig(num_generations=b['a']['n'])", "${b['a']['n']}"),
     ("b = {'n': 4}\nchange(b)\nGRPOConfig(num_generations=b['n'])", "${b['n']}"),
-    ("b = {'n': 4}\nprint(b)\nGRPOConfig(num_generations=b['n'])", 4),
+    ("b = {'n': 4}\nprint(b)\nGRPOConfig(num_generations=b['n'])", "${b['n']}"),
+    ("n = 2\ndef main():\n  GRPOConfig(num_generations=n)\nn = 8\nmain()", "${n}"),
     ("with run(GRPOConfig(num_generations=8)):\n  pass", 8),
     ("for step in train(GRPOConfig(num_generations=8)):\n  pass", 8),
     ("if train(GRPOConfig(num_generations=8)):\n  pass", 8),
@@ -236,8 +241,18 @@ def test_unknown_sizes_of_a_class_are_all_asked_for(tmp_path):
     with pytest.raises(RampupError) as caught:
         check_file(path, "tunix", ["num_devices=8"])
     for key in (TRAIN, ROLLOUT, LOGPS):
-        assert f"{key}=${{sizes}}" in str(caught.value)
+        assert f"{key}=${{RLTrainingConfig(...)}}" in str(caught.value)
     assert f"{MINI}=$" not in str(caught.value)
+
+
+def test_batches_of_another_size_than_the_constant_are_asked_about(tmp_path):
+    """The first call of `.batch` is that of the data set to train on."""
+    path = tmp_path / "run.py"
+    path.write_text(f"{CONSTANTS}BATCH_SIZE = 4\ndata = source.batch(BATCH_SIZE * 2)\n")
+    with pytest.raises(ConfigError, match=r"batch_size=\$\{batch_size\}"):
+        check_file(path, "tunix", ["num_devices=8"])
+    settings = ["num_devices=8", f"{BATCH}=8", f"{MINI}=4"]
+    expect(check_file(path, "tunix", settings), ok=True, samples_per_step=16)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "mini_batch_size"])
@@ -317,16 +332,20 @@ def test_a_misspelt_key_or_section_is_refused(tmp_path):
         ("SIZE = 2 if COLAB else 64\n", None),
         ("SIZE = 4\nSIZE = ask()\n", None),
         ("SIZE = 4\nif ask():\n  SIZE = 8\n", None),
-        ("SIZE = 4\nif 2 + 2 == 4:\n  SIZE = 8 // 2 + 1\n", 5),
+        ("if 2 + 2 == 4:\n  SIZE = 8 // 2 + 1\nelse:\n  SIZE = 4\n", 5),
+        ("SIZE = 4\nif 2 + 2 == 4:\n  SIZE = 8 // 2 + 1\n", None),
         ("if ask():\n  SIZE = 8\nelse:\n  SIZE = 4 * 2\n", None),
         ("K = {'SIZE': 4}\nif ask():\n  K = {'SIZE': 8}\n", None),
-        ("K = {'SIZE': 4}\nSIZE = K['SIZE'] * 3\n", 12),
+        ("K = {'size': 4}\nSIZE = K['size'] * 3\n", 12),
         ("K = {'SIZE': 4}\nK['SIZE'] = 8\n", None),
         ("SIZE = 4\nSIZE *= 2\n", None),
         ("K = {'SIZE': 4}\nK.update(SIZE=8)\n", None),
         ("K = {'a': {'SIZE': 4}}\nK['a'].update({'SIZE': 8})\n", None),
         ("K = {'SIZE': 4}\nn = K.pop('SIZE')\n", None),
-        ("K = {'SIZE': 4}\nn = K.get('SIZE')\n", 4),
+        ("K = {'SIZE': 4}\nn = K.get('SIZE')\n", None),
+        ("K = {'SIZE': 4}\nn = K['SIZE']\n", 4),
+        ("K = {'SIZE': 4}\nK |= more\n", None),
+        ("K = {'a': {'SIZE': 4}}\n", None),
         ("SIZE, OTHER = 4, 2\n", None),
         ("K = {'SIZE': 4}\ndel K['SIZE']\n", None),
         ("SIZE = 4\nfrom sizes import SIZE\n", None),
@@ -338,6 +357,7 @@ def test_a_misspelt_key_or_section_is_refused(tmp_path):
         ("SIZE = 10 ** 10 ** 10\n", None),
         ("SIZE = 'a' * 9\n", None),
         ("def helper():\n  SIZE = 8\n", None),
+        ("def helper(SIZE):\n  pass\n", None),
         ("SIZE = __import__('os').system('false')\n", None),
     ],
 )
@@ -345,8 +365,8 @@ def test_constants_are_followed_and_never_guessed(tmp_path, text, value):
     """Arithmetic, branches, dictionaries; what the syntax leaves open is open."""
     path = tmp_path / "run.py"
     path.write_text(text)
-    found = read_constants(path).constants
-    assert (found["SIZE"].value if "SIZE" in found else None) == value
+    found = dict(read_program(path).constants())["SIZE"].value
+    assert (None if isinstance(found, str) and has_unknown(found) else found) == value
 
 
 def test_a_program_is_not_executed(tmp_path):
