@@ -253,3 +253,13 @@ def program_of(command: Command) -> str:
         return module.replace(".", "/")
     file = next((word for word in command.words if word.endswith(".py")), "")
     return known_end(file).removesuffix(".py")
+
+
+def load_launch(system: str, **parts: Any) -> Launch:
+    """Return how a system is started: the table `SYSTEM_launch.yml` beside this module,
+    which lists the alternatives of each pattern, and `parts` that are no text.
+    """
+    row = load_table(system, "launch")
+    for name in {"program", "others", "own"} & row.keys():
+        row[name] = re.compile("|".join(row[name]))
+    return Launch(**row, entries=load_entries(system), **parts)

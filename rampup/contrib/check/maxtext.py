@@ -22,7 +22,7 @@ from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.contrib.check.base_files import find_in_repository
 from rampup.contrib.check.known import load_known_keys, load_table, load_unread
-from rampup.contrib.check.launch import Launch, Reading, known_end, load_entries, option
+from rampup.contrib.check.launch import Launch, Reading, known_end, load_launch, option
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
@@ -66,7 +66,6 @@ AXIS_GROUPS: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline",),
 }
 AUTOMATIC = {"ici": "fsdp", "dcn": "data"}
-KEYS = load_entries("maxtext")
 ALIASES = {
     "num_target_devices": "num_devices",
     "internal_compile_num_devices": "num_devices",
@@ -85,29 +84,13 @@ _SIMILAR = 0.85  # a key at least this similar to another one may be a misspelli
 
 BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
 UNREAD = load_unread("maxtext")
-LAUNCH = Launch(
-    system="MaxText",
-    program=re.compile(
-        r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="
-    ),
-    others=re.compile(
-        r"(?i)train_(?:tokenizer|rl|grpo)\b|train_compile_xaot|"
-        r"(?:\bmaxtext[\w./]*[./]|(?<=[\s/]))(?:decode|inference\w*|\w*generat\w*|evaluat\w*)(?:\.py)?(?=\s|$)"
-    ),
-    # MaxText's own programs, of today and of 2024 and 2025.
-    own=re.compile(
-        r"(?i)(?:.*/)?(?:train|train_compile|elastic_train|goodput_train|sft_train(?:er)?"
-        r"|train_(?:sft|dpo|distill)\w*)|"
-    ),
-    follows=f"{VERSION}=2026-08",
-    example="python3 -m maxtext.trainers.pre_train.train base.yml key=value",
-    entries=KEYS,
+LAUNCH = load_launch(
+    "maxtext",
     canonical=lambda name: ALIASES.get(name, name),
     bases=BASES,
-    version="August 2026",
-    keys="maxtext",
     unread=UNREAD,
 )
+KEYS = LAUNCH.entries
 
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:

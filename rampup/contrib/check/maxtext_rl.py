@@ -6,12 +6,11 @@ All sizes, also micro batches, count prompts of the job.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from rampup.contrib.check.known import load_unread
-from rampup.contrib.check.launch import Launch, load_entries
+from rampup.contrib.check.launch import load_entries, load_launch
 from rampup.contrib.check.maxtext import (
     BASES,
     UNREAD,
@@ -42,17 +41,10 @@ ALIASES = {
     "dataset_prompts": "num_prompts",
     "num_epochs": "num_epoch",  # until November 2025
 }
-LAUNCH = Launch(
-    system="MaxText RL",
-    program=re.compile(
-        r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"
-    ),
-    example="python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml key=value",
-    entries=KEYS,
+LAUNCH = load_launch(
+    "maxtext_rl",
     canonical=lambda name: ALIASES.get(name, name),
     bases=BASES,
-    version="August 2026",
-    keys="maxtext",
     unread={
         **{name: row for name, row in UNREAD.items() if name not in KEYS},
         **load_unread("maxtext_rl", "maxtext"),

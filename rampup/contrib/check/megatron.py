@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.contrib.check.known import load_known_keys, load_unread, with_lines
-from rampup.contrib.check.launch import Launch, Reading, load_entries, option
+from rampup.contrib.check.launch import (
+    Launch,
+    Reading,
+    load_entries,
+    load_launch,
+    option,
+)
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
@@ -281,11 +287,6 @@ _SIZES = re.compile(
     r"|\w*(?:batch_size|parallel_size|num_layers|hetero|num_stages|num_microbatch|accumulation_steps|interleav)\w*"
 )
 _LAYOUTS = re.compile(r"enable_hetero\w*|hetero_\w*mesh\w*")
-# Programs of Megatron-LM, Megatron-DeepSpeed and NeMo. None: options alone, or those of
-# ms-swift's `megatron sft`.
-_OWN = re.compile(
-    r"(?:.*/)?(?:pretrain\w*|finetune\w*|train|megatron_(?:gpt|bert|t5|bart|retro|llama|mamba)_\w*(?:train|tun|sft)\w*)|"
-)
 
 
 def read_options(command: Command) -> dict[str, Located]:
@@ -320,24 +321,8 @@ def _option_value(name: str, values: Sequence[str], path: str) -> Any:
     return first if unknown_names(first) else parse_scalar(first, path)
 
 
-LAUNCH = Launch(
-    system="Megatron",
-    program=re.compile(
-        r"(?i)(?:pretrain|finetune|train|sft)\w*\.py|megatron[\w.]*train|--(?:micro|global|rampup)-batch-size"
-    ),
-    others=re.compile(
-        r"(?i)\b(?:tools|tasks)/(?!main\.py)\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
-        r"|-\w*m [\w.]*(?:evaluat|generat|inference|convert|export)\w*"
-    ),
-    own=_OWN,
-    per_host="nproc_per_node",
-    follows=f"{VERSION}=legacy",
-    example="torchrun pretrain_gpt.py --micro-batch-size 1",
-    entries=KEYS,
-    keys="megatron",
-    unread=load_unread("megatron"),
-    canonical=canonical,
-    read=read_options,
+LAUNCH = load_launch(
+    "megatron", unread=load_unread("megatron"), canonical=canonical, read=read_options
 )
 
 

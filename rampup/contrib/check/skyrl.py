@@ -8,7 +8,6 @@ replica. Sources: SkyRL `train/utils/utils.py`, `train/trainer.py`,
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
@@ -18,7 +17,7 @@ from rampup.contrib.check.known import (
     load_unread,
     with_lines,
 )
-from rampup.contrib.check.launch import Launch, Reading, load_entries, program_of
+from rampup.contrib.check.launch import Launch, Reading, load_launch, program_of
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
     RolloutJob,
@@ -75,35 +74,13 @@ OLD_ENGINE_KEYS = (
     "generator.num_inference_engines",
     *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]),
 )
-KEYS = load_entries("skyrl")
-LAUNCH = Launch(
-    system="SkyRL",
-    program=re.compile(
-        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|async)\w*|trainer\.policy_mini_batch_size="
-    ),
-    others=re.compile(
-        r"[\w.]*main_(?:sft\w*|fully_async\w*|(?:\w+_)?gen(?:erate)?)\b|tinker"
-        r"|entrypoints\.serve"
-    ),
-    example="python -m skyrl.train.entrypoints.main_base key=value",
-    entries=KEYS,
-    groups=(
-        "data",
-        "environment",
-        "hydra",
-        "terminal_bench_config",
-        "harbor_trial_config",
-    ),
+LAUNCH = load_launch(
+    "skyrl",
     # Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
     bases={name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")},
-    version="August 2026",
-    keys="skyrl",
-    own=re.compile(
-        r"(?:.*/)?(?:skyrl(?:_train)?|examples|integrations)/.+|(?:main_[^/]*)?"
-    ),
-    follows=f"{WORD}={NEWEST}",
     unread=load_unread("skyrl"),
 )
+KEYS = LAUNCH.entries
 _KNOWN = load_known_keys("skyrl")
 _SECTIONS = (
     "data",

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.contrib.check.launch import (
-    Launch,
-    load_entries,
-    option,
-)
+from rampup.contrib.check.launch import load_launch, option
 from rampup.contrib.check.reading import flatten
 from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
@@ -31,7 +26,6 @@ ROLLOUTS = "method.num_rollouts"
 CHUNK = "method.chunk_size"
 INNER = "method.ppo_epochs"
 EPOCHS, STEPS = "train.epochs", "train.total_steps"
-KEYS = load_entries("trlx")
 _OTHERS = ("nemo", "rft", "ilql", "sft")  # methods without rules
 
 
@@ -54,18 +48,8 @@ def read_words(command: Command) -> dict[str, Located]:
     return located
 
 
-LAUNCH = Launch(
-    system="trlX",
-    program=re.compile(r"accelerate launch|trlx|\b(?:ppo|ilql|sft)_\w+\.py"),
-    others=re.compile(r"\b(?:ilql|sft|rft|nemo)_\w+\.py"),
-    example=(
-        'accelerate launch --num_processes 8 ppo_sentiments.py \'{"train.batch_size":'
-        " 32}'"
-    ),
-    entries=KEYS,
-    groups=("model", "optimizer", "scheduler", "tokenizer"),
-    read=read_words,
-)
+LAUNCH = load_launch("trlx", read=read_words)
+KEYS = LAUNCH.entries
 MOST = 10_000  # generate calls and passes that are counted
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.base_files import repository_folders
 from rampup.contrib.check.known import Unread
-from rampup.contrib.check.launch import Launch, Reading, load_entries
+from rampup.contrib.check.launch import Launch, Reading, load_launch
 from rampup.contrib.check.notebook import Call, read_program
 from rampup.contrib.check.reading import Source, read_leaves, read_source
 from rampup.contrib.check.rollout import RolloutJob, group_note
@@ -45,7 +45,6 @@ MODEL_MESH = "model_config.mesh"
 OVERRIDE = "override_config_file"
 PROMPTS = "num_prompts"
 
-KEYS = load_entries("tunix")
 _MESH = f"{MESHES['actor']}.shape"
 # The names of notebooks: those of constants, of keys of a dictionary, and of arguments.
 _NAMES = {
@@ -130,24 +129,15 @@ def _agreed(rows: Iterable[tuple[str, Located]]) -> dict[str, Located]:
     return found
 
 
-LAUNCH = Launch(
-    system="Tunix",
-    program=re.compile(r"\btunix[\w./]*(?:grpo|rl)\w*main|\bgrpo_main\b"),
-    others=re.compile(r"\b(?:peft|ppo|sft|dpo)_main\b"),
-    example="python3 -m tunix.cli.grpo_main base_config.yaml key=value",
-    entries=KEYS,
-    groups=(
-        *("model_config", "critic_model_config", "tokenizer_config"),
-        *("rl_training_config", "rollout_config", "optimizer_config"),
-        *("training_config", "grpo_config", "vllm_config", "sglang_jax_config"),
-        "data_config",
-    ),
+LAUNCH = load_launch(
+    "tunix",
     unread={
         OVERRIDE: Unread("names a file of settings", asks=False),
         "actor_model_config.same_mesh_as": Unread("shares a mesh", asks=False),
     },
     python=read_python,
 )
+KEYS = LAUNCH.entries
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:

@@ -29,7 +29,7 @@ from rampup.contrib.check.known import (
     load_unread,
     with_lines,
 )
-from rampup.contrib.check.launch import Launch, Reading, load_entries
+from rampup.contrib.check.launch import Launch, Reading, load_launch
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
     RolloutJob,
@@ -143,49 +143,16 @@ GENERATIONS = {
     "0.9": Generation(9),
 }
 NEWEST = 9
-KEYS = load_entries("verl")
-# The base files that programs start from if no `--config-name` names another.
-PROGRAMS = {
-    "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
-    "main_dapo": "dapo_trainer",
-    "main_entropy": "entropy_trainer",
-    "main_prime": "prime_trainer",
-    "main_sppo": "sppo_trainer",
-    "": "ppo_trainer",
-}
-LAUNCH = Launch(
-    system="veRL",
-    program=re.compile(
-        r"\bverl[\w.]*\.\w*main\w*|actor_rollout_ref\.\w+\.\w+="
-        r"|\bmain_(?:ppo|dapo|\w+po|prime|\w*split)\w*\b"
-    ),
-    others=re.compile(
-        r"sft_trainer\w*|main_(?:generation|eval|gkd|spin)\w*|model_merger"
-        r"|fully_async_main"
-    ),
-    example="python3 -m verl.trainer.main_ppo key=value",
-    entries=KEYS,
+LAUNCH = load_launch(
+    "verl",
     groups=(
         *{name.partition(".")[0] for name in load_known_keys("verl").lives},
         "hydra",
     ),
     bases=load_table("verl", "bases"),
-    version="August 2026",
-    programs=PROGRAMS,
-    keys="verl",
-    # The programs of veRL and of its recipes; a fork has others beside them.
-    own=re.compile(
-        r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:main_[^/]*)?"
-        r"|(?:.*/)?(?:verl/experimental|verl/recipe|recipe)/.+"
-    ),
-    follows=f"{WORD}=0.4 (or 0.2, or 0.9: the version from which it was made)",
     unread=load_unread("verl"),
-    repeats=(
-        "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt,"
-        " and a mini batch counts the rows: give data.train_batch_size as many times as"
-        " large"
-    ),
 )
+KEYS = LAUNCH.entries
 _NUMBER = re.compile(r"v?0\.(\d+)([\w.]*)")
 _PIN = re.compile(
     r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)"
