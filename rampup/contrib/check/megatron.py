@@ -24,7 +24,6 @@ from rampup.contrib.check.launch import (
     Reading,
     load_entries,
     load_launch,
-    option,
 )
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
@@ -78,12 +77,11 @@ UNEVEN = (
 )
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
-# Launchers whose options have names of their own.
-_LAUNCHERS = {
-    "deepspeed": {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"},
-    "msrun": {"worker_num": "world_size"},
-}
-_LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
+# The options of DeepSpeed's launcher.
+_DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
+_LAUNCHER = re.compile(
+    r"torchrun|torch\.distributed|deepspeed|accelerate|msrun|\bray\b"
+)
 
 KEYS = load_entries("megatron")
 ALIASES = {
@@ -107,11 +105,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     settings = [setting.partition("=") for setting in reading.overrides]
     chosen = {_known_name(name): value for name, _, value in settings}
     if reading.command is None:
-        leaves = _least_nested(reading, chosen)
-        notes = reading.notes
+        leaves = _by_megatrons_names(reading, chosen)
     else:
         leaves = _with_devices(reading.command, reading.leaves, chosen)
-        notes = (*reading.notes, *_notes_of_launcher(reading.command))
     # What a script does not say about the devices is one question: the size of the job.
     if any(name in leaves and _is_open(leaves[name]) for name in _DEVICES):
         leaves = {name: at for name, at in leaves.items() if name not in _DEVICES}
@@ -132,7 +128,6 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         reading,
         leaves=leaves,
         overrides=written,
-        notes=notes,
         repeated={canonical(name): line for name, line in reading.repeated.items()},
     )
     foreign = (own or set()) - KEYS.keys() - chosen.keys()
@@ -160,23 +155,20 @@ def _own_options(reading: Reading) -> set[str] | None:
     return {canonical(word) for word in options} & reading.leaves.keys()
 
 
-def _least_nested(reading: Reading, chosen: Collection[str]) -> dict[str, Located]:
-    """Return the keys of a YAML file by Megatron's names. Of several values the least
-    nested counts; two such are refused.
+def _by_megatrons_names(
+    reading: Reading, chosen: Collection[str]
+) -> dict[str, Located]:
+    """Return the keys of a YAML file by Megatron's names; a key with two values is
+    refused.
     """
-    found: dict[str, tuple[int, Located]] = {}
-    for written in sorted(reading.leaves, key=lambda name: name.count(".")):
-        name, depth = canonical(written), written.count(".")
-        place = reading.leaves[written]
+    found: dict[str, Located] = {}
+    for written, place in reading.leaves.items():
+        name = canonical(written)
         with contextlib.suppress(ConfigError):  # another key of Megatron's own name
             value = resolve_reference(place.value, written, reading.leaves, {})
             place = dataclasses.replace(place, value=value)
-        above, first = found.setdefault(name, (depth, place))
-        if (
-            name in KEYS
-            and name not in chosen
-            and (above, first.value != place.value) == (depth, True)
-        ):
+        first = found.setdefault(name, place)
+        if name in KEYS and name not in chosen and first.value != place.value:
             raise ConfigError(
                 f"{name} is given twice, as {first.value!r} and as"
                 f" {written}={place.value!r}",
@@ -185,7 +177,7 @@ def _least_nested(reading: Reading, chosen: Collection[str]) -> dict[str, Locate
                 path=reading.path,
                 line=place.line,
             )
-    return dict(_normalize(name, place) for name, (_, place) in found.items())
+    return dict(_normalize(name, place) for name, place in found.items())
 
 
 def _is_open(place: Located) -> bool:
@@ -222,45 +214,16 @@ def _with_devices(
     return located
 
 
-# Devices of hosts, `HOST:0,1@HOST:0,1`.
-_INCLUDED = r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*"
-
-
 def _read_launcher(command: Command) -> dict[str, Located]:
-    """Return the devices that the launcher of a command says: in its options, those of
-    the command around it, or the variables of ms-swift.
+    """Return the devices that the options of DeepSpeed's launcher say. Beside a host
+    file they are bounds.
     """
     launcher = command._replace(words=command.outer or command.words)
     options = read_options(launcher)
-    names = {word.rpartition("/")[2] for word in launcher.words} & _LAUNCHERS.keys()
-    if "hostfile" in options:
-        names.discard("deepspeed")  # then its options are bounds
-    found = {
-        key: options[option_name]
-        for name in names
-        for option_name, key in _LAUNCHERS[name].items()
-        if option_name in options
-    }
-    included = option(launcher, "--include", "-i") or ""
-    if "deepspeed" in names and re.fullmatch(_INCLUDED, included):
-        count = len(re.findall(r"[:,]\d", included))
-        found["world_size"] = command.locate(count)
-    if _starts_swift(command):
-        found[EXPERT_TENSOR] = command.locate(1)  # its own default
-        for name in ("nnodes", "nproc_per_node"):
-            if value := command.environment.get(name.upper()):
-                found[name] = command.locate(_number(value))
-    return found
-
-
-def _starts_swift(command: Command) -> bool:
-    """Return whether a command is ms-swift's `megatron sft`."""
-    return command.words[0].rpartition("/")[2] in ("megatron", "swift")
-
-
-def _notes_of_launcher(command: Command) -> Iterator[str]:
-    if _starts_swift(command):
-        yield "ms-swift starts this: the rules are those of Megatron-LM."
+    names = {word.rpartition("/")[2] for word in launcher.words}
+    if "deepspeed" not in names or "hostfile" in options:
+        return {}
+    return {key: options[name] for name, key in _DEEPSPEED.items() if name in options}
 
 
 def canonical(name: str) -> str:
@@ -509,11 +472,12 @@ class MegatronJob(PretrainingJob):
         self.start, self.increment, self.ramp_samples = (
             self.triple if len(self.triple) == 3 else (0, 0, 0)
         )
-        if self.has_linear and self[DECREASE]:
+        is_rounded = self.final % max(self.unit, 1) != 0 and not self.has_schedule
+        if self[DECREASE] and (self.has_linear or is_rounded):
             raise ConfigError(
-                f"{DECREASE} rounds each batch of {RAMP} down, and the rules do not"
-                " follow it",
-                fix=f"add {DECREASE}=false, and a ramp of multiples of {self.unit:,}",
+                f"{DECREASE} rounds batches down to multiples of {self.unit:,}, and the"
+                " rules do not follow it",
+                fix=f"add {DECREASE}=false, and give such batches",
                 key=DECREASE,
             )
         # Whether rules about the relation of the three can use them.
@@ -562,13 +526,12 @@ class MegatronJob(PretrainingJob):
         self.ramp: BatchRamp | None = None
         # The samples from which each size counts.
         self.changes: list[tuple[int, int]] = []
-        unit = max(self.unit, 1) if self[DECREASE] else 1
         if self.schedule_valid:
             self.changes = [(entry.samples, entry.size) for entry in self.thresholds]
         elif self.linear is not None:
             self.changes = self.linear.thresholds()
-        elif not self.has_ramp and self.final >= unit:
-            self.changes = [(0, self.final // unit * unit)]
+        elif not self.has_ramp and self.final >= 1:
+            self.changes = [(0, self.final)]
         if self.changes:
             self.ramp = BatchRamp.piecewise(self.changes)
         # Phases that are over need no split.
@@ -748,8 +711,6 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     if job.num_microbatches and job.stages == 1:
         count = math.gcd(*job.num_microbatches)
         yield from few_samples_per_pass(count, job.micro, MICRO)
-    if job[DECREASE] and job.ramp is not None:
-        yield f"{DECREASE}: the batch is rounded down to a multiple of {job.unit:,}"
     if job.has_schedule:
         yield from _schedule_notes(job)
     elif job.linear is not None and job.ramp is not None:
@@ -856,11 +817,8 @@ def _rules(job: MegatronJob) -> Iterator[Ruling]:
     if job[GLOBAL] is not None:
         yield job.at_least("global_batch_positive", [GLOBAL], GLOBAL, 1)
     yield from _device_rules(job)
-    if not job.has_ramp and not job[DECREASE]:
+    if not job.has_ramp:
         yield job.multiple("batch_divisible", (GLOBAL, MICRO), final, unit)
-    elif not job.has_ramp and job.unit >= 1 and job.final >= 1:
-        note = f"; {DECREASE} rounds it down to 0 microbatches"
-        yield job.at_least("decreased_to_nothing", (GLOBAL, MICRO), final, unit, note)
     if job.has_linear:
         yield from _ramp_rules(job, final, unit)
     if job.has_schedule:

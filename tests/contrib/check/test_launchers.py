@@ -208,7 +208,7 @@ FILES = {
     "torchrun of one": ("megatron", f"torchrun --master_port 6000 {GPT.replace('size 2', 'size 1')}", {}, ["world_size=1"], {"num_devices": 1}),
     "a module that generates": ("megatron", f"torchrun --nproc_per_node 8 -m examples.gpt_static_inference {GPT[15:]}", {}, [], "which the rules of Megatron do not cover"),
     "processes of another script": ("megatron", f"python {GPT}", {}, [], "number of devices"),
-    "devices of deepspeed": ("megatron", f"deepspeed --include=a:0,1@b:2,3 {GPT}", {}, [], {"num_devices": 4}),
+    "devices of deepspeed": ("megatron", f"deepspeed --include=a:0,1@b:2,3 {GPT}", {}, [], "add world_size=N"),
     "validation": ("verl", f"{PPO} +trainer.val_only=true actor_rollout_ref.actor.use_dynamic_bsz=true", {}, [], {"note": "trains on nothing"}),
     "tasks": ("megatron", f"torchrun --nproc_per_node 8 tasks/main.py {GPT[15:]}", {}, ["megatron_version=legacy"], {"data_parallel_size": 4}),
     "GPUs of a Job": ("megatron", GPUS, {}, [], {"num_devices": 32, "num_microbatches": [1], "note": "the manifest asks for 32 devices"}),
