@@ -31,8 +31,7 @@ from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 from rampup.plan.plan import RampPlan
 
 MAX_TRIED = 512
-_WINDOW = 64
-_NUM_MULTIPLES = 20
+_NUM_MULTIPLES = 64
 _MAX_RATIO = 16
 
 
@@ -433,38 +432,24 @@ def _whole_numbers(
     value: int | None, divisions: Sequence[tuple[int, int]]
 ) -> list[int]:
     """Return positive whole numbers that divisibility rules are likely to accept,
-    nearest to `value` first.
-
-    `divisions` are dividend and divisor of the rules: `value` may be a factor or a
-    summand of a dividend, or a factor of a divisor.
+    nearest to `value` first: those close to it, the divisors of each dividend, and
+    multiples of the divisors. `divisions` are dividend and divisor of the rules.
     """
-    size = max(value or 1, 1)
-    found = {
-        *range(max(size - _WINDOW, 1), size + _WINDOW + 1),
-        *(2**power for power in range(13)),
-    }
-    steps = {1}
-    for left, right in divisions:
-        if 1 <= left <= MAX_COUNT and 1 <= right <= MAX_COUNT:
-            found |= {left, right, *_divisors(left)}
-            found.update(_multiples(size, right, shift=(size - left) % right))
-            factor = left // size if left % size == 0 else 1
-            steps |= {right, right // math.gcd(right, factor)}
-    for step in (*steps, math.lcm(*steps), size):
-        found.update(_multiples(size, step))
+    near = max(value or 1, 1)
+    pairs = [pair for pair in divisions if 1 <= min(pair) and max(pair) <= MAX_COUNT]
+    steps = {1, near, *(right for _, right in pairs)}
+    found = {divisor for left, _ in pairs for divisor in _divisors(left)}
+    for step in (*steps, math.lcm(*steps)):
+        middle = near // step * step
+        most = _NUM_MULTIPLES * step
+        found.update(range(middle - most, middle + most + 1, step))
     # A value far away is bad advice.
-    largest = max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO
+    largest = max(near, *(max(pair) for pair in pairs), 64) * _MAX_RATIO
     given = 1 if value is None else value
     return sorted(
         (n for n in found if 1 <= n <= min(largest, MAX_COUNT)),
         key=lambda n: (abs(n - given), n),
     )
-
-
-def _multiples(value: int, step: int, *, shift: int = 0) -> range:
-    """Return multiples of `step` (plus `shift`) on each side of `value`."""
-    below = (value - shift) // step * step + shift
-    return range(below - _NUM_MULTIPLES * step, below + _NUM_MULTIPLES * step + 1, step)
 
 
 def around(
