@@ -432,13 +432,14 @@ def _whole_numbers(
     value: int | None, divisions: Sequence[tuple[int, int]]
 ) -> list[int]:
     """Return positive whole numbers that divisibility rules are likely to accept,
-    nearest to `value` first: those close to it, the divisors of each dividend, and
-    multiples of the divisors. `divisions` are dividend and divisor of the rules.
+    nearest to `value` first: those close to it, powers of 2, the divisors of each
+    dividend, and multiples of the divisors. `divisions` are dividend and divisor of the rules.
     """
     near = max(value or 1, 1)
-    pairs = [pair for pair in divisions if 1 <= min(pair) and max(pair) <= MAX_COUNT]
+    pairs = [pair for pair in divisions if min(pair) >= 1 and max(pair) <= MAX_COUNT]
     steps = {1, near, *(right for _, right in pairs)}
-    found = {divisor for left, _ in pairs for divisor in _divisors(left)}
+    found = {2**power for power in range(13)}
+    found.update(divisor for left, _ in pairs for divisor in _divisors(left))
     for step in (*steps, math.lcm(*steps)):
         middle = near // step * step
         most = _NUM_MULTIPLES * step
