@@ -81,8 +81,8 @@ def design_ramp(
     Args:
         config: the configuration of the run to design, on `num_devices` devices.
         measured: folders of measured runs, and files with the output of `rampup tune
-            --json`. The first run with a noise scale or a critical batch gives the
-            noise, the smaller of the two; step times of all are used.
+            --json`. The first run with a noise scale gives the noise, scaled down to
+            its critical batch if that is smaller; step times of all are used.
         num_devices: devices of the run to design.
         train_tokens: tokens of the run to design; None = those of the configuration.
         max_batch: largest global batch in samples; None = four times the largest that
@@ -100,8 +100,8 @@ def design_ramp(
     Raises:
         ConfigError: no length of the run, nothing to choose from, or measurements of
             other sequence lengths.
-        DataError: no noise scale and no critical batch was measured, or too early for a
-            run of this length, or not precisely in the second half of the samples.
+        DataError: no noise scale was measured, or too early for a run of this length,
+            or not precisely in the second half of the samples.
 
     Example:
         >>> import rampup
