@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from importlib.resources import files
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import yaml
 
@@ -223,26 +223,21 @@ class Key:
         )
 
 
-def key(
-    default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any
-) -> Any:
-    """Return a dataclass field with a default and a `Key`, whose kind is that of the
-    default unless given.
-    """
-    kinds: dict[type, Kind] = {
-        bool: "bool",
-        int: "int",
-        float: "float",
-        str: "text",
-        Fraction: "size",
-    }
-    spec = Key(
-        kind=kind or kinds[type(default)],
-        doc=" ".join(doc.split()),
-        section=section,
-        **properties,
-    )
-    return field(default=default, metadata={"key": spec})
+def read_keys(package: str) -> dict[str, Key]:
+    """Return the keys that the file `keys.yml` of a package describes, by attribute."""
+    text = files(package).joinpath("keys.yml").read_text(encoding="utf-8")
+    # The parser in C, where PyYAML has it, is ten times as fast.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    sections: dict[str, dict[str, Any]] = yaml.load(text, Loader=loader)
+    keys = {}
+    for section, entries in sections.items():
+        for name, entry in entries.items():
+            facts: dict[str, Any] = {
+                fact: tuple(value) if isinstance(value, list) else value
+                for fact, value in entry.items()
+            }
+            keys[name] = Key(section=section, **facts)
+    return keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +248,9 @@ class Settings:
     `sources` says where each value that was set comes from, by key. All bad values are
     one ConfigError; if there are none, so is all that `_contradictions` finds.
     """
+
+    # What is known of each key, by attribute.
+    table: ClassVar[Mapping[str, Key]] = read_keys(__package__)
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     # The attributes that any source set, also to their default. base.yml sets every key,
@@ -297,7 +295,8 @@ class Settings:
     @functools.cache
     def keys(cls) -> dict[str, Key]:
         """Return the keys by their names in a file, in the order of the class."""
-        specs = {f.name: f.metadata["key"] for f in fields(cls) if "key" in f.metadata}
+        names = [f.name for f in fields(cls) if f.init and f.name != "sources"]
+        specs = {name: cls.table[name] for name in names}
         return {
             f"{spec.group}.{name}" if spec.group else name: spec
             for name, spec in specs.items()

@@ -8,10 +8,15 @@ import pytest
 
 from rampup import Config, build_plan, load_config
 from rampup.config.files import explain
-from rampup.config.key import Key, keys_of_alias, other_names
+from rampup.config.key import Key, attribute_of, keys_of_alias, other_names, read_keys
 from rampup.config.schema import KEYS
 from rampup.contrib.rl.config import ROLLOUT_KEYS
+from rampup.contrib.rl.plan import AGGREGATIONS, MAX_SAMPLES
 from rampup.errors import ConfigError, RampupError
+from rampup.plan.hyperparameters import BATCH_RULES
+from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS
+from rampup.plan.ramp_keys import SCHEDULE_UNITS
+from rampup.plan.split import RAMPUP_MICROBATCH
 
 
 def test_config_without_arguments_is_complete():
@@ -82,6 +87,29 @@ def test_total_steps_and_num_kv_heads():
 
 
 ALIASES, REMOVED = (other_names()[table] for table in ("aliases", "removed"))
+
+
+def test_the_tables_of_keys_have_the_attributes_and_the_choices_of_the_code():
+    """No fact is about a key that does not exist, and a choice that a program knows is
+    one that a file may have.
+    """
+    own = {
+        attribute_of(name)
+        for name, key in ROLLOUT_KEYS.items()
+        if key is not KEYS.get(name)
+    }
+    assert set(read_keys("rampup.config")) == set(KEYS)
+    assert set(read_keys("rampup.contrib.rl")) == own
+    choices = {
+        "rampup_microbatch": RAMPUP_MICROBATCH,
+        "batch_size_schedule_unit": SCHEDULE_UNITS,
+        "learning_rate_clock": CLOCKS,
+        "batch_scaling": tuple(BATCH_RULES),
+        "learning_rate_batch_scaling": ("auto", *BATCH_SCALING),
+    }
+    assert {name: KEYS[name].choices for name in choices} == choices
+    assert ROLLOUT_KEYS["rl.loss_agg_mode"].choices == AGGREGATIONS
+    assert ROLLOUT_KEYS["batch_size"].maximum == MAX_SAMPLES
 
 
 @pytest.mark.parametrize("keys", [KEYS, ROLLOUT_KEYS], ids=["base.yml", "rl.yml"])

@@ -10,21 +10,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rampup.config.files import ConfigFile
-from rampup.config.key import Settings, key, keys_of_alias
+from rampup.config.key import Settings, keys_of_alias, read_keys
 from rampup.config.load import load_settings, names_in
 from rampup.config.rules import head_problems
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import ModelKeys
 from rampup.config.stages import mesh_axes
 from rampup.contrib.rl.plan import (
-    AGGREGATIONS,
     MAX_SAMPLES,
     Experience,
     RolloutPlan,
@@ -36,20 +34,6 @@ from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 
-_count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
-_batch = partial(key, section="Batch")
-_training = partial(key, section="Training on the samples")
-_eval = partial(key, section="Evaluation")
-_stored = partial(key, section="Stored experience", own=True)
-_order = partial(key, section="Order")
-_sampling = partial(key, section="Sampling")
-_task = partial(key, section="Task", own=True)
-
-
-def _shared(name: str, default: Any) -> Any:
-    """Return a key of configs/base.yml, with a default of its own."""
-    return field(default=default, metadata={"key": RAMP_KEYS[name]})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Settings):
@@ -57,124 +41,87 @@ class RolloutConfig(Settings):
     YAML file, in the group `rl` or not.
     """
 
-    # A key: its default, its properties, and its documentation, where a line break counts as a space.
-    # fmt: off
-    batch_size: int = _batch(32, "Prompts per step, for the whole job.", **_count, maxtext="1")
-    num_generations: int = _batch(8, group="rl", **_count, maxtext="2", doc="""
-        Responses per prompt. A step has batch_size * rl.num_generations samples.""")
-    num_iterations: int = _batch(1, "Passes over the samples of a step.", group="rl", **_count)
-    batch_size_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
-        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. null:
-        constant.""")
-    loss_agg_mode: str = _batch("token-mean", choices=AGGREGATIONS, group="rl", own=True, doc="""
-        How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the
-        mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their
-        tokens. group-mean-token-mean: the mean over prompts of the mean over the tokens of all their responses.""")
-    grpo_beta: float = _batch(0.01, minimum=0, group="rl", maxtext="0.08", doc="""
-        Weight of the KL divergence from the policy before training, whose log-probabilities are then stored. 0: none.""")
-    grpo_epsilon: float = _batch(0.2, "How far from 1 the ratio of new to old probabilities counts.", above=0, group="rl")
-    num_batches: int = _batch(100, **_count, maxtext="4", doc="""
-        Batches of prompts in the run, before train_fraction and num_epoch apply.""")
-    train_fraction: Fraction = _batch(Fraction(1), "Fraction of the prompts of num_batches to train on.", above=0, maximum=1)
-    num_epoch: int = _batch(1, "Passes over the prompts.", **_count)
-    num_prompts: int | None = _batch(None, kind="int", nullable=True, **_count, own=True, identity=True, doc="""
-        Prompts in the data set. null: enough for num_batches.""")
-    rollout_micro_batch_size: int = _batch(-1, also=(-1,), **_count, doc="""
-        Prompts per call of the generator, for the whole job. -1: train_micro_batch_size, or mini_batch_size if that is -1
-        too.""")
-    zero_spread_groups: str = _batch("keep", choices=("keep", "refill"), own=True, identity=True, doc="""
-        What to do with prompts whose responses all have the same reward, which teach GRPO nothing. keep: train on them.
-        refill: sample other prompts in their place.""")
-    max_num_gen_batches: int = _batch(10, minimum=1, maximum=1000, own=True, doc="""
-        Batches of prompts that a step samples at most with zero_spread_groups refill. If they are not enough, the run ends.""")
-    measure_gradient_noise: bool = _batch(False, own=True, doc="""
-        Measure the gradient noise between prompts and between the responses to a prompt, which says how many of both are worth
-        it. A pass needs several samples per replica.""")
+    table: ClassVar = Settings.table | read_keys(__package__)
 
-    mini_batch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
-        Prompts per optimizer step, for the whole job. -1: batch_size, which MaxText RL always uses.""")
-    train_micro_batch_size: int = _training(-1, also=(-1,), **_count, doc="""
-        Prompts per forward and backward pass, for the whole job. -1: mini_batch_size. Excludes microbatch_size and
-        token_budget.""")
-    microbatch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
-        Samples per replica and pass. Excludes train_micro_batch_size and token_budget. -1: not used.""")
-    token_budget: int = _training(-1, also=(-1,), **_count, own=True, doc="""
-        Tokens per replica and pass, filled with as many samples as fit. Excludes train_micro_batch_size and microbatch_size.
-        -1: not used.""")
-    pad_microbatches: bool = _training(False, own=True, doc="""
-        Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.""")
+    batch_size: int = 32
+    num_generations: int = 8
+    num_iterations: int = 1
+    batch_size_schedule: str | None = None
+    loss_agg_mode: str = "token-mean"
+    grpo_beta: float = 0.01
+    grpo_epsilon: float = 0.2
+    num_batches: int = 100
+    train_fraction: Fraction = Fraction(1)
+    num_epoch: int = 1
+    num_prompts: int | None = None
+    rollout_micro_batch_size: int = -1
+    zero_spread_groups: str = "keep"
+    max_num_gen_batches: int = 10
+    measure_gradient_noise: bool = False
 
-    num_test_batches: int = _eval(5, minimum=0, maximum=MAX_SAMPLES, doc="""
-        Batches of one evaluation, including those before test_batch_start_index. 0: no evaluation.""")
-    eval_batch_size: int = _eval(-1, "Prompts per evaluation batch. -1: batch_size.", also=(-1,), **_count)
-    test_batch_start_index: int = _eval(0, minimum=0, maximum=MAX_SAMPLES, doc="""
-        Prompts to skip at the start of the evaluation data.""")
-    eval_num_generations: int = _eval(1, "Responses per prompt in an evaluation.", **_count, own=True)
+    mini_batch_size: int = -1
+    train_micro_batch_size: int = -1
+    microbatch_size: int = -1
+    token_budget: int = -1
+    pad_microbatches: bool = False
 
-    max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count, identity=True)
-    max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count, identity=True)
-    data_shuffle_seed: int | None = _order(0, kind="int", nullable=True, minimum=0, maximum=2**31 - 1, own=True, identity=True, doc="""
-        Seed of the order of samples, in which every pass shuffles the prompts of a step. null: keep the order of
-        generation.""")
+    num_test_batches: int = 5
+    eval_batch_size: int = -1
+    test_batch_start_index: int = 0
+    eval_num_generations: int = 1
 
-    decode_sampling_temperature: float = _sampling(1.0, minimum=0, maximum=100, maxtext="0.9", identity=True, doc="""
-        Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.""")
-    decode_sampling_top_k: int = _sampling(0, minimum=0, maximum=MAX_SAMPLES, maxtext="50", identity=True, doc="""
-        Sample from this many most probable tokens. 0: from all.""")
-    decode_sampling_nucleus_p: float = _sampling(1.0, above=0, maximum=1, identity=True, doc="""
-        Sample from the most probable tokens whose probabilities add up to this.""")
+    max_prompt_length: int = 512
+    max_response_length: int = 1024
+    data_shuffle_seed: int | None = 0
 
-    max_operand: int = _task(49, minimum=1, maximum=10**6, identity=True, doc="""
-        Largest number in a prompt. Prompts are sums of two numbers as text, such as 12+34=, with reward 1 for the right
-        answer.""")
-    warm_start_steps: int = _task(1200, minimum=0, maximum=MAX_SAMPLES, identity=True, doc="""
-        Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0:
-        none.""")
-    warm_start_accuracy: float = _task(0.5, minimum=0, maximum=1, identity=True, doc="""
-        Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than
-        the answers did.""")
-    warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count, identity=True)
-    warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0, identity=True)
+    decode_sampling_temperature: float = 1.0
+    decode_sampling_top_k: int = 0
+    decode_sampling_nucleus_p: float = 1.0
 
-    distributed: str = _shared("distributed", "auto")
-    run_name: str = _shared("run_name", "")
-    base_output_directory: str = _shared("base_output_directory", "runs")
-    enable_tensorboard: bool = _shared("enable_tensorboard", False)
-    wandb_project: str | None = _shared("wandb_project", None)
-    log_period: int = _shared("log_period", 20)
-    enable_checkpointing: bool = _shared("enable_checkpointing", True)
-    checkpoint_period: int = _shared("checkpoint_period", 50)
-    async_checkpointing: bool = _shared("async_checkpointing", True)
-    max_num_checkpoints_to_keep: int | None = _shared("max_num_checkpoints_to_keep", 3)
-    jax_cache_dir: str | None = _shared("jax_cache_dir", "~/.cache/rampup")
-    eval_interval: int = _shared("eval_interval", 50)
+    max_operand: int = 49
+    warm_start_steps: int = 1200
+    warm_start_accuracy: float = 0.5
+    warm_start_batch_size: int = 64
+    warm_start_learning_rate: float = 3e-3
 
-    learning_rate: float = _shared("learning_rate", 1e-3)
-    lr_schedule_type: str = _shared("lr_schedule_type", "constant")
-    warmup_steps_fraction: float = _shared("warmup_steps_fraction", 0.0)
-    warmup_steps: int | None = _shared("warmup_steps", None)
-    learning_rate_final_fraction: float = _shared("learning_rate_final_fraction", 0.1)
-    opt_type: str = _shared("opt_type", "adamw")
-    skip_nonfinite: int = _shared("skip_nonfinite", 3)
-    adam_b1: float = _shared("adam_b1", 0.9)
-    adam_b2: float = _shared("adam_b2", 0.99)
-    adam_eps: float = _shared("adam_eps", 1e-8)
-    adam_weight_decay: float = _shared("adam_weight_decay", 0.0)
-    gradient_clipping_threshold: float = _shared("gradient_clipping_threshold", 1.0)
+    distributed: str = "auto"
+    run_name: str = ""
+    base_output_directory: str = "runs"
+    enable_tensorboard: bool = False
+    wandb_project: str | None = None
+    log_period: int = 20
+    enable_checkpointing: bool = True
+    checkpoint_period: int = 50
+    async_checkpointing: bool = True
+    max_num_checkpoints_to_keep: int | None = 3
+    jax_cache_dir: str | None = "~/.cache/rampup"
+    eval_interval: int = 50
 
-    base_emb_dim: int = _shared("base_emb_dim", 64)
-    base_num_decoder_layers: int = _shared("base_num_decoder_layers", 2)
-    base_mlp_dim: int = _shared("base_mlp_dim", 256)
-    base_num_query_heads: int = _shared("base_num_query_heads", 4)
-    base_num_kv_heads: int = _shared("base_num_kv_heads", -1)
-    dtype: str = _shared("dtype", "float32")
-    init_weights_seed: int = _shared("init_weights_seed", 0)
+    learning_rate: float = 1e-3
+    lr_schedule_type: str = "constant"
+    warmup_steps_fraction: float = 0.0
+    warmup_steps: int | None = None
+    learning_rate_final_fraction: float = 0.1
+    opt_type: str = "adamw"
+    skip_nonfinite: int = 3
+    adam_b1: float = 0.9
+    adam_b2: float = 0.99
+    adam_eps: float = 1e-8
+    adam_weight_decay: float = 0.0
+    gradient_clipping_threshold: float = 1.0
 
-    num_devices: int = _shared("num_devices", -1)
-    ici_data_parallelism: int = _shared("ici_data_parallelism", -1)
-    ici_fsdp_parallelism: int = _shared("ici_fsdp_parallelism", 1)
-    ici_tensor_parallelism: int = _shared("ici_tensor_parallelism", 1)
-    # fmt: on
+    base_emb_dim: int = 64
+    base_num_decoder_layers: int = 2
+    base_mlp_dim: int = 256
+    base_num_query_heads: int = 4
+    base_num_kv_heads: int = -1
+    dtype: str = "float32"
+    init_weights_seed: int = 0
+
+    num_devices: int = -1
+    ici_data_parallelism: int = -1
+    ici_fsdp_parallelism: int = 1
+    ici_tensor_parallelism: int = 1
 
     @property
     def prompts_used(self) -> int:
