@@ -252,37 +252,29 @@ def _read_machine(reading: Reading) -> dict[str, Located]:
     """
     topology = reading.leaves.get("compile_topology")
     slices = reading.leaves.get("compile_topology_num_slices")
-    if topology is not None and slices is not None:
-        devices = _slice_devices(str(topology.value))
-        return _devices_of(topology, devices, slices.value)
     command = reading.command
-    if command is None:
+    if topology is not None and slices is not None:
+        place, number = topology, slices.value
+        each = _slice_devices(str(topology.value))
+    elif command is not None and command.machine.devices:
+        place, number = command.locate(0), max(command.machine.slices, 1)
+        each = command.machine.devices // number
+    elif command is not None:
+        outer = command._replace(words=command.outer)
+        names = ("--tpu-type", "--tpu_type", "--device-type", "--device_type")
+        each = _slice_devices(option(outer, *names) or "")
+        text = option(outer, "--num-slices", "--num_slices") or "1"
+        place, number = outer.locate(0), int(text) if text.isdecimal() else 0
+    else:
         return {}
-    if machine := command.machine.devices:
-        slices_here = max(command.machine.slices, 1)
-        return _devices_of(command.locate(0), machine // slices_here, slices_here)
-    outer = command._replace(words=command.outer)
-    names = ("--tpu-type", "--tpu_type", "--device-type", "--device_type")
-    kind = option(outer, *names) or ""
-    gpus = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", kind)
-    counts = (
-        ("--num-nodes", "--num_nodes") if gpus else ("--num-slices", "--num_slices")
-    )
-    number = option(outer, *counts) or "1"
-    devices = int(gpus[1]) if gpus else _slice_devices(kind)
-    return _devices_of(
-        outer.locate(0), devices, int(number) if number.isdecimal() else 0
-    )
-
-
-def _devices_of(place: Located, devices: int, slices: Any) -> dict[str, Located]:
-    """Return the keys of slices of so many devices; none if they are not known."""
-    if not isinstance(slices, int) or devices * slices < 1:
+    if not isinstance(number, int) or each * number < 1:
         return {}
-    found = {"num_devices": dataclasses.replace(place, value=devices * slices)}
-    if slices > 1:
-        found["num_slices"] = dataclasses.replace(place, value=slices)
-    return found
+    sizes = {"num_devices": each * number, "num_slices": number}
+    return {
+        key: dataclasses.replace(place, value=size)
+        for key, size in sizes.items()
+        if size > 1 or key == "num_devices"
+    }
 
 
 def _slice_devices(machine: str) -> int:
@@ -360,10 +352,10 @@ class MaxTextJob(PretrainingJob):
                 combined[name] = AUTO if AUTO in sizes else math.prod(sizes)
         self.num_slices: int = self["num_slices"]
         self.num_devices: int = self["num_devices"] or 0
-        self.assumes_one_slice = False
         if not self.num_devices:
             ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
-            if AUTO in ici or min(ici) < 1:
+            is_open = AUTO in dcn and self.num_slices < 1
+            if AUTO in ici or min(ici) < 1 or is_open:
                 raise ConfigError(
                     "the file leaves a mesh axis open (-1), so its batches depend on"
                     " the machine",
@@ -371,9 +363,7 @@ class MaxTextJob(PretrainingJob):
                     key="num_devices",
                 )
             slices = math.prod(size for size in dcn if size != AUTO)
-            if AUTO in dcn:
-                self.assumes_one_slice = self.num_slices <= 0
-                slices = slices if self.assumes_one_slice else self.num_slices
+            slices = self.num_slices if AUTO in dcn else slices
             self.num_devices = max(math.prod(ici) * slices, 1)
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
@@ -647,12 +637,6 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     rows = to_yaml_number(job[END])
     if isinstance(rows, int):
         yield from few_samples_per_pass(job[ACCUMULATION], rows, END)
-    if job.assumes_one_slice:
-        yield (
-            "dcn_data_parallelism=-1 leaves the number of slices open: one of"
-            f" {job.num_devices:,} devices is assumed, and the batch of several is as"
-            " many times as large; add num_slices=N or num_devices=N"
-        )
     if job.dropped_per_step and sizes.micro >= 1:
         yield (
             f"{END}={show(job[END])} is below 1: a full sample per device is loaded,"
@@ -762,14 +746,13 @@ FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
 
 
-def _sizes_near(job: MaxTextJob, key: str) -> Iterator[Fraction]:
-    """Yield the candidates of a size per device, which is a fraction."""
-    value, increment = max(job[key], Fraction(0)), abs(Fraction(job[INCREMENT]))
-    origin = job[START] if job.ramps and key == END else 0
-    found = {*around(value, increment, origin=origin)[:64]}
-    for step in (job.unit, Fraction(1, job.num_devices)):
-        found.update(around(value, step)[:256])
-    yield from sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
+def _sizes_near(job: MaxTextJob, key: str) -> list[Fraction]:
+    """Return the candidates of a size per device, which is a fraction."""
+    value = max(job[key], Fraction(0))
+    found = {*around(value, job.unit), *around(value, Fraction(1, job.num_devices))}
+    if job.ramps and key == END:
+        found.update(around(value, job[INCREMENT], origin=job[START]))
+    return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
 
 def _increments_near(job: MaxTextJob) -> Iterator[Fraction]:

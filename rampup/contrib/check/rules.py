@@ -30,7 +30,7 @@ from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 from rampup.plan.plan import RampPlan
 
-MAX_TRIED = 512
+MAX_TRIED = 256
 _NUM_MULTIPLES = 64
 _MAX_RATIO = 16
 

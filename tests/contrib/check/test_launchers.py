@@ -200,7 +200,7 @@ FILES = {
     "deepspeed on a file of hosts": ("megatron", f"deepspeed --hostfile=hosts --num_gpus 8 {GPT}", {}, [], "number of devices"),
     "generation of an example": ("skyrl", "python -m examples.terminal_bench.main_tbench_generate trainer.train_batch_size=1", {}, [], "which the rules of SkyRL do not cover"),
     "search path": ("verl", f"{PPO} hydra.searchpath=[pkg://plugin.config] actor_rollout_ref.actor.engine.tp=2", {}, [], {"note": "hydra.searchpath adds base files"}),
-    "nodes of xpk": ("maxtext", f"xpk workload create --device-type h100-mega-80gb-8 --num-nodes 2 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 16}),
+    "nodes of xpk": ("maxtext", f"xpk workload create --device-type h100-mega-80gb-8 --num-nodes 2 --command='{MAXTEXT}'", {}, [], "add num_devices=N"),
     "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 8"}),
     "PyTorchJob": ("megatron", TORCH_JOB, {}, [], {"num_microbatches": [2]}),
     "one process": ("megatron", f"python -u {GPT} --tensor-model-parallel-size 1", {}, [], "add world_size=N"),
@@ -241,8 +241,8 @@ FILES = {
     "a last comment": ("skyrl", f"#!/bin/bash\n{SKYRL} \\\n  # generator.n_samples_per_prompt=2\n\necho done", {}, [], {"samples_per_step": 160, "no_note": "ends in"}),
     "decoding": ("maxtext", f"#!/bin/bash\n{MAXTEXT.replace('train.py', 'decode.py')}", {}, [], r"starts MaxText/decode\.py, which the rules of MaxText do not cover"),
     "generation": ("verl", PPO.replace("main_ppo", "main_generation"), {}, [], "main_generation, which the rules of veRL do not cover"),
-    "open slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\n", {}, [], {LOADED: 16, "note": "leaves the number of slices open"}),
-    "slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 2\n", {}, [], {LOADED: 32, "no_note": "slices open"}),
+    "open slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\n", {}, [], "add num_devices=N"),
+    "slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 2\n", {}, [], {LOADED: 32}),
 }  # fmt: skip
 
 
