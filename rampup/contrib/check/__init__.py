@@ -20,7 +20,7 @@ from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, find_violations, keep_update
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Always, Conversion, Meaning, Verdict
-from rampup.errors import ConfigError, RampupError
+from rampup.errors import ConfigError
 from rampup.plan.numbers import to_yaml_number
 
 SYSTEMS = (
@@ -290,12 +290,7 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
             notes=settings.notes,
             version=job.version,
         )
-    conversion, phases = job.conversion(), job.phases()
-    plan = None
-    # A run that rampup can express has a plan even if its own system rejects the file.
-    if conversion is not None or not violations:
-        with contextlib.suppress(RampupError):
-            plan = job.plan()
+    phases = job.phases()
     return Verdict(
         system=system,
         violations=violations,
@@ -314,6 +309,5 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
             Meaning(settings.describe(says) if says in settings.values else says, means)
             for says, means in dialect.meanings(job)
         ),
-        plan=plan,
-        conversion=conversion,
+        conversion=job.conversion(),
     )

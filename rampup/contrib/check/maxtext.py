@@ -8,7 +8,6 @@ arithmetic belongs to `rampup.plan`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from rampup.config.key import other_names
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.contrib.check.base_files import find_in_repository
-from rampup.contrib.check.known import load_known_keys, load_table, load_unread
+from rampup.contrib.check.known import load_table, load_unread
 from rampup.contrib.check.launch import Launch, Reading, known_end, load_launch, option
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
@@ -79,8 +78,6 @@ _MODELS = re.compile(
     r"(?:-(?:oss|k2|coder|next|omni|vl|custom|test|tiny|pt|2dfsdp|batchsplit|thinking"
     r"|\d{4}|[ae]?\d[\dx.]*[bkmte]))+"
 )
-_SIMILAR = 0.85  # a key at least this similar to another one may be a misspelling of it
-
 
 BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
 UNREAD = load_unread("maxtext")
@@ -218,16 +215,8 @@ def known_keys(job: Any, key: str) -> Iterator[Ruling]:
     """Yield the rule that MaxText has all keys that are not in a base file of a
     fork.
     """
-    known = load_known_keys("maxtext")
-    shown = []
-    for name, place in job.settings.looked_up.items():
-        if known.life(name) is None:
-            close = difflib.get_close_matches(name, known.lives, n=1, cutoff=_SIMILAR)
-            details = [f"line {place.line}"] if place.line else []
-            details += [f"the closest key is {other}" for other in close]
-            shown.append(f"{name} ({'; '.join(details)})" if details else name)
     yield from job.unknown(
-        shown,
+        job.keys_of("maxtext", None),
         key,
         "left out: MaxText refuses what is not in its configuration (that of November"
         " 2025 warned). For a fork with keys of its own, name its base file with"
@@ -237,9 +226,7 @@ def known_keys(job: Any, key: str) -> Iterator[Ruling]:
 
 def old_keys(job: Any) -> Iterator[str]:
     """Yield a note about keys that only older versions of MaxText have."""
-    known = load_known_keys("maxtext")
-    old = [name for name in job.settings.looked_up if known.life(name) == (1, 1)]
-    if old:
+    if old := job.keys_of("maxtext", (1, 1)):
         yield (
             f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a"
             " newer one refuses them."

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
-from rampup.contrib.check.known import load_known_keys, load_unread, with_lines
+from rampup.contrib.check.known import load_unread
 from rampup.contrib.check.launch import (
     Launch,
     Reading,
@@ -693,16 +693,10 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             "num_nodes is not in the file: one node is taken, as NeMo does; add"
             " num_nodes=N if the launcher sets it."
         )
-    known = load_known_keys("megatron")
-    foreign = {
-        name: place
-        for name, place in job.settings.looked_up.items()
-        if known.life(name) is None
-    }
-    if foreign:
+    if foreign := job.keys_of("megatron", None):
         yield (
             "Megatron-LM stops at options that it does not have, such as"
-            f" {', '.join(with_lines(foreign)[:6])}: this is for a fork or another"
+            f" {', '.join(foreign[:6])}: this is for a fork or another"
             " version. They are taken as options that change no size"
         )
     if job.ramp is not None and job.has_ramp:

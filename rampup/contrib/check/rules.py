@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from rampup.config.build import build_plan
 from rampup.config.schema import KEYS, Config
 from rampup.contrib.check.base_files import read_hydra
+from rampup.contrib.check.known import Life, load_known_keys, with_lines
 from rampup.contrib.check.launch import Launch
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.settings import Settings
@@ -126,6 +127,16 @@ class Job:
             **options,
         )
 
+    def keys_of(self, system: str, life: Life | None) -> list[str]:
+        """Return the keys that the system looks up and that its table has in these
+        versions alone, None for no version, with their lines.
+        """
+        known = load_known_keys(system)
+        looked_up = self.settings.looked_up
+        return with_lines(
+            {name: at for name, at in looked_up.items() if known.life(name) == life}
+        )
+
     def unknown(self, names: Sequence[str], key: str, why: str) -> Iterator[Ruling]:
         """Yield the rule that the system has all keys, of which it lacks some; `key`
         stands for them.
@@ -156,12 +167,6 @@ class Job:
     def conversion(self) -> Conversion | None:
         """Return the same run in rampup's keys, or None if rampup's configuration has
         no counterpart.
-        """
-        return None
-
-    def plan(self) -> Any:
-        """Return rampup's plan of the same run, or None if there is none; a RampupError
-        if rampup refuses the run.
         """
         return None
 
@@ -213,10 +218,6 @@ class PretrainingJob(Job):
             return build_plan(Config(**self.rampup_values()))
         except RampupError as error:
             return error
-
-    def plan(self) -> RampPlan | None:
-        """Return rampup's plan of the same run, or None if it cannot express it."""
-        return self.planned if isinstance(self.planned, RampPlan) else None
 
     def conversion(self) -> Conversion:
         """Return the same run in rampup's keys, or why they cannot express it."""

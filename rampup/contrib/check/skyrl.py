@@ -12,11 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
 from rampup.contrib.check.base_files import Version, read_hydra
-from rampup.contrib.check.known import (
-    load_known_keys,
-    load_unread,
-    with_lines,
-)
+from rampup.contrib.check.known import load_unread
 from rampup.contrib.check.launch import Launch, Reading, load_launch, program_of
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
@@ -81,7 +77,6 @@ LAUNCH = load_launch(
     unread=load_unread("skyrl"),
 )
 KEYS = LAUNCH.entries
-_KNOWN = load_known_keys("skyrl")
 _SECTIONS = (
     "data",
     "trainer",
@@ -117,13 +112,11 @@ class SkyRLJob(RolloutJob):
         if self[WORD] == NEWEST:
             self.version = "SkyRL of August 2026 (a956457)"
         # Keys that no class of SkyRL's settings has, with their lines.
-        self.unknown_keys = with_lines(
-            {
-                name: at
-                for name, at in settings.looked_up.items()
-                if name.partition(".")[0] in _SECTIONS and _KNOWN.life(name) is None
-            }
-        )
+        self.unknown_keys = [
+            name
+            for name in self.keys_of("skyrl", None)
+            if name.partition(".")[0] in _SECTIONS
+        ]
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
         # The number of passes depends on lengths with a token budget.
@@ -247,7 +240,7 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
         )
     if job[STRATEGY] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
-    if old := [name for name in job.settings.looked_up if _KNOWN.life(name) == (1, 1)]:
+    if old := job.keys_of("skyrl", (1, 1)):
         yield (
             f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August"
             " 2026 refuses them."

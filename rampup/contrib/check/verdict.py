@@ -74,8 +74,6 @@ class Verdict:
         None  # of a ramp, as in `rampup plan --json`
     )
     meanings: tuple[Meaning, ...] = ()  # the explanation for people
-    # rampup's `RampPlan` of the same run, if one can be built
-    plan: Any = None
     conversion: Conversion | None = (
         None  # the same run in rampup's keys; None for systems that have no counterpart
     )

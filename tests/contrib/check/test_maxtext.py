@@ -255,7 +255,7 @@ def test_grpo_of_2025_is_asked_about():
     assert found({**grpo, "use_grpo": False}).derived[TO_TRAIN] == 8
 
 
-def test_misspelled_keys_are_named_with_the_closest_key_and_their_line(tmp_path):
+def test_misspelled_keys_are_named_with_their_line(tmp_path):
     """MaxText refuses them, also beside the right key, in a command and in a file."""
     script, config = tmp_path / "run.sh", tmp_path / "run.yml"
     script.write_text(
@@ -264,7 +264,7 @@ def test_misspelled_keys_are_named_with_the_closest_key_and_their_line(tmp_path)
     )
     config.write_text(f"{SIZE}: 4\nnum_devices: 8\nper_device_batchsize: 4\n")
     for path, line in ((script, 2), (config, 3)):
-        said = f"per_device_batchsize (line {line}; the closest key is {SIZE})"
+        said = f"per_device_batchsize (line {line})"
         expect(
             check_file(path, "maxtext", ["num_devices=8"]),
             rules=["known_keys"],
