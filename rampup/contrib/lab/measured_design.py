@@ -39,7 +39,7 @@ from rampup.plan.ramp import BatchRamp
 # Candidates go up to this many times the largest batch that was timed, and have at
 # least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
-# places of a run at which its loss, hours and noise scale are predicted
+# places of a run at which its loss and hours are predicted
 COURSE_PARTS = 10
 # the loss after some samples is the mean over this share of them, the last
 LOSS_SHARE = 0.05
@@ -353,16 +353,10 @@ class Forecast:
         course = []
         for part in range(1, COURSE_PARTS + 1):
             done = -(-self.samples * part // COURSE_PARTS)
-            ends = [each.run(schedule, samples=done) for each in self.models]
-            noises = [
-                each.noise.at(end.progress)
-                for each, end in zip(self.models, ends, strict=True)
-            ]
             course.append(
-                {"tokens": done * self.config.max_target_length, "steps": ends[0].steps}
+                {"tokens": done * self.config.max_target_length}
                 | self._loss(schedule, done)
                 | _with_ends("hours", self._hours(schedule, [done]))
-                | _with_ends("noise_scale", noises)
             )
         return course
 
