@@ -14,10 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rampup.config.yaml import Located, read_text
-from rampup.contrib.check.known import (
-    load_known_keys,
-    with_lines,
-)
+from rampup.contrib.check.known import with_lines
 from rampup.contrib.check.launch import (
     PARENT,
     Launch,
@@ -48,13 +45,10 @@ def _base_folders(command: Command, path: str) -> list[Path]:
     """Return where the base file of a command may be: its `--config-path` in a folder
     above, or above its program's folder.
     """
-    folder = known_end(option(command, "--config-path", "-cp") or "config")
-    parts = Path(folder).parts
-    # An absolute path may be one of another machine.
-    ends = [
-        Path(*parts[first:])
-        for first in range(len(parts) if folder.startswith("/") else 1)
-    ]
+    folder = Path(known_end(option(command, "--config-path", "-cp") or "config"))
+    ends = [folder]
+    if folder.is_absolute():  # it may be one of another machine
+        ends += [Path(*folder.parts[first:]) for first in range(1, len(folder.parts))]
     ends.append(Path(program_of(command)).parent / folder)
     return [up / end for end in ends for up in Path(path).absolute().parents]
 
@@ -85,18 +79,19 @@ def read_hydra(
     """Read a YAML file, a script or a command, above the base files that it names; the
     arguments are those of `read_source`.
     """
-    chosen = [
-        setting.partition("=")[2]
-        for setting in overrides
-        if setting.startswith(f"{PARENT}=")
-    ]
-    others = [setting for setting in overrides if not setting.startswith(f"{PARENT}=")]
+    chosen: str | None = None
+    others: list[str] = []
+    for setting in overrides:
+        if setting.startswith(f"{PARENT}="):
+            chosen = setting.partition("=")[2]
+        else:
+            others.append(setting)
     reading = read_source(source, others, launch).rename(launch.canonical)
     bases = _BaseFiles(launch, reading.path)
     if reading.command is not None:
-        bases.start(reading.command, chosen[-1] if chosen else None)
-    elif not isinstance(source, tuple) and PARENT in reading.leaves:
-        bases.follow(reading.leaves[PARENT], Path(source).parent)
+        bases.start(reading.command, chosen)
+    elif PARENT in reading.leaves:
+        bases.follow(reading.leaves[PARENT], Path(reading.path).parent)
     own = {name: value for name, value in reading.leaves.items() if name != PARENT}
     reading = dataclasses.replace(
         reading,
@@ -106,20 +101,17 @@ def read_hydra(
     version = choose_version(reading, bases.beside)
     questions = (*reading.questions, *version.questions)
     reading = dataclasses.replace(reading, questions=questions)
-    known_keys = load_known_keys(launch.keys) if launch.keys else None
+    known_keys = launch.known_keys
     settings = type_settings(reading, launch, {**version.defaults, **bases.shipped})
     notes = [*settings.notes, *version.notes]
-    if reading.command is None and known_keys is not None:
-        groups = {name.partition(".")[0] for name in known_keys.lives}
+    if reading.command is None:
+        groups = tuple({f"{name.partition('.')[0]}." for name in known_keys.lives})
         own = {
             name: at
             for name, at in reading.leaves.items()
-            if "." in name and name.partition(".")[0] in groups
-        }
-        own = {
-            name: at
-            for name, at in own.items()
-            if known_keys.life(name) is None and name not in launch.entries
+            if name.startswith(groups)
+            and known_keys.life(name) is None
+            and name not in launch.entries
         }
         if named := ", ".join(with_lines(own)[:4]):
             notes.append(
@@ -142,12 +134,12 @@ def read_hydra(
             " have are not checked."
         )
     looked = looked_up(reading, bases.beside)
-    answered = {
-        setting.partition("=")[0].lstrip("+") for setting in reading.overrides
-    } - launch.entries.keys()
-    if known_keys is not None and (
-        version.is_fork or any(known_keys.life(name) is None for name in answered)
-    ):
+    own_answers = [
+        name
+        for name in reading.answered - launch.entries.keys()
+        if known_keys.life(name) is None
+    ]
+    if launch.keys and (version.is_fork or own_answers):
         foreign = [name for name in looked if known_keys.life(name) is None]
         if foreign:
             notes.append(
@@ -168,18 +160,12 @@ def looked_up(
     """
     if reading.command is None or SEARCH_PATH in reading.leaves:
         return {}
-    answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides}
-    found = (
-        reading.leaves.keys()
-        - reading.written("+", "++", "~")
-        - answered
-        - beside.keys()
-    )
+    others = reading.written("+", "++", "~") | reading.answered | beside.keys()
     is_key = re.compile(r"(?!hydra\.)[^@/]*\.[^@/]*")
     return {
         name: value
         for name, value in reading.leaves.items()
-        if name in found and is_key.fullmatch(name)
+        if name not in others and is_key.fullmatch(name)
     }
 
 
@@ -203,24 +189,16 @@ class _BaseFiles:
         """
         launch, path = self.launch, self.path
         name = option(command, "--config-name", "-cn") if chosen is None else chosen
-        folders = [*_base_folders(command, path), *_program_folders(command, path)]
+        beside = _program_folders(command, path)
         if name is not None:
+            folders = [*_base_folders(command, path), *beside]
             self.add(name, [Path(path).parent, *folders], path)
             return
-        part = next(
-            (
-                part
-                for part in launch.programs
-                if part and any(part in word for word in command.words)
-            ),
-            "",
-        )
+        text = " ".join(command.words)
+        part = next((part for part in launch.programs if part and part in text), "")
         default = launch.programs.get(part, "")
-        if part or any(
-            (folder / f"{default}.yaml").is_file()
-            for folder in _program_folders(command, path)
-        ):
-            self.add(default, _program_folders(command, path), path)
+        if part or any((folder / f"{default}.yaml").is_file() for folder in beside):
+            self.add(default, beside, path)
         else:
             self.shipped |= launch.bases.get(default, {})
 
@@ -280,13 +258,9 @@ class _BaseFiles:
                 found, _ = read_leaves(read_text(file), str(file))
                 if PARENT in found:
                     self.follow(found.pop(PARENT), file.parent, package)
-                prefix = f"{package}." if package else ""
-                self.beside.update(
-                    {
-                        self.launch.canonical(prefix + key): value
-                        for key, value in found.items()
-                    }
-                )
+                for key, value in found.items():
+                    below = f"{package}.{key}" if package else key
+                    self.beside[self.launch.canonical(below)] = value
                 return
         if name in self.launch.bases:
             own = dict(self.launch.bases[name])
@@ -312,11 +286,10 @@ class _BaseFiles:
 def repository_folders(path: str) -> list[Path]:
     """Return the folders above a file, up to the root of its repository."""
     folders = list(Path(path).absolute().parents)[:_MAX_FOLDERS]
-    root = next(
-        (place for place, folder in enumerate(folders) if (folder / ".git").exists()),
-        len(folders),
-    )
-    return folders[: root + 1]
+    for number, folder in enumerate(folders, start=1):
+        if (folder / ".git").exists():
+            return folders[:number]
+    return folders
 
 
 def find_in_repository(path: str, place: str) -> list[Path]:
@@ -325,17 +298,12 @@ def find_in_repository(path: str, place: str) -> list[Path]:
     """
     folders = repository_folders(path)
     is_repository = (folders[-1] / ".git").exists()
-    copies = {
-        up: sorted(up.glob(f"*/{place}"))
-        for up in folders
-        if is_repository or up == folders[0]
-    }
-    return [
-        file
-        for up in folders
-        for file in (up / place, *copies.get(up, ()))
-        if file.exists()
-    ]
+    found: list[Path] = []
+    for up in folders:
+        found.append(up / place)
+        if is_repository or up == folders[0]:
+            found += sorted(up.glob(f"*/{place}"))
+    return [file for file in found if file.exists()]
 
 
 def _program_folders(command: Command, path: str) -> list[Path]:

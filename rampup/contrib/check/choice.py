@@ -217,7 +217,7 @@ def ask_of_forks(reading: Reading, launch: Launch) -> Reading:
         f" of {launch.system}"
     )
     answer = launch.follows.partition("=")[0]
-    if any(setting.partition("=")[0] == answer for setting in reading.overrides):
+    if answer in reading.answered:
         return dataclasses.replace(
             reading, is_fork=True, notes=(*reading.notes, f"{said}.")
         )

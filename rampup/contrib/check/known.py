@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -66,8 +66,10 @@ class KnownKeys:
         """Return the name of a key in the table: its own, or that of a section whose
         keys are not listed.
         """
-        names = (key, *(f"{part}.*" for part in reversed([*sections_of(key)])))
-        return next((name for name in names if name in self.lives), key)
+        if key in self.lives:
+            return key
+        sections = [f"{section}.*" for section in sections_of(key)]
+        return next((name for name in reversed(sections) if name in self.lives), key)
 
     def in_version(self, version: int) -> frozenset[str]:
         """Return the keys of a version."""
@@ -85,12 +87,8 @@ def sections_of(key: str) -> Iterator[str]:
 def load_known_keys(system: str) -> KnownKeys:
     """Return the table of a system."""
     lives: dict[str, Life] = {}
-    for line in (
-        files(__package__)
-        .joinpath(f"{system}_keys.txt")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    ):
+    file = files(__package__).joinpath(f"{system}_keys.txt")
+    for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
         section, _, rest = line.partition(": ")
@@ -123,7 +121,7 @@ class Unread:
     # What it can change, as the end of a sentence: `divides the devices of a replica`
     changes: str
     # The values with which it changes nothing.
-    harmless: tuple[Any, ...] = (None, False, "")
+    harmless: Sequence[Any] = (None, False, "")
     # Whether its effect is so likely that there is no verdict without an answer;
     # otherwise a note names it.
     asks: bool = True
@@ -141,8 +139,6 @@ def load_unread(system: str, keys: str = "") -> dict[str, Unread]:
     the system whose keys they are, if it is another.
     """
     rows = load_table(system, "unread")
-    for row in rows.values():
-        row["harmless"] = tuple(row.get("harmless", Unread("").harmless))
     return {
         name: Unread(**row)
         for name in load_known_keys(keys or system).lives

@@ -12,7 +12,9 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.yaml import Located, parse_scalar
 from rampup.contrib.check.known import (
+    KnownKeys,
     Unread,
+    load_known_keys,
     load_table,
 )
 from rampup.contrib.check.shell.script import Command
@@ -86,6 +88,11 @@ class Reading:
     # follows the rules
     is_fork: bool = False
 
+    @property
+    def answered(self) -> set[str]:
+        """The names of the user's settings."""
+        return {setting.partition("=")[0].lstrip("+") for setting in self.overrides}
+
     def written(self, *signs: str) -> set[str]:
         """Return the keys that the command writes with one of Hydra's signs."""
         words = () if self.command is None else self.command.words
@@ -141,13 +148,13 @@ def read_words(command: Command) -> dict[str, Located]:
         match = _SETTING.fullmatch(word)
         if match is None or (match[3] is None and match[1] != "~"):
             continue
-        value = None if match[1] == "~" else match[3].strip()
-        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
-            value = value[1:-1]
-        elif value is not None:
-            value = (
-                parse_scalar(value, command.path) if not unknown_names(value) else value
-            )
+        value = None
+        if match[1] != "~":
+            value = match[3].strip()
+            if re.fullmatch(r"'.*'|\".*\"", value, re.DOTALL):
+                value = value[1:-1]
+            elif not unknown_names(value):
+                value = parse_scalar(value, command.path)
         located[match[2]] = command.locate(value)
     return located
 
@@ -195,6 +202,13 @@ class Launch:
         ""  # what has the same effect as a fork's key that repeats each prompt
     )
 
+    @property
+    def known_keys(self) -> KnownKeys:
+        """All keys of the system; none if there is no table of them."""
+        if self.keys:
+            return load_known_keys(self.keys)
+        return KnownKeys({}, frozenset())
+
     def known(self, name: str) -> bool:
         """Return whether a key as written is one that the rules read."""
         return self.canonical(name) in self.entries
@@ -213,44 +227,29 @@ def option(command: Command | None, *names: str) -> str | None:
     None without it.
     """
     words = () if command is None else command.words
-    pairs = (
-        (*word.partition("="), following)
-        for word, following in itertools.pairwise((*words, ""))
-    )
-    return next(
-        (
-            value if equals else following
-            for name, equals, value, following in pairs
-            if name in names
-        ),
-        None,
-    )
+    for word, following in itertools.pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else following
+    return None
 
 
 def known_end(path: str) -> str:
     """Return the part of a path that is known: behind the last folder that is not, such
     as one of the environment.
     """
-    return (
-        show_unknown(path).rpartition("$")[2].partition("/")[2]
-        if unknown_names(path)
-        else path
-    )
+    if unknown_names(path):
+        return show_unknown(path).rpartition("$")[2].partition("/")[2]
+    return path
 
 
 def program_of(command: Command) -> str:
     """Return the path of the Python program that a command starts, without its suffix:
     `verl/trainer/main_ppo`.
     """
-    modules = (
-        following
-        for word, following in itertools.pairwise(command.words)
-        if word == "-m"
-    )
-    if module := next(
-        (name for name in modules if not name.startswith(_LAUNCHERS)), ""
-    ):
-        return module.replace(".", "/")
+    for word, following in itertools.pairwise(command.words):
+        if word == "-m" and not following.startswith(_LAUNCHERS):
+            return following.replace(".", "/")
     file = next((word for word in command.words if word.endswith(".py")), "")
     return known_end(file).removesuffix(".py")
 

@@ -25,22 +25,19 @@ _VARIABLES = {
     "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
     "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
     "--gpus": ("SLURM_GPUS",),
-    "--gpus-per-node": ("SLURM_GPUS_PER_NODE",),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
     "--cpus-per-task": ("SLURM_CPUS_PER_TASK",),
 }
+_ONE = re.compile(r"(\d+)-\1")  # at least and at most so many
+_GRES = re.compile(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)")
 _Entries = Mapping[Any, Any]
 _STARTERS = ("srun", "mpirun", "mpiexec")
 
 
 def read_header(text: str) -> dict[str, str]:
     """Return the variables that the `#SBATCH` lines of a script set."""
-    return read_options(
-        [
-            word
-            for line in _HEADER.findall(text)
-            for word in line.partition(" #")[0].split()
-        ]
-    )
+    lines = [line.partition(" #")[0] for line in _HEADER.findall(text)]
+    return read_options(" ".join(lines).split())
 
 
 def read_options(words: Sequence[str]) -> dict[str, str]:
@@ -48,21 +45,15 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
     start.
     """
     found: dict[str, str] = {}
-    for option, text in _pairs(words):
-        value = (
-            text.rpartition(":")[2] if option in ("--gpus", "--gpus-per-node") else text
-        )
-        first, dash, last = value.partition("-")
-        value = first if dash and first == last else value
-        if option == "--gres" and (
-            match := re.search(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)", text)
-        ):
+    for option, value in _pairs(words):
+        if option in ("--gpus", "--gpus-per-node"):
+            value = value.rpartition(":")[2]  # behind the kind
+        if match := _ONE.fullmatch(value):
+            value = match[1]
+        if option == "--gres" and (match := _GRES.search(value)):
             found["SLURM_GPUS_ON_NODE"] = match[1] or "1"
-        if value.isdecimal() or has_unknown(value):
+        elif value.isdecimal() or has_unknown(value):
             found |= dict.fromkeys(_VARIABLES.get(option, ()), value)
-            found |= (
-                {"SLURM_GPUS_ON_NODE": value} if option == "--gpus-per-node" else {}
-            )
     nodes = found.get("SLURM_NNODES", "")
     each = found.get("SLURM_NTASKS_PER_NODE", "")
     if nodes.isdecimal() and each.isdecimal() and "SLURM_NTASKS" not in found:
@@ -80,30 +71,21 @@ def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
         return ""
     rest = words[place + 1 :]
     if names[place] != "srun":
-        return next(
-            (
-                value
-                for option, value in _pairs(rest)
-                if option in ("-np", "--np", "--ntasks")
-            ),
-            "",
-        )
+        for option, value in _pairs(rest):
+            if option in ("-np", "--np", "--ntasks"):
+                return value
+        return ""
     own = read_options(rest)
     if "SLURM_NTASKS" in own:
         return own["SLURM_NTASKS"]
+    if "SLURM_NTASKS_PER_NODE" not in own and variable("SLURM_NTASKS"):
+        return variable("SLURM_NTASKS")
     nodes = own.get("SLURM_NNODES") or variable("SLURM_NNODES")
     each = own.get("SLURM_NTASKS_PER_NODE") or variable("SLURM_NTASKS_PER_NODE")
-    tasks = variable("SLURM_NTASKS")
-    if tasks and not own.keys() & {"SLURM_NTASKS_PER_NODE"}:
-        return tasks
-    for number in (nodes, each):
-        if has_unknown(number):
-            return number
     each = each or "1"
-    is_known = nodes.isdecimal() and each.isdecimal()
-    if is_known:
+    if nodes.isdecimal() and each.isdecimal():
         return str(int(nodes) * int(each))
-    return ""
+    return next(filter(has_unknown, (nodes, each)), "")
 
 
 def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:

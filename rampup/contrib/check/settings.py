@@ -18,7 +18,6 @@ from rampup.contrib.check.known import (
     MULTIPLIES,
     find_questions,
     find_unread,
-    load_known_keys,
     sections_of,
 )
 from rampup.contrib.check.launch import Entry, Launch, Reading
@@ -158,7 +157,7 @@ def _find_problems(
         yield from find_questions(
             {name: value for name, value in given.items() if name not in entries},
             launch.unread,
-            load_known_keys(launch.keys),
+            launch.known_keys,
             launch.system,
             launch.decides or _decides(entries),
             launch.repeats,
@@ -263,7 +262,7 @@ def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
     """
     entries = launch.entries
     sections = {name.partition(".")[0] for name in entries if "." in name}
-    known = load_known_keys(launch.keys) if launch.keys else None
+    settable = {*entries, *reading.leaves, *launch.unread}
     result = {}
     for setting in reading.overrides:
         written, equals, text = setting.partition("=")
@@ -277,9 +276,7 @@ def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
             value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE
         )
         section, dot, _ = name.partition(".")
-        if name in {*entries, *reading.leaves, *launch.unread} or (
-            known is not None and known.life(name)
-        ):
+        if name in settable or launch.known_keys.life(name):
             continue
         if dot and section in {*sections, *launch.groups}:
             # Also if the source sets the right key: the setting would do nothing.
@@ -318,7 +315,6 @@ def _find_misspelt(
     """Yield an error for each unknown key that differs very little from a known, unset
     one: in its last part, or in its section if the system has no such section.
     """
-    known = load_known_keys(launch.keys) if launch.keys else None
     sections = {name.rpartition(".")[0] for name in launch.entries}
     unset = launch.entries.keys() - located.keys()
     for name in sorted(located.keys() - launch.entries.keys()):
@@ -331,7 +327,7 @@ def _find_misspelt(
                 if len(part := key.rpartition(".")[2]) > _MIN_LENGTH
                 and key.removesuffix(part).rstrip(".") == section
             }
-        elif section.partition(".")[0] in launch.groups or (known and known.life(name)):
+        elif section.partition(".")[0] in launch.groups or launch.known_keys.life(name):
             continue
         else:
             written = name
