@@ -197,8 +197,8 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
             f"similar commands in {', '.join(dict.fromkeys(lines))}:"
             f" {LINE}={others[0].line} chooses another"
         )
-    if command.machine.devices:
-        yield f"the manifest asks for {command.machine.devices:,} devices."
+    if command.devices:
+        yield f"the manifest asks for {command.devices:,} devices."
     yield from _command_notes(command)
     yield from dict.fromkeys(
         f"{row.unread}; what it sets or starts is not read." for row in rows.unread

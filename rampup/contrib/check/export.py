@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,15 +19,12 @@ from typing import Any
 import yaml
 
 from rampup.config.schema import Config
-from rampup.contrib.check import load_dialect
-from rampup.contrib.check.maxtext import MaxTextJob
-from rampup.contrib.check.megatron import MegatronJob
-from rampup.contrib.check.rules import Job, find_violations
+from rampup.contrib.check import check_file
 from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import to_yaml_number
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.ramp import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,42 +66,31 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
     exported = PLAN_EXPORTS[system](run)
     # The ramp that the system would run must be that of the plan; notes name rows that
     # it reads and does not train on.
-    job, notes = run.checked(exported), list(exported.notes)
-    found: list[tuple[int, int, int]] = []
-    if isinstance(job, MegatronJob):
-        ramp = job.ramp
-        if job.has_schedule:
-            # The thresholds as Megatron's floating-point numbers give them.
-            ramp = BatchRamp.piecewise(
-                [(entry.as_run, entry.size) for entry in job.thresholds]
-            )
-        found = _rows(ramp) if ramp else []
-    elif isinstance(job, MaxTextJob):
-        found = job.ramp_phases or [(0, job.sizes.to_train, 0)]
-        if lost := job.lost_at_ramp_end:
-            notes.append(
-                f"MaxText's loader drops {lost:,} rows at the end of the ramp; those"
-                " after it move up."
-            )
-        if job.dropped_per_step:
-            notes.append(
-                "MaxText loads a full sample per device and drops"
-                f" {job.dropped_per_step:,} rows in every step."
-            )
-    for expected, row in itertools.zip_longest(_rows(plan.ramp), found):
+    numbers, notes = run.checked(exported), list(exported.notes)
+    found = numbers.get("ramp_phases") or numbers.get("manager_phases")
+    if found is None:
+        found = [[0, numbers["global_batch_size_to_train_on"], 0]]
+    wanted = [
+        [phase.start_step, phase.global_batch_size, phase.start_sample]
+        for phase in plan.ramp.phases
+    ]
+    for expected, row in itertools.zip_longest(wanted, found):
         run.require(
             expected == row,
             "export",
-            f"a phase would be (step, batch, sample) {row} instead of {expected}",
+            f"a phase would be [step, batch, sample] {row} instead of {expected}",
+        )
+    if lost := numbers.get("lost_samples_at_ramp_end"):
+        notes.append(
+            f"MaxText's loader drops {lost:,} rows at the end of the ramp; those after"
+            " it move up."
+        )
+    if dropped := numbers.get("dropped_samples_per_step"):
+        notes.append(
+            f"MaxText loads a full sample per device and drops {dropped:,} rows in"
+            " every step."
         )
     return replace(exported, notes=tuple(notes))
-
-
-def _rows(ramp: BatchRamp) -> list[tuple[int, int, int]]:
-    return [
-        (phase.start_step, phase.global_batch_size, phase.start_sample)
-        for phase in ramp.phases
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,32 +108,27 @@ class _Run:
                 f"{NAMES[self.system]} cannot run this plan: {reason}", key=key
             )
 
-    def checked(self, exported: Exported) -> Job:
+    def checked(self, exported: Exported) -> Mapping[str, Any]:
         """Return the numbers of an exported file by the rules of its system, which it
         must satisfy.
         """
-        dialect = load_dialect(self.system)
         facts = [f"{key}={value}" for key, value in exported.facts.items()]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "exported.yml"
             path.write_text(exported.to_yaml(self.system), encoding="utf-8")
-            job = dialect.job(dialect.read(path, facts))
-        for broken in find_violations(dialect, job):
+            verdict = check_file(path, self.system, facts)
+        for broken in verdict.violations:
             self.require(False, broken.keys[0], broken.message)
-        return job
+        return verdict.derived
 
     @property
     def grows(self) -> bool:
         """Whether there is more than one phase."""
         return len(self.plan.ramp.phases) > 1
 
-    def changes(self) -> list[tuple[Phase, int, Phase, int]]:
-        """Return each phase and its batch with the next phase and its batch."""
-        pairs = itertools.pairwise(self.plan.ramp.phases)
-        return [
-            (before, before.global_batch_size, phase, phase.global_batch_size)
-            for before, phase in pairs
-        ]
+    def changes(self) -> Iterable[tuple[Phase, Phase]]:
+        """Return each phase with the next one."""
+        return itertools.pairwise(self.plan.ramp.phases)
 
     def microbatch(self) -> int:
         """Return the samples of a replica in a pass, which must be the same in all
@@ -155,24 +136,21 @@ class _Run:
         """
         first = self.plan.splits[0].microbatch_size
         for phase, split in zip(self.plan.ramp.phases, self.plan.splits, strict=True):
-            reason = (
-                f"{phase}, has microbatches of {split.microbatch_size:,} samples, but"
-                " it has one size for all phases"
-            )
             self.require(
                 split.microbatch_size == first,
                 "rampup_microbatch",
-                f"{reason}; set rampup_microbatch=fixed",
+                f"{phase}, has microbatches of {split.microbatch_size:,} samples, but"
+                " it has one size for all phases; set rampup_microbatch=fixed",
             )
         return first
 
     def require_axes(self, *axes: str) -> None:
-        """Refuse mesh axes that the system has no key for."""
+        """Refuse mesh axes other than these."""
         for axis, slices in zip(AXES, self.plan.axes.slices, strict=True):
             size = getattr(self.plan.axes, axis)
             key = f"{'ici' if size > slices else 'dcn'}_{axis}_parallelism"
             self.require(
-                size == 1 or axis in ("data", "fsdp", *axes),
+                size == 1 or axis in axes,
                 key,
                 f"it has no axis like {axis}={size}; set {key}=1",
             )
@@ -278,7 +256,8 @@ def _maxtext_ramp(run: _Run) -> dict[str, Any]:
     # MaxText counts every phase from zero, n steps of size b for a share of (n - 1)
     # * b < share <= n * b samples.
     least, most = 0, plan.ramp.ramp_samples * shares
-    for before, size, phase, after in run.changes():
+    for before, phase in run.changes():
+        size, after = before.global_batch_size, phase.global_batch_size
         run.require(
             growth > 0 and after - size == growth,
             "batch_size_schedule",
@@ -312,8 +291,9 @@ def _to_megatron(run: _Run) -> Exported:
     micro = run.microbatch()
     length = config.max_target_length
     splitter = run.plan.splitter
-    run.require_axes("tensor", "context", "pipeline")
-    for _, size, phase, after in run.changes():
+    run.require_axes("data", "fsdp", "tensor", "context", "pipeline")
+    for before, phase in run.changes():
+        size, after = before.global_batch_size, phase.global_batch_size
         reason = (
             f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer"
             " stops"
@@ -321,10 +301,16 @@ def _to_megatron(run: _Run) -> Exported:
         run.require(after > size, "batch_size_schedule", reason)
     values: dict[str, Any] = {"micro_batch_size": micro, "seq_length": length}
     if run.grows:
-        entries = [
-            f"{phase.start_sample * length}:{phase.global_batch_size}"
-            for phase in plan.ramp.phases
-        ]
+        entries: list[str] = []
+        for phase in plan.ramp.phases:
+            tokens = phase.start_sample * length
+            run.require(
+                int(float(tokens)) == tokens,
+                "batch_size_schedule",
+                f"{phase}, begins at {tokens:,} tokens, which are no floating-point"
+                " number",
+            )
+            entries.append(f"{tokens}:{phase.global_batch_size}")
         values["step_batch_size_schedule"] = " ".join(entries)
     else:
         values["global_batch_size"] = plan.ramp.sizes[0]

@@ -1,21 +1,22 @@
-"""What starts the processes of a job: Slurm, MPI, manifests of Kubernetes (Job, JobSet,
-PyTorchJob, RayJob), job files of Vertex and tasks of SkyPilot.
-"""
+"""What starts the processes of a job: Slurm, MPI, tasks of SkyPilot and RayJobs."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
 
 from rampup.contrib.check.shell.values import has_unknown
+from rampup.errors import ConfigError
 
-_MANIFEST = re.compile(
-    r"^apiVersion:|\bcontainer_?[sS]pec\"?:|^run *: *[|>]", re.MULTILINE
+# Where the command of a task of SkyPilot or of a RayJob stands.
+_COMMAND = re.compile(r"^(?:run| +entrypoint) *:", re.MULTILINE)
+_CONTAINERS = re.compile(
+    r"^apiVersion *:[\s\S]*\bcontainers *:|\bcontainer_?[sS]pec\b", re.MULTILINE
 )
 _HEADER = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
 _LETTERS = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task"}
@@ -30,7 +31,6 @@ _VARIABLES = {
 }
 _ONE = re.compile(r"(\d+)-\1")  # at least and at most so many
 _GRES = re.compile(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)")
-_Entries = Mapping[Any, Any]
 _STARTERS = ("srun", "mpirun", "mpiexec")
 
 
@@ -98,200 +98,71 @@ def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
             yield name, value if equals else following
 
 
-class Machine(NamedTuple):
-    """The devices that a manifest asks for, and the TPU slices in which they are; 0 if
-    it does not say.
+class Script(NamedTuple):
+    """A script, or a command as one, with what a manifest says of it."""
+
+    text: str
+    line: int | None = None  # of its commands; None for those of the script
+    devices: int = 0  # those that the manifest asks for; 0 if it does not say
+
+
+def find_scripts(text: str, path: str) -> list[Script]:
+    """Return the commands of tasks of SkyPilot and of RayJobs; none if a text is neither.
+    Other manifests with containers are refused.
     """
-
-    devices: int = 0
-    slices: int = 0
-
-
-class Container(NamedTuple):
-    """The command of a container as a script, and the machine of all containers of its
-    manifest.
-    """
-
-    script: str
-    line: int | None  # of its commands; None for those of the script
-    machine: Machine = Machine()
-
-
-_DEVICES = re.compile(
-    r"(?:nvidia|amd)\.com/gpu|google\.com/tpu|acceleratorCount|accelerator_count"
-)
-_ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
-_LINES = object()  # the key of a mapping that has the lines of its other keys
-
-
-class _Loader(yaml.BaseLoader):
-    """Reads every value as text."""
-
-    def construct_mapping(
-        self,
-        node: yaml.MappingNode,
-        deep: bool = False,  # noqa: ARG002
-    ) -> dict[Any, Any]:
-        # A template such as `{{ .Values.n }}` is a mapping whose key is one.
-        items = {
-            key.value: value for key, value in node.value if isinstance(key.value, str)
-        }
-        found = {
-            name: self.construct_object(value, deep=True)
-            for name, value in items.items()
-        }
-        return found | {
-            _LINES: {name: value.start_mark.line + 1 for name, value in items.items()}
-        }
-
-
-def find_containers(text: str) -> list[Container]:
-    """Return the commands of the containers in a manifest; none if the text is not
-    one.
-    """
-    if not _MANIFEST.search(text):
-        return []
-    found: list[Container] = []
+    lines = (
+        text.count("\n", 0, match.start()) + 1 for match in _COMMAND.finditer(text)
+    )
+    found: list[Script] = []
     try:
-        for root in yaml.load_all(text, Loader=_Loader):
-            rows = list(_walk(root, (), set()))
-            machines = [machine for _, machine in rows if machine is not None]
-            machine = Machine()
-            if machines and all(row.devices for row in machines):
-                devices = sum(row.devices for row in machines)
-                machine = Machine(devices, max(row.slices for row in machines))
-            found += [
-                container._replace(machine=machine)
-                for container, _ in rows
-                if container is not None
-            ]
+        for root in map(_entries, yaml.load_all(text, Loader=yaml.BaseLoader)):
+            spec = _entries(root.get("spec"))
+            if isinstance(root.get("run"), str):
+                found.append(_read_task(root)._replace(line=next(lines, 1)))
+            elif isinstance(spec.get("entrypoint"), str):
+                runtime = yaml.load(
+                    str(spec.get("runtimeEnvYAML", "")), Loader=yaml.BaseLoader
+                )
+                variables = _entries(_entries(runtime).get("env_vars"))
+                script = _export(variables) + spec["entrypoint"]
+                found.append(Script(script, next(lines, 1)))
     except (yaml.YAMLError, RecursionError):
-        return []
+        found = []
+    if not found and _CONTAINERS.search(text):
+        raise ConfigError(
+            "this is a manifest with containers, which is not read",
+            fix="paste the command of its container, `rampup check -- COMMAND ...`, and"
+            " add the number of devices",
+            path=path,
+        )
     return found
 
 
-def _walk(
-    part: Any, above: tuple[_Entries, ...], seen: set[int]
-) -> Iterator[tuple[Container | None, Machine | None]]:
-    """Yield the command and the devices of each container in a part of a manifest,
-    below the mappings `above`.
-    """
-    if id(part) in seen or not isinstance(part, dict | list):  # or an alias
-        return
-    seen.add(id(part))
-    if isinstance(part, dict):
-        container = _read_container(part)
-        machine = _read_machine(part, above)
-        if container or machine:
-            yield container, machine
-        above = (*above, part)
-        part = list(part.values())
-    for child in part if isinstance(part, list) else ():
-        yield from _walk(child, above, seen)
-
-
-def _read_container(part: _Entries) -> Container | None:
-    """Return the command of a container, of a RayJob or of a task of SkyPilot, with the
-    variables that it is given; None if a mapping has none.
-    """
-    written = [name for name in ("command", "args", "entrypoint") if name in part]
-    is_task = isinstance(part.get("run"), str)  # SkyPilot
-    name = "run" if is_task else written[0] if written else ""
-    if not name:
-        return None
-    parts = [part[key] for key in ([name] if is_task else written)]
-    listed = [part if isinstance(part, list) else [part] for part in parts]
-    words = [word for row in listed for word in row if isinstance(word, str)]
-    if not words:
-        return None
-    variables = _read_variables(part)
-    if is_task:
-        nodes = _number(part.get("num_nodes")) or 1
-        machine = _read_task(part)
-        variables |= {
-            "SKYPILOT_NUM_NODES": str(nodes),
-            "SKYPILOT_NUM_GPUS_PER_NODE": str(machine.devices // nodes or ""),
-        }
-    words = [
-        re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word)
-        for word in words
-    ]
-    exports = "".join(
-        f"export {key}={shlex.quote(value)}\n"
-        for key, value in variables.items()
-        if value
-    )
-    # A single word is a line of a shell.
-    is_line = len(words) == 1 and any(map(str.isspace, words[0]))
-    script = words[0] if is_line else shlex.join(words)
-    return Container(exports + script, part[_LINES][name])
-
-
-def _read_variables(part: _Entries) -> dict[str, str]:
-    """Return the variables of a container, of a task, or of a RayJob's runtime."""
-    listed = part["env"] if isinstance(part.get("env"), list) else ()
-    pairs = [(row.get("name"), row.get("value")) for row in map(_entries, listed)]
-    pairs += [*_entries(part.get("envs")).items()]
-    runtime = part.get("runtimeEnvYAML")
-    if isinstance(runtime, str):
-        loaded = _entries(yaml.load(runtime, Loader=_Loader))
-        pairs += [*_entries(loaded.get("env_vars")).items()]
-    return {
-        key: value
-        for key, value in pairs
-        if isinstance(key, str) and key.isidentifier() and isinstance(value, str)
-    }
-
-
-def _read_task(part: _Entries) -> Machine:
-    """Return the devices of a task of SkyPilot: `accelerators: H100:8` on each node."""
-    asked = _entries(part.get("resources")).get("accelerators")
+def _read_task(root: Mapping[str, Any]) -> Script:
+    """Return a task of SkyPilot: `accelerators: H100:8` are those of each node."""
+    nodes = _number(root.get("num_nodes")) or 1
+    asked = _entries(root.get("resources")).get("accelerators", "")
     if isinstance(asked, dict):
-        asked = next((f"{name}:{count}" for name, count in asked.items()), "")
-    match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", str(asked or ""))
-    if match is None or match[1].startswith("tpu"):
-        return Machine()
-    return Machine(int(match[2] or 1) * (_number(part.get("num_nodes")) or 1))
+        asked = ",".join(f"{name}:{count}" for name, count in asked.items())
+    match = re.fullmatch(r"(?!tpu)[\w.-]+?(?::(\d+))?", str(asked))
+    devices = int(match[1] or 1) if match else 0
+    variables = _entries(root.get("envs")) | {
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(devices or ""),
+    }
+    return Script(_export(variables) + root["run"], devices=nodes * devices)
 
 
-def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | None:
-    """Return the devices of a container, or of a pool of Vertex, in all copies of it;
-    None if it asks for none.
-
-    A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip
-    of TPU7x counts two devices.
-    """
-    if isinstance(entries.get("run"), str):
-        return _read_task(entries)
-    resources = _entries(entries.get("resources"))
-    pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
-    counts = [
-        *_entries(resources.get("limits")).items(),
-        *_entries(resources.get("requests")).items(),
-        *pool.items(),
-    ]
-    asked = [
-        value
-        for name, value in counts
-        if isinstance(name, str) and _DEVICES.fullmatch(name)
-    ]
-    if not asked:
-        return None
-    pods = replicas = chip = 1
-    for level in (*above, entries):
-        for name in ("replicas", "replicaCount", "replica_count"):
-            replicas *= _number(level[name]) if name in level else 1
-        if "parallelism" in level:
-            pods_at_once = _number(level["parallelism"])
-            completions = _number(level.get("completions"))
-            pods *= min(pods_at_once, completions or pods_at_once)
-        kind = _entries(level.get("nodeSelector")).get(_ACCELERATOR)
-        if str(kind).startswith("tpu7"):
-            chip = 2
-    return Machine(_number(asked[0]) * pods * replicas * chip, replicas)
+def _export(variables: Mapping[str, Any]) -> str:
+    """Return the commands of a shell that set variables."""
+    return "".join(
+        f"export {name}={shlex.quote(value)}\n"
+        for name, value in variables.items()
+        if name.isidentifier() and isinstance(value, str) and value
+    )
 
 
-def _entries(value: Any) -> _Entries:
+def _entries(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     return {}

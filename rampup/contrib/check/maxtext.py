@@ -243,9 +243,8 @@ def _read_machine(reading: Reading) -> dict[str, Located]:
     if topology is not None and slices is not None:
         place, number = topology, slices.value
         each = _slice_devices(str(topology.value))
-    elif command is not None and command.machine.devices:
-        place, number = command.locate(0), max(command.machine.slices, 1)
-        each = command.machine.devices // number
+    elif command is not None and command.devices:
+        place, number, each = command.locate(0), 1, command.devices
     elif command is not None:
         outer = command._replace(words=command.outer)
         names = ("--tpu-type", "--tpu_type", "--device-type", "--device_type")

@@ -207,10 +207,10 @@ def _with_devices(
         located["world_size"] = command.locate(_number(command.tasks))
     sizes = [located.get(name) for name in ("nnodes", "nproc_per_node")]
     is_open = any(place is None or _is_open(place) for place in sizes)
-    if command.machine.devices and is_open:
+    if command.devices and is_open:
         # What the command leaves open, the cluster tells each pod.
         kept = {name: at for name, at in located.items() if name not in _DEVICES}
-        return {"world_size": command.locate(command.machine.devices), **kept}
+        return {"world_size": command.locate(command.devices), **kept}
     return located
 
 

@@ -15,7 +15,7 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, read_text
 from rampup.contrib.check.choice import ask_of_forks, choose
 from rampup.contrib.check.launch import PARENT, Launch, Reading
-from rampup.contrib.check.launchers import Container, find_containers
+from rampup.contrib.check.launchers import Script, find_scripts
 from rampup.contrib.check.shell.script import SCRIPTS, read_commands
 from rampup.errors import ConfigError
 
@@ -70,9 +70,8 @@ def read_source(
     else sets nothing.
     """
     if isinstance(source, tuple):
-        return _read_commands(
-            shlex.join(source), COMMAND_LINE, overrides, launch, strict, line=0
-        )
+        command = Script(shlex.join(source), 0)
+        return _read_commands([command], COMMAND_LINE, overrides, launch, strict)
     path, suffix = str(source), Path(source).suffix
     if launch.python is not None and suffix in (".py", ".ipynb"):
         leaves = launch.python(path, overrides)
@@ -94,9 +93,9 @@ def read_source(
         or not _COMMAND_WORD.search(text)
     )
     if not is_yaml:
-        return _read_commands(text, path, overrides, launch, strict)
-    if containers := find_containers(text):
-        return _read_commands(text, path, overrides, launch, strict, containers)
+        return _read_commands([Script(text)], path, overrides, launch, strict)
+    if scripts := find_scripts(text, path):
+        return _read_commands(scripts, path, overrides, launch, strict)
     leaves, repeated = read_leaves(text, path)
     parents = leaves[PARENT].value if PARENT in leaves else None
     recognized = isinstance(parents, list) and any(
@@ -112,39 +111,35 @@ def read_source(
 
 
 def _read_commands(
-    text: str,
+    scripts: Sequence[Script],
     path: str,
     overrides: Sequence[str],
     launch: Launch,
     strict: bool,
-    containers: Sequence[Container] = (),
-    line: int | None = None,
 ) -> Reading:
-    """Read a script, the commands of some containers, or a command, whose `line` is
-    0.
-    """
+    """Read the commands of scripts."""
     settings = [setting.partition("=") for setting in overrides]
     given = {
         name: value
         for name, equals, value in settings
         if equals and name.isidentifier() and not launch.known(name)
     }
-    scripts = containers or [Container(text, line)]
     commands = [
-        command._replace(machine=row.machine)
-        for row in scripts
+        command._replace(devices=script.devices)
+        for script in scripts
         for command in read_commands(
-            row.script,
+            script.text,
             path,
             given,
             launch.program,
             launch.relevant,
-            row.line,
+            script.line,
             launch.environment,
         )
     ]
     started = {row.script for row in commands if row.script and not row.unread}
-    whole = "\n".join(["" if line == 0 else text, *map(read_text, started)])
+    own = [script.text for script in scripts if script.line != 0]
+    whole = "\n".join([*own, *map(read_text, started)])
     reading = ask_of_forks(choose(commands, overrides, launch, path, strict), launch)
     # A name that only the scripts have is a variable. Those of Slurm count where the
     # script does not name them.

@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.launchers import (
-    Machine,
     count_tasks,
     read_header,
     read_options,
@@ -128,7 +127,7 @@ class Command(NamedTuple):
     outer: tuple[str, ...] = ()  # the words of the command in whose quotes it stands
     tasks: str = ""  # how many processes run it, by Slurm or MPI
     environment: Mapping[str, str] = MappingProxyType({})  # the variables that it sees
-    machine: Machine = Machine()  # the devices that the manifest around it asks for
+    devices: int = 0  # those that the manifest around it asks for
     # the line in which a backslash before a comment or a blank ends it, though more
     # seems to follow
     cut: int = 0
