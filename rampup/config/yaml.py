@@ -75,22 +75,13 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
     )
 
 
-def parse_mapping(
-    text: str, path: str, *, repeated: dict[str, int] | None = None
-) -> dict[str, Located]:
-    """Read YAML text that is one mapping. With `repeated`, names may repeat: the last
-    counts, and its line is added there.
-    """
-    mapping, twice = _parse(text, path, repeated is not None)
-    if repeated is not None:
-        repeated.update(twice)
-    return dict(mapping)
+def parse_mapping(text: str, path: str) -> dict[str, Located]:
+    """Read YAML text that is one mapping."""
+    return dict(_parse(text, path))
 
 
 @functools.lru_cache(maxsize=16)
-def _parse(
-    text: str, path: str, repeats: bool
-) -> tuple[dict[str, Located], dict[str, int]]:
+def _parse(text: str, path: str) -> dict[str, Located]:
     # Commands look at the names in a file before they load it; parsing takes most of
     # the time of `rampup plan`.
     try:
@@ -107,8 +98,7 @@ def _parse(
                 path=path,
                 line=1,
             )
-        reader = _Reader(path, repeats=repeats)
-        return dict(reader.entries(root)), reader.repeated
+        return dict(_Reader(path).entries(root))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
@@ -187,16 +177,12 @@ class _Reader:
     aliases can repeat values without end.
     """
 
-    def __init__(self, path: str, *, repeats: bool) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
         self._left = MAX_VALUES
-        self._repeats = repeats
-        self.repeated: dict[
-            str, int
-        ] = {}  # repeated names, dotted, with the line of the last
 
     def entries(
-        self, node: yaml.MappingNode, *, depth: int = 0, prefix: str = ""
+        self, node: yaml.MappingNode, *, depth: int = 0
     ) -> Iterator[tuple[str, Located]]:
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -206,24 +192,22 @@ class _Reader:
                     "a key must be a plain name", path=self._path, line=line
                 )
             name = key_node.value
-            if name in seen and not self._repeats:
+            if name in seen:
                 raise ConfigError(
                     f"{name} is given twice, first in line {seen[name]}",
                     key=name,
                     path=self._path,
                     line=line,
                 )
-            if name in seen:
-                self.repeated[prefix + name] = line
             seen[name] = line
-            value = self._value(value_node, depth=depth + 1, prefix=f"{prefix}{name}.")
+            value = self._value(value_node, depth=depth + 1)
             nested = (
                 value_node.value if isinstance(value_node, yaml.MappingNode) else ()
             )
             lines = {inner.value: inner.start_mark.line + 1 for inner, _ in nested}
             yield name, Located(value=value, path=self._path, line=line, lines=lines)
 
-    def _value(self, node: yaml.Node, *, depth: int, prefix: str = "") -> Any:
+    def _value(self, node: yaml.Node, *, depth: int) -> Any:
         line = node.start_mark.line + 1
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
@@ -255,8 +239,7 @@ class _Reader:
             return [self._value(item, depth=depth + 1) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
         return {
-            name: located.value
-            for name, located in self.entries(node, depth=depth, prefix=prefix)
+            name: located.value for name, located in self.entries(node, depth=depth)
         }
 
 

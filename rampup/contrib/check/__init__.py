@@ -147,13 +147,17 @@ def _recognize(source: Source, overrides: Sequence[str]) -> str:
     found: list[tuple[bool, int, str]] = []
     for system in SYSTEMS:
         launch = load_dialect(system).launch
-        with contextlib.suppress(ConfigError):
+        try:
             reading = read_source(source, overrides, launch, strict=False)
-            keys = [
-                key for key in reading.leaves if launch.known(key) and key not in SHARED
-            ]
-            if reading.recognized or len(keys) >= MIN_MATCHES:
-                found.append((reading.recognized, len(keys), system))
+        except ConfigError as error:
+            if error.key is not None:  # one that the file gives twice
+                raise
+            continue
+        keys = [
+            key for key in reading.leaves if launch.known(key) and key not in SHARED
+        ]
+        if reading.recognized or len(keys) >= MIN_MATCHES:
+            found.append((reading.recognized, len(keys), system))
     return max(found, key=lambda row: row[:2], default=(False, 0, ""))[2]
 
 

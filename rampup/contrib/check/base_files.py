@@ -255,7 +255,7 @@ class _BaseFiles:
         for folder in folders:
             file = folder / f"{name}.yaml"
             if file.is_file() and str(file) != path:
-                found, _ = read_leaves(read_text(file), str(file))
+                found = read_leaves(read_text(file), str(file))
                 if PARENT in found:
                     self.follow(found.pop(PARENT), file.parent, package)
                 for key, value in found.items():

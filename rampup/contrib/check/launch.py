@@ -76,9 +76,6 @@ class Reading:
     command: Command | None = (
         None  # the command that was read, in a script or on the command line
     )
-    repeated: Mapping[str, int] = field(
-        default_factory=dict
-    )  # keys that are set twice, with the line of the second
     notes: tuple[str, ...] = ()  # which command was read
     # whether its command starts the system, or it names one of its base files
     recognized: bool = False
@@ -194,8 +191,6 @@ class Launch:
     # are true of it.
     own: re.Pattern[str] = re.compile(r"[\s\S]*")
     follows: str = ""
-    # The key of the devices of one host that a run uses.
-    per_host: str = ""
     # The variables that a script sees where it does not set them.
     environment: Mapping[str, str] = field(default_factory=dict)
     repeats: str = (

@@ -128,7 +128,6 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         reading,
         leaves=leaves,
         overrides=written,
-        repeated={canonical(name): line for name, line in reading.repeated.items()},
     )
     foreign = (own or set()) - KEYS.keys() - chosen.keys()
     looked_up = {name: place for name, place in leaves.items() if name in foreign}

@@ -31,18 +31,22 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def read_leaves(text: str, path: str) -> tuple[dict[str, Located], dict[str, int]]:
-    """Return the leaves of a YAML file by dotted key, and those that it gives twice,
-    with the line of the second.
+def read_leaves(text: str, path: str) -> dict[str, Located]:
+    """Return the leaves of a YAML file by dotted key; one that is given twice is
+    refused.
     """
     result: dict[str, Located] = {}
-    repeated: dict[str, int] = {}
-    for top, entry in parse_mapping(text, path, repeated=repeated).items():
+    for top, entry in parse_mapping(text, path).items():
         for name, value in flatten({top: entry.value}):
             if name in result:
-                repeated[name] = entry.line or 0
-            result[name] = Located(value=value, path=entry.path, line=entry.line)
-    return result, repeated
+                raise ConfigError(
+                    f"{name} is given twice, first in line {result[name].line}",
+                    key=name,
+                    path=path,
+                    line=entry.line,
+                )
+            result[name] = Located(value=value, path=path, line=entry.line)
+    return result
 
 
 # A file, or the words of a command.
@@ -96,18 +100,12 @@ def read_source(
         return _read_commands([Script(text)], path, overrides, launch, strict)
     if scripts := find_scripts(text, path):
         return _read_commands(scripts, path, overrides, launch, strict)
-    leaves, repeated = read_leaves(text, path)
+    leaves = read_leaves(text, path)
     parents = leaves[PARENT].value if PARENT in leaves else None
     recognized = isinstance(parents, list) and any(
         isinstance(name, str) and name in launch.bases for name in parents
     )
-    return Reading(
-        path=path,
-        leaves=leaves,
-        overrides=overrides,
-        repeated=repeated,
-        recognized=recognized,
-    )
+    return Reading(path=path, leaves=leaves, overrides=overrides, recognized=recognized)
 
 
 def _read_commands(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,6 @@ from rampup.contrib.check.known import (
     sections_of,
 )
 from rampup.contrib.check.launch import Entry, Launch, Reading
-from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import (
     ARGUMENT,
     explain_unknown,
@@ -110,12 +109,6 @@ def type_settings(
             for _, said, _ in find_unread(given, launch.unread, asks=False)
         ),
         *typed.notes,
-        *_idle_devices(reading.command, launch, typed.values),
-        *(
-            f"{name} is given twice, again in line {line}; the last one counts."
-            for name, line in reading.repeated.items()
-            if name not in entries
-        ),
     )
     return Settings(
         values=typed.values,
@@ -150,7 +143,6 @@ def _find_problems(
     entries, given = launch.entries, {**reading.leaves, **chosen}
     written = {key: at for key, at in reading.leaves.items() if key not in chosen}
     yield from reading.questions
-    yield from _find_doubles(reading, entries.keys() - chosen.keys())
     yield from _find_mappings(written, entries)
     yield from _find_misspelt(given, launch)
     if launch.keys:
@@ -198,19 +190,6 @@ class _Typed:
         self.notes.append(f"{question}. The numbers of a step are the same without it.")
 
 
-def _find_doubles(reading: Reading, keys: Set[str]) -> Iterator[ConfigError]:
-    """Yield an error for each of some keys that a file gives twice."""
-    for name, line in reading.repeated.items():
-        if name in keys:
-            yield ConfigError(
-                f"{name} is given twice",
-                fix=f"choose one with {name}=...",
-                key=name,
-                path=reading.path,
-                line=line,
-            )
-
-
 def _ask_for(name: str, value: str) -> ConfigError:
     """Return the question for a value with unknown parts, with the `key=value` that
     would settle it.
@@ -227,23 +206,6 @@ def _ask_for(name: str, value: str) -> ConfigError:
     return ConfigError(
         f"{name}={show_unknown(value)[:100]}: {why}", fix=f"add {settle}", key=name
     )
-
-
-def _idle_devices(
-    command: Command | None, launch: Launch, values: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield a note on devices that a script makes visible and that the run leaves
-    idle.
-    """
-    if command is None or not launch.per_host:
-        return
-    visible = command.environment.get("CUDA_VISIBLE_DEVICES", "")
-    count, used = len(visible.split(",")), values[launch.per_host]
-    if re.fullmatch(r"\d+(,\d+)+", visible) and used and used < count:
-        yield (
-            f"the script makes {count:,} devices visible and the run takes {used:,}"
-            f" ({launch.per_host}): {count - used:,} stay idle."
-        )
 
 
 def _decides(entries: Mapping[str, Entry]) -> re.Pattern[str]:

@@ -174,7 +174,7 @@ def _files_of(reading: Reading) -> dict[str, dict[str, Located]]:
             continue
         files = [folder / name for folder in repository_folders(reading.path)]
         if file := next((path for path in files if path.is_file()), None):
-            found[name] = read_leaves(read_text(file), str(file))[0]
+            found[name] = read_leaves(read_text(file), str(file))
     return found
 
 

@@ -72,15 +72,6 @@ def test_what_is_not_wasteful_is_not_said():
         expect(verdict(system, config), no_note=["before the ramp", "passes of 1"])
 
 
-def test_devices_that_stay_idle_are_counted(tmp_path):
-    """Those that the script makes visible and the launcher does not start."""
-    start = f"torchrun --nproc_per_node 2 {GPT}\n"
-    path = write(tmp_path, "run.sh", f"export CUDA_VISIBLE_DEVICES=0,1,2,3\n{start}")
-    expect(check_file(path), note="4 devices visible and the run takes 2")
-    path = write(tmp_path, "run.sh", f"CUDA_VISIBLE_DEVICES=4,5 {start}")
-    expect(check_file(path), no_note="visible")
-
-
 KEPT = [
     ("megatron", MEGATRON, 16, "on 16 devices the update stays the same"),
     ("megatron", MEGATRON | {"micro_batch_size": 8}, 64, "on 64 devices micro_batch_size=4 keeps the update of 8"),

@@ -145,12 +145,12 @@ FILES = {
     "missing --config-name": ("verl", OTHER, {}, [], r"base file other\.yaml is neither beside this file nor one that is known"),
     "own --config-name": ("verl", OTHER, {"config/other.yaml": "data: {train_batch_size: 16}\n"}, [], {"samples_per_step": 16}),
     "shipped --config-name": ("verl", f"{MAIN_PPO} --config-name=ppo_megatron_trainer.yaml {' '.join(REST)} data.train_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", {}, [], {"data_parallel_size": 2}),
-    # A mandatory key is no misspelling of another; a repeated key that is no size is a
-    # note; a mapping is no value.
+    # A mandatory key is no misspelling of another; a repeated key is refused; a mapping
+    # is no value.
     "unrelated keys": ("verl", "actor_rollout_ref: {rollout: {name: vllm}}\ndata.train_batch_size: 64\nhydra: {run: {dir: .}}\ndefaults: [actor, _self_]\n", {}, [], {"samples_per_step": 64}),
-    "repeated key": ("megatron", "M_ARGS:\n  --init: 1\n  --init: 2\n  --micro-batch-size: 2\n  --global-batch-size: 64\n", {}, [WORLD8], {"num_microbatches": [4], "note": "init is given twice, again in line 3"}),
-    "repeated size": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8], "micro_batch_size is given twice"),
-    "repeated size that is chosen": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8, "micro_batch_size=2"], {"micro_batch_size": 2}),
+    "repeated key": (None, "M_ARGS:\n  --init: 1\n  --init: 2\n  --micro-batch-size: 2\n  --global-batch-size: 64\n", {}, [WORLD8], "--init is given twice, first in line 2"),
+    "repeated size": ("megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8], "micro-batch-size is given twice, first in line 1"),
+    "a key in two forms": ("verl", "data.n: 2\ndata: {n: 4}\n", {}, [], "data.n is given twice, first in line 1"),
     "reference": ("megatron", "model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n", {}, [WORLD8], {"micro_batch_size": 2}),
     "further runs": ("megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8], "given twice, as 2 and as ARGS_2.--micro-batch-size=4"),
     "mapping": ("trlx", "method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n", {}, [], r"method\.num_rollouts is a mapping; it must be a whole number"),

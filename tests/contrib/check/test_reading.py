@@ -30,10 +30,8 @@ def read(tmp_path, text, *overrides):
     """Read text as a file of a made-up system."""
     file = tmp_path / "file.yml"
     file.write_text(text)
-    leaves, repeated = read_leaves(read_text(file), str(file))
-    reading = Reading(
-        path=str(file), leaves=leaves, overrides=overrides, repeated=repeated
-    )
+    leaves = read_leaves(read_text(file), str(file))
+    reading = Reading(path=str(file), leaves=leaves, overrides=overrides)
     return type_settings(reading, LAUNCH)
 
 
