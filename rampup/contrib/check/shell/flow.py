@@ -351,7 +351,7 @@ class Flow(Variables):
                 found = [""]
             words += found
         if raw[0] != "test":
-            words.pop()  # the closing bracket
+            del words[-1:]  # the closing bracket
         test = Test(words)
         value = test.value()
         if value is None:
