@@ -199,14 +199,13 @@ class Flow(Variables):
         be.
         """
         ends: list[Env | None] = []
-        whys: list[str] = []
+        why = ""
+        is_sure = bool(node.parts) and node.parts[-1][0] is None  # there is an `else`
         for met, body in self.branches(node):
             if met is False:
                 continue
             if met is None:
-                whys.append(self.why)
-            is_else = node.kind == "if" and body is node.parts[-1][1]
-            is_else &= node.parts[-1][0] is None
+                why = why or self.why
             if met and not ends:  # nothing before it may have been taken
                 before = dict(self.env)
                 try:
@@ -216,15 +215,12 @@ class Flow(Variables):
                     if stop.name != "exit":
                         raise
                     self.env = before  # a check, which has passed
-                if is_else:
-                    return
                 continue
             ends.append(self.attempt(body))
-            if met and (ends[-1] is not None or is_else):
+            if met and ends[-1] is not None:
+                is_sure = True
                 break
-        else:
-            ends.append(self.env)
-        self.join(ends, next(filter(None, whys), ""), exhaustive=True)
+        self.join(ends, why, exhaustive=is_sure)
 
     def branches(self, node: Node) -> Iterator[tuple[Status, Sequence[Any]]]:
         """Yield whether the condition of each branch holds, and the branch. None is
@@ -373,8 +369,6 @@ class Flow(Variables):
                 self.set(*match.groups())
             elif '"' in word and (match := ASSIGNMENT.fullmatch(self.text(word))):
                 self.assign(match[1], match[4])
-            elif name and "A" in options:  # a mapping
-                self.env[name[0]] = mark(name[0])
             if exports:
                 self.exported = self.exported | {match[1] if match else word}
 

@@ -370,9 +370,8 @@ def find_close(text: str, at: int) -> int:
 
 def _read_document(text: str, at: int, end: str) -> tuple[str, int]:
     """Return the here-document that begins at a place, and the place after it."""
-    last = re.compile(rf"^{re.escape(end)}\r*$", re.MULTILINE).search(text, at)
-    if last is None:
-        return text[at:].removesuffix("\n"), len(text)
-    return text[at : last.start()].removesuffix("\n"), last.end() + text.startswith(
-        "\n", last.end()
-    )
+    last = re.compile(rf"^{re.escape(end)}\r*(?:\n|\Z)", re.MULTILINE)
+    match = last.search(text, at)
+    if match is None:
+        raise ScriptError(f"the here-document {end!r} does not end")
+    return text[at : match.start()].removesuffix("\n"), match.end()

@@ -25,6 +25,7 @@ _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
     "-gt": operator.gt,
     "-ge": operator.ge,
 }
+_NUMBER = re.compile(r"\s*-?\d+\s*")
 _OPERATORS = {"=", "==", "!=", "=~", "<", ">", *_NUMBER_TESTS}
 
 
@@ -84,31 +85,27 @@ class Test:
         """Return whether a text is not empty; an argument that is not given is."""
         if text[:1] == ARGUMENT or not text:
             return False
-        return self.known(text, True)
+        return None if self.is_open(text) else True
 
-    def known(self, text: str, value: bool) -> Status:
-        """Return the value of a test of a text, or None if the text is unknown."""
-        if not has_unknown(text):
-            return value
-        self.unknown.append(text)
-        return None
+    def is_open(self, text: str) -> bool:
+        """Return whether a text is unknown, and remember it then."""
+        if has_unknown(text):
+            self.unknown.append(text)
+        return has_unknown(text)
 
     def compare(self, word: str, sign: str, other: str) -> Status:
         """Return the result of a comparison."""
         if not (word and other):  # whether the other side is empty
             word = "" if word[:1] == ARGUMENT else word
             other = "" if other[:1] == ARGUMENT else other
-        value = fnmatchcase(word, other) == (sign != "!=")
-        if sign in _NUMBER_TESTS:
-            if has_unknown(word + other):
-                return self.known(word + other, value=False)
-            if not all(re.fullmatch(r"\s*-?\d+\s*", side) for side in (word, other)):
-                return None
-            value = _NUMBER_TESTS[sign](int(word), int(other))
-        elif sign in ("=~", "<", ">"):
-            self.known(word + other, value)
-            return None  # regular expressions and the order of texts are not read
-        return self.known(word + other, value)
+        if self.is_open(word + other):
+            return None
+        if sign in ("=", "==", "!="):
+            return fnmatchcase(word, other) == (sign != "!=")
+        are_numbers = all(_NUMBER.fullmatch(side) for side in (word, other))
+        if sign in _NUMBER_TESTS and are_numbers:
+            return _NUMBER_TESTS[sign](int(word), int(other))
+        return None  # regular expressions and the order of texts are not read
 
 
 def print_output(words: Words, given: str | None, folder: str) -> str | None:
