@@ -32,7 +32,8 @@ LINE = "line"  # the setting that chooses one of several commands
 class _Candidate(NamedTuple):
     """A command that starts the system or sets keys of it."""
 
-    score: tuple[bool, int]  # whether it starts the system, and how many keys it sets
+    starts: bool  # whether it starts the system
+    size: int  # how many known keys it sets
     command: Command
     leaves: Mapping[str, Located]
 
@@ -50,25 +51,32 @@ class _Commands:
         self.outside: Mapping[str, Located] = {}
         for command in commands:
             self._sort(command)
-        # What follows a command that was cut short is not a command of a trainer.
-        if any(row.score[0] and program_of(row.command) for row in self.found):
-            self.found = [row for row in self.found if not _is_rest(row.command)]
+        # What follows a command that was cut short is not a command of a trainer: it
+        # begins with a setting or an option.
+        if any(row.starts and program_of(row.command) for row in self.found):
+            rest = re.compile(r"-.*|.*=.*", re.DOTALL)
+            self.found = [
+                row for row in self.found if not rest.fullmatch(row.command.words[0])
+            ]
 
     def _sort(self, command: Command) -> None:
         launch = self.launch
         text = " ".join(command.words)
         # What a program prints is an argument, and the program not the one that runs.
         match = launch.others.search(MARKER.sub("", text))
+        if command.unread:
+            self.unread.append(command)
         if command.script:
-            self.unread += [command] if command.unread else []
-        elif match:
+            return
+        leaves = launch.read(command)
+        if match:
             self.other = self.other or show_unknown(match[0]).strip()
-            self.outside = self.outside or launch.read(command)
-        else:
-            leaves = launch.read(command)
-            starts = launch.program.search(text) is not None
-            score = (starts, sum(map(launch.known, leaves)))
-            self.found += [_Candidate(score, command, leaves)] if any(score) else []
+            self.outside = self.outside or leaves
+            return
+        starts = launch.program.search(text) is not None
+        size = sum(map(launch.known, leaves))
+        if starts or size:
+            self.found.append(_Candidate(starts, size, command, leaves))
 
     def in_line(self, line: str, path: str) -> None:
         """Keep the commands that begin in a line, which the user has chosen."""
@@ -85,35 +93,25 @@ class _Commands:
 
     def unread_run(self) -> Command | None:
         """Return a script that is not read and may be the run, or may set its sizes."""
-        is_launched = any(row.score[0] for row in self.found)
+        is_launched = any(row.starts for row in self.found)
         for command in self.unread:
             sources = command.words[0] in ("source", ".")
             is_open = sources and bool(unknown_names(Path(command.words[1]).name))
             if is_open or (not is_launched and self.launch.relevant(command.words)):
                 return command
-        is_all = not self.found and not self.other
-        return self.unread[0] if self.unread and is_all else None
-
-    def best(self) -> _Candidate:
-        """Return the command that starts the system and sets most keys; the first of
-        equals.
-        """
-        return max(self.found, key=lambda row: row.score)
+        if self.unread and not self.found and not self.other:
+            return self.unread[0]
+        return None
 
     def similar(self, best: _Candidate) -> list[Command]:
         """Return the other commands that start the same system with keys."""
         return [
             row.command
             for row in self.found
-            if row.score[0] == best.score[0]
-            and row.score[1]
+            if row.starts == best.starts
+            and row.size
             and row.command[1:3] != best.command[1:3]
         ]
-
-
-def _is_rest(command: Command) -> bool:
-    """Return whether a command begins with a setting or an option."""
-    return command.words[0].startswith("-") or "=" in command.words[0]
 
 
 def choose(
@@ -127,11 +125,10 @@ def choose(
     that begins in the line that the user has chosen.
     """
     rows = _Commands(commands, launch)
-    settings = [setting.partition("=") for setting in overrides]
-    lines = [value for name, _, value in settings if name == LINE]
-    overrides = [setting for setting in overrides if setting.partition("=")[0] != LINE]
+    lines = [setting for setting in overrides if setting.startswith(f"{LINE}=")]
+    overrides = [setting for setting in overrides if setting not in lines]
     if strict and lines:
-        rows.in_line(lines[-1], path)
+        rows.in_line(lines[-1].removeprefix(f"{LINE}="), path)
     if not rows.found and not strict:
         return Reading(
             path=path,
@@ -144,7 +141,7 @@ def choose(
         raise ConfigError(said, key="from", path=first.path, line=first.line or None)
     if not rows.found:
         raise _starts_nothing(rows.other, launch, path)
-    best = rows.best()
+    best = max(rows.found, key=lambda row: (row.starts, row.size))
     if strict:
         _refuse_open_words(best.command)
     return Reading(
@@ -153,7 +150,7 @@ def choose(
         overrides=overrides,
         command=best.command,
         notes=tuple(_notes_of(best, rows, path)),
-        recognized=best.score[0],
+        recognized=best.starts,
     )
 
 

@@ -136,6 +136,7 @@ WITH_ARGUMENTS = {
 }  # fmt: skip
 # What is not read: its values are unknown, or the script is refused.
 UNREAD = {
+    "a document without an end": ("N=2\nbash <<EOF\nrun $N", ""),
     "indented document": ("N=2\nbash <<-EOF\n\trun $N\n\tEOF\nrun 3", ""),
     "counted": ("S=0; for ((i = 0; i < 5; i++)); do if ((i % 2)); then continue; fi; S=$((S + i)); done; run $S $i", ""),
     "counted down": ("for ((i=8; i; i/=2)); do A+=($i); done; run ${A[@]}", ""),
