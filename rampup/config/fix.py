@@ -22,8 +22,6 @@ from rampup.config.files import yaml_value
 from rampup.config.key import keys_of_alias
 from rampup.config.load import (
     BASE,
-    COMMAND_LINE,
-    ENVIRONMENT_PREFIX,
     find_config,
     load_config,
     locate_values,
@@ -36,8 +34,8 @@ from rampup.errors import (
     RampDefinitionError,
     RampupError,
 )
+from rampup.plan.nearest import END, START
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
-from rampup.plan.refusal import END, START
 
 MAX_CHANGES = 60
 # Two words are spellings of each other if difflib's ratio, from 0 to 1, is at least
@@ -66,7 +64,7 @@ class Change:
     # the key.
     before: str | None
     after: str
-    where: str  # the file and line, the command line, or the environment variable
+    where: str  # the file and line
     renamed: str | None = None  # the misspelled name, if the name is what changes
 
 
@@ -80,7 +78,7 @@ class Fix:
     text: str
     changes: tuple[
         Change, ...
-    ] = ()  # the changed values, in the file or outside; empty if the configuration was legal
+    ] = ()  # the changed values; empty if the configuration was legal
     problems: tuple[str, ...] = ()  # the messages of the errors
 
     @property
@@ -108,7 +106,8 @@ def find_fix(
     """Return a legal configuration near a refused one, for which `check` raises no
     RampupError, or raise what is left.
 
-    The patch is of the file. A change of a setting or variable is reported only.
+    Only the file is changed: not its base, and not what is set on the command line or
+    by a variable.
     """
     file = find_config(path)
     text = read_text(file)
@@ -187,6 +186,12 @@ def _nothing_near(problems: Sequence[RampupError], draft: _Draft) -> ConfigError
         f" {MAX_SIZE_CHANGE:.0%})" * sizes
     )
     more = f", and {len(problems) - 1:,} more" * (len(problems) > 1)
+    entry = draft.located().get(problems[0].key or "")
+    if entry is not None and entry.line is None:
+        more += (
+            f"; {problems[0].key} is set outside the file ({entry.path}), where nothing"
+            " is changed"
+        )
     return ConfigError(
         f"no legal configuration was found near this one{rule}; what is"
         f" left{with_changes}: {problems[0]}{more}",
@@ -197,8 +202,8 @@ def _nothing_near(problems: Sequence[RampupError], draft: _Draft) -> ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A configuration on the way: the file's text, the settings outside it, and the
-    changes so far by edited name.
+    """A configuration on the way: the file's text, the settings outside it, which stay,
+    and the changes so far by edited name.
     """
 
     file: Path
@@ -230,20 +235,19 @@ class _Draft:
         except ConfigError:
             return {}
 
-    def source_rank(self, entry: Located | None) -> int:
-        """Return how close to the user a value was set: 0 = a setting or variable, 1 =
-        the file, 2 = its base or a default.
+    def is_in_file(self, entry: Located | None) -> bool:
+        """Return whether a value is set in the file itself: not in its base, and not
+        outside, on the command line or by a variable.
         """
-        if entry is None or entry.line is not None:
-            return 1 if entry is not None and entry.path == str(self.file) else 2
-        return 0
+        return entry is not None and entry.path == str(self.file)
 
     def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
         """Return the draft after edits, names first: a key with a value as in YAML, or
         an unknown name with the name of a key.
 
-        None if one cannot be made: the text of the value is an alias or has one, or the
-        right name is already there.
+        None if one cannot be made: the value or the name comes from outside the file,
+        the text of the value is an alias or has one, or the right name is already
+        there.
         """
         draft: _Draft | None = self
         for name in sorted(edits, key=lambda name: name in KEYS):
@@ -251,65 +255,38 @@ class _Draft:
         return draft
 
     def _with_edit(self, name: str, after: str) -> _Draft | None:
-        entry = self.located().get(name) if name in KEYS else None
-        source = self.source_rank(entry)
-        is_name = name not in KEYS and name != BASE
-        renamed = tuple(
-            re.sub(f"^{re.escape(name)}=", f"{after}=", setting)
-            for setting in self.overrides
-        )
-        new: dict[str, Any] = {}
-        if name in KEYS and source == 2:
+        entry = self.located().get(name)
+        if entry is not None and entry.line is None:
+            return None
+        if name in KEYS and not self.is_in_file(entry):
             newline = "\r\n" if "\r\n" in self.text else "\n"
-            new["text"] = (
-                f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}:"
-                f" {after}{newline}"
-            )
+            gap = "" if self.text.endswith(newline[-1]) else newline
+            text = f"{self.text}{gap}{name}: {after}{newline}"
             change = Change(
                 key=name, before=None, after=after, where=f"{self.file}, a new line"
             )
-        elif entry is not None and source == 0:
-            value = after.strip('"')
-            variable = ENVIRONMENT_PREFIX + name.upper()
-            settings = (
-                f"{name}={value}" if setting.startswith(f"{name}=") else setting
-                for setting in self.overrides
-            )
-            new = {"overrides": tuple(settings)}
-            new["environ"] = (
-                {**self.environ, variable: value}
-                if variable in self.environ
-                else self.environ
-            )
-            change = Change(
-                key=name, before=str(entry.value), after=value, where=entry.path
-            )
-        elif is_name and renamed != self.overrides:
-            new["overrides"] = renamed
-            change = Change(
-                key=after, before=name, after=after, where=COMMAND_LINE, renamed=name
-            )
-        else:
-            places = positions(self.text)
-            if name not in places or (is_name and after in places):
-                return None
-            place, text = places[name][0 if is_name else 1], after
-            line = self.text.count("\n", 0, place.start) + 1
-            where = f"{self.file}:{line}"
-            change = Change(
-                key=after, before=name, after=after, where=where, renamed=name
-            )
-            if not is_name:
-                before = self.text[place]
-                # A value without text follows the colon directly; a block value
-                # includes its line's end.
-                gap = "" if before or self.text[place.start - 1].isspace() else " "
-                text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
-                change = Change(
-                    key=name, before=before.strip(), after=after, where=where
-                )
-            new["text"] = self.text[: place.start] + text + self.text[place.stop :]
-        return replace(self, changes={**self.changes, name: change}, **new)
+            return self._changed(name, change, text)
+        is_name = name not in KEYS and name != BASE
+        places = positions(self.text)
+        if name not in places or (is_name and after in places):
+            return None
+        place, written = places[name][0 if is_name else 1], after
+        line = self.text.count("\n", 0, place.start) + 1
+        where = f"{self.file}:{line}"
+        change = Change(key=after, before=name, after=after, where=where, renamed=name)
+        if not is_name:
+            before = self.text[place]
+            # A value without text follows the colon directly; a block value includes
+            # its line's end.
+            gap = "" if before or self.text[place.start - 1].isspace() else " "
+            written = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
+            change = Change(key=name, before=before.strip(), after=after, where=where)
+        text = self.text[: place.start] + written + self.text[place.stop :]
+        return self._changed(name, change, text)
+
+    def _changed(self, name: str, change: Change, text: str) -> _Draft:
+        """Return the draft with another text of the file."""
+        return replace(self, text=text, changes={**self.changes, name: change})
 
 
 def _suggestions(
@@ -346,14 +323,12 @@ def _suggestions(
             yield SCHEDULE, yaml_value(schedule)
         return
     # Keys and values, each with a rank: the lowest wins, then the smallest change. 0 =
-    # another key, if it was set as close to the user as the key to blame and a small
-    # change suffices (this keeps the final batch of a ramp); 1 = a near value of the
+    # another key, if it was set in the file and a small change suffices (this keeps the
+    # final batch of a ramp); 1 = a near value of the
     # key to blame; 2 = automatic; 3 = any other key; 4 = other hardware.
     found: list[tuple[int, str, Any]] = []
     for other, values in problem.alternatives.items():
-        own = draft.source_rank(located.get(other)) <= min(
-            draft.source_rank(located.get(name)), 1
-        )
+        own = draft.is_in_file(located.get(other))
         for value in values:
             small = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
             found.append((0 if own and small else 3, other, value))

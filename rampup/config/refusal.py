@@ -30,9 +30,9 @@ from rampup.errors import (
     combine,
     raise_together,
 )
+from rampup.plan.nearest import batch_error
 from rampup.plan.numbers import AUTO, nearest_in
 from rampup.plan.ramp import BatchRamp, parse_schedule
-from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplitter
 
 

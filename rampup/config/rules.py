@@ -7,9 +7,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from rampup.errors import ConfigError, RampupError
+from rampup.plan.nearest import INCREMENT, RAMP_SAMPLES, START
 from rampup.plan.numbers import divisors, nearest_in
 from rampup.plan.ramp_keys import AUTO_SCHEDULE
-from rampup.plan.refusal import INCREMENT, RAMP_SAMPLES, START
 
 if TYPE_CHECKING:
     from rampup.config.schema import Config

@@ -27,6 +27,7 @@ from rampup.plan.hyperparameters import (
 )
 from rampup.plan.learning_rate import RateRule, Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.nearest import END, START, batch_error
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.numbers import AUTO, exact_fraction
 from rampup.plan.pipeline import (
@@ -41,7 +42,6 @@ from rampup.plan.ramp_keys import (
     global_batch_sizes,
     ramp_from_config,
 )
-from rampup.plan.refusal import END, START, batch_error
 from rampup.plan.split import BatchSplitter
 
 

@@ -27,10 +27,10 @@ from rampup.plan.learning_rate import (
     clock_segments,
 )
 from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.nearest import batch_error
 from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
 from rampup.plan.pipeline import Timetable, pass_bubble
 from rampup.plan.ramp import BatchRamp, Phase
-from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplit, BatchSplitter
 
 

@@ -16,9 +16,7 @@ from rampup.errors import (
     choice_error,
     combine,
 )
-from rampup.plan.numbers import exact_fraction, to_yaml_number
-from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
-from rampup.plan.refusal import (
+from rampup.plan.nearest import (
     END,
     INCREMENT,
     RAMP_SAMPLES,
@@ -26,6 +24,8 @@ from rampup.plan.refusal import (
     growth_error,
     size_errors,
 )
+from rampup.plan.numbers import exact_fraction, to_yaml_number
+from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
 from rampup.plan.split import BatchSplitter
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from rampup.errors import (
     choice_error,
     combine,
 )
+from rampup.plan.nearest import batch_error
 from rampup.plan.numbers import AUTO, divisors, nearest_multiples
 from rampup.plan.pipeline import fastest_microbatches
-from rampup.plan.refusal import batch_error
 
 RampupMicrobatch = Literal["fixed", "per_phase", "auto", "whole"]
 RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = (

@@ -23,14 +23,19 @@ def plan(config):
     return build_plan(config, 4 if config.num_devices == -1 else None)
 
 
-def fixed(folder, text, *settings, environ=None):
+def fixed(folder, text):
     """Write a file, find its fix, and check that the result is legal."""
     file = folder / "run.yml"
     file.write_bytes(text.encode())
-    fix = find_fix(file, settings, environ=environ, check=plan)
-    if not settings and environ is None:
-        plan(load_config(file, text=fix.text))
+    fix = find_fix(file, check=plan)
+    plan(load_config(file, text=fix.text))
     return fix
+
+
+def as_text(settings):
+    """Return a file with a key and a value on each line, on top of base.yml."""
+    lines = [f"{key}: {value}\n" for key, value in settings.items()]
+    return BASE + "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_a_number_of_another_quantity_is_not_moved_to_a_key(tmp_path, text, key)
         find_fix(tmp_path / "run.yml", (), check=plan)
 
 
-def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
+def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp(tmp_path):
     """A ramp that does not divide gets another increment or start if one is within a
     factor of two; the nearest wins.
     """
@@ -118,14 +123,10 @@ def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
             f"{end}_start": start,
             f"{end}_increment": increment,
             end: last,
-            "enable_rampup_batch_size": True,
+            "enable_rampup_batch_size": "true",
         }
         try:
-            fix = find_fix(
-                "base.yml",
-                [f"{key}={value}" for key, value in keys.items()],
-                check=plan,
-            )
+            fix = fixed(tmp_path, as_text(keys))
         except RampupError:
             assert last <= start  # far below the first size that this ramp can end at
             continue
@@ -155,8 +156,7 @@ def test_find_fix_changes_the_fewest_keys_and_keeps_the_ramp(tmp_path):
     keys |= {"base_num_decoder_layers": 8, "per_device_batch_size_start": 1.0}
     keys |= {"per_device_batch_size_increment": 1.0, "per_device_batch_size": 4.0}
     keys |= {"global_rampup_samples": 400, "enable_rampup_batch_size": "true"}
-    text = BASE + "".join(f"{key}: {value}\n" for key, value in keys.items())
-    fix = fixed(tmp_path, text + "num_devices: 8\n")
+    fix = fixed(tmp_path, as_text(keys | {"num_devices": 8}))
     assert [(c.key, c.after) for c in fix.changes] == [
         ("num_pipeline_microbatches", "4")
     ]
@@ -180,7 +180,7 @@ def keeps_shape(before, after):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_find_fix_keeps_the_shape_of_a_schedule(seed):
+def test_find_fix_keeps_the_shape_of_a_schedule(seed, tmp_path):
     """A fixed schedule grows, stays and falls where it did, with every size within a
     quarter; anything else is an error.
     """
@@ -190,13 +190,14 @@ def test_find_fix_keeps_the_shape_of_a_schedule(seed):
         [chosen.randint(1, 40) * chosen.choice((1, 2, 8)) for _ in range(4)],
     )
     schedule = " ".join(f"{1000 * place}:{size}" for place, size in enumerate(sizes))
-    settings = [f"batch_size_schedule={schedule}", "enable_rampup_batch_size=false"]
-    settings += [
-        f"microbatch_size={chosen.choice((2, 4, 8))}",
-        f"num_devices={devices}",
-    ]
+    keys = {
+        "batch_size_schedule": schedule,
+        "enable_rampup_batch_size": "false",
+        "microbatch_size": chosen.choice((2, 4, 8)),
+        "num_devices": devices,
+    }
     try:
-        fix = find_fix("base.yml", settings, check=plan)
+        fix = fixed(tmp_path, as_text(keys))
     except RampupError as error:
         assert error.key == "batch_size_schedule"
         choices = [
@@ -207,26 +208,26 @@ def test_find_fix_keeps_the_shape_of_a_schedule(seed):
     after = {change.key: change.after for change in fix.changes}
     new = [
         int(entry.partition(":")[2])
-        for entry in after.get("batch_size_schedule", schedule).split()
+        for entry in after.get("batch_size_schedule", schedule).strip('"').split()
     ]
     assert keeps_shape(sizes, new)
     if all(size % devices == 0 for size in sizes):
         assert new == sizes
 
 
-def test_find_fix_takes_a_smaller_microbatch_before_other_sizes():
+def test_find_fix_takes_a_smaller_microbatch_before_other_sizes(tmp_path):
     """The schedule keeps its sizes as far as the devices allow; a ramp that would
     become flat is an error.
     """
-    settings = [
-        "enable_rampup_batch_size=false",
-        "batch_size_schedule=0:16 500:24 900:50 2K:64",
-        "microbatch_size=8",
-    ]
-    fix = find_fix("base.yml", [*settings, "num_devices=8"], check=plan)
+    keys = {
+        "enable_rampup_batch_size": "false",
+        "batch_size_schedule": "0:16 500:24 900:50 2K:64",
+        "microbatch_size": 8,
+    }
+    fix = fixed(tmp_path, as_text(keys | {"num_devices": 8}))
     changes = [(change.key, change.after) for change in fix.changes]
     assert sorted(changes) == [
-        ("batch_size_schedule", "0:16 500:24 900:48 2K:64"),
+        ("batch_size_schedule", '"0:16 500:24 900:48 2K:64"'),
         ("microbatch_size", "1"),
     ]
     with pytest.raises(
@@ -236,28 +237,45 @@ def test_find_fix_takes_a_smaller_microbatch_before_other_sizes():
             r" 25%\)"
         ),
     ):
-        find_fix("base.yml", [*settings, "num_devices=64"], check=plan)
+        fixed(tmp_path, as_text(keys | {"num_devices": 64}))
 
 
-def test_find_fix_changes_settings_where_they_were_made(tmp_path):
-    """A value from the command line or the environment is changed there, and the file
-    stays as it is.
+@pytest.mark.parametrize(
+    ("settings", "environ", "place"),
+    [
+        (["steps=0"], {}, "command line"),
+        ([], {"RAMPUP_STEPS": "0"}, "RAMPUP_STEPS"),
+        (["stepz=3"], {}, "command line"),
+    ],
+)
+@pytest.mark.parametrize("own", ["", "steps: 0\n"])
+def test_find_fix_changes_nothing_outside_the_file(
+    tmp_path, settings, environ, place, own
+):
+    """A value or a name from the command line or the environment is the user's: the
+    error names its place, also if the file sets the same key.
     """
-    fix = fixed(tmp_path, BASE, "per_device_batch_size=15")
-    assert [(c.key, c.before, c.after, c.where) for c in fix.changes] == [
-        ("per_device_batch_size", "15", "16", "command line")
+    (tmp_path / "run.yml").write_text(BASE + own)
+    with pytest.raises(ConfigError, match="no legal configuration") as caught:
+        find_fix(tmp_path / "run.yml", settings, environ=environ, check=plan)
+    assert place in str(caught.value)
+    is_value = "stepz" not in str(caught.value)
+    assert ("where nothing is changed" in str(caught.value)) == is_value
+
+
+def test_find_fix_changes_the_file_beside_legal_settings(tmp_path):
+    """What is set outside stays, and the fix of the file is legal with it."""
+    (tmp_path / "run.yml").write_text(BASE + "per_device_batch_size: 15\n")
+    fix = find_fix(tmp_path / "run.yml", ["steps=7"], check=plan)
+    assert [(c.key, c.before, c.after) for c in fix.changes] == [
+        ("per_device_batch_size", "15", "16")
     ]
-    assert fix.patch == ""
-    fix = fixed(tmp_path, BASE, environ={"RAMPUP_PER_DEVICE_BATCH_SIZE": "15"})
-    assert [(c.after, c.where) for c in fix.changes] == [
-        ("16", "RAMPUP_PER_DEVICE_BATCH_SIZE")
-    ]
-    fix = fixed(tmp_path, BASE, "steps=0", environ={"RAMPUP_STEPS": "0"})
-    assert [(c.key, c.after) for c in fix.changes] == [("steps", "1")]
-    fix = fixed(tmp_path, BASE, "stepz=3")
-    assert [(c.renamed, c.key, c.where) for c in fix.changes] == [
-        ("stepz", "steps", "command line")
-    ]
+    assert fix.text == BASE + "per_device_batch_size: 16\n"
+    (tmp_path / "run.yml").write_text(BASE)
+    fix = find_fix(tmp_path / "run.yml", ["per_device_batch_size=15"], check=plan)
+    (change,) = fix.changes
+    assert change.key == "per_device_batch_size_start"
+    plan(load_config(fix.file, ["per_device_batch_size=15"], text=fix.text))
 
 
 LEFT = {

@@ -13,7 +13,7 @@ from rampup.errors import (
     PipelineShapeError,
     RampupError,
 )
-from rampup.plan.refusal import batch_error, nearest_batches
+from rampup.plan.nearest import batch_error, nearest_batches
 from rampup.plan.split import BatchSplit, BatchSplitter
 
 D, PASSES, SIZE = "data_parallel_size", "gradient_accumulation_steps", "microbatch_size"

@@ -69,11 +69,11 @@ from rampup.loop.run_folder import (
     write_whole,
 )
 from rampup.plan.learning_rate import RateRule, learning_rate_scale
+from rampup.plan.nearest import batch_error
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
 from rampup.plan.numbers import nearest_in
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.refusal import batch_error
 
 REPORTS_PER_BRANCH = 4  # lines of progress
 # Quarters of the run's batch that the branches have by default, as far as these are
