@@ -15,14 +15,12 @@ from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
 from rampup.engine.contract import (
     SummableLoss,
-    check_results,
-    check_signature,
-    explained,
+    call_loss,
 )
 from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.operations import operations
-from rampup.engine.pipeline import LAYERS, PipelinedLoss
+from rampup.engine.pipeline import LAYERS, PipelinedLoss, without_layers
 from rampup.engine.state import carried
 from rampup.engine.sums import as_summed, check_trained
 from rampup.errors import ConfigError, a_type
@@ -273,10 +271,9 @@ class Trials:
 
         def loss_of(params: Any) -> Any:
             args = (params, batch, keys) + (() if mutable is None else (mutable,))
-            check_signature(function, len(args))
-            with explained(self.device.mesh.axis_names):
-                results = function(*args)
-            loss, weight, aux, _ = check_results(results, function, args)
+            loss, weight, aux, _ = call_loss(
+                function, args, self.device.mesh.axis_names
+            )
             found = {
                 "loss_sum": loss,
                 "weight_sum": weight,
@@ -323,7 +320,7 @@ def loss_function(
             batch: Any,
             keys: Any,
         ) -> Any:
-            shared = {name: value for name, value in params.items() if name != LAYERS}
+            shared = without_layers(params)
             x = loss.first(shared, batch, keys)
             x = loss.stage(params[LAYERS], x, batch, keys, jnp.int32(0))
             return loss.last(shared, x, batch, keys)

@@ -24,9 +24,7 @@ from rampup.engine.contract import (
     Counts,
     LossFn,
     SummableLoss,
-    check_results,
-    check_signature,
-    explained,
+    call_loss,
 )
 from rampup.engine.explicit import (
     call_with_auto_axes,
@@ -446,11 +444,8 @@ def _loss_of(
         params: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any
     ) -> tuple[Any, Sums]:
         args = (params, batch_R, keys_R) + (() if mutable is None else (mutable,))
-        check_signature(loss_fn, len(args))
-        with explained(mesh.axis_names):
-            results = loss_fn(*args)
-        loss, weight, aux, carried = check_results(
-            results, loss_fn, args, keeps_mutable=keeps_mutable
+        loss, weight, aux, carried = call_loss(
+            loss_fn, args, mesh.axis_names, keeps_mutable=keeps_mutable
         )
         # The weight counts tokens; it is a constant of the gradient even if it was
         # computed from the parameters.

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,11 +70,38 @@ class SummableLoss:
         raise NotImplementedError
 
 
+def call_loss(
+    loss_fn: LossFn,
+    args: tuple[Any, ...],
+    axes: tuple[Any, ...],
+    *,
+    keeps_mutable: bool = True,
+) -> tuple[Any, Any, Any, Any]:
+    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, on a mesh
+    of these axes, or refuse one that breaks its contract.
+    """
+    check_signature(loss_fn, len(args))
+    try:
+        results = loss_fn(*args)
+    except (TypeError, ValueError, NameError) as error:
+        # What JAX says does not name the contract.
+        error.add_note(
+            "If this is an error of JAX: `keys` has one random key per row, so take"
+            " jax.vmap over rows and keys, or keys[0]. The axes of the mesh are"
+            f" {', '.join(map(str, axes))}, and a step adds up over the replicas by"
+            " itself: leave out the collectives of a pmap, and of a shard_map `mesh=`,"
+            " the axes of the replicas and those of one device, or give"
+            " reduce_once=False. With reduce_once=True, one replica runs as several do"
+        )
+        raise
+    return check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
+
+
 def check_results(
     results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
 ) -> tuple[Any, Any, Any, Any]:
-    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse
-    one that breaks its contract.
+    """Return the results of a loss function for some arguments as `call_loss` does, or
+    refuse them.
     """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
@@ -152,25 +178,6 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
             f"cannot be called with {number} arguments, as it takes {len(positional)}",
             number > 3,
         )
-
-
-@contextlib.contextmanager
-def explained(axes: tuple[Any, ...]) -> Iterator[None]:
-    """Say below an error in a loss function, on a mesh of these axes, what JAX does not
-    know of its contract.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, NameError) as error:
-        error.add_note(
-            "If this is an error of JAX: `keys` has one random key per row, so take"
-            " jax.vmap over rows and keys, or keys[0]. The axes of the mesh are"
-            f" {', '.join(map(str, axes))}, and a step adds up over the replicas by"
-            " itself: leave out the collectives of a pmap, and of a shard_map `mesh=`,"
-            " the axes of the replicas and those of one device, or give"
-            " reduce_once=False. With reduce_once=True, one replica runs as several do"
-        )
-        raise
 
 
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:

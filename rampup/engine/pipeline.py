@@ -200,7 +200,7 @@ class PipelinedLoss(SummableLoss):
             _: Recipe,
         ) -> Sums:
             m, passes = counts
-            own = (params[LAYERS], _without_layers(params), (batch_KR, keys_KR))
+            own = (params[LAYERS], without_layers(params), (batch_KR, keys_KR))
             stage = Stage(self, *own, mesh, has_grads=grad_shardings is not None)
             sums = jax.lax.fori_loop(
                 0,
@@ -343,51 +343,36 @@ class Stage:
                 jnp.where(is_real, turn, 0),
             )
 
-        def arrive(t: jax.Array, arrived: Any) -> tuple[Any, ...]:
-            """Return of unit t - s whether it has a microbatch, whether its chunk is the
-            last one, its microbatch and repeat, and its input.
-            """
-            is_real, k, r = unit_of(t - self.s)
-            is_first = is_real & (self.s == 0) & (r == 0)
-            x = self._if(is_first, lambda: self._first(k), arrived)
-            return is_real, self._is_last(r), (k, r), x
-
-        def forward(t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
-            """Run the forward of unit t - s; return the activation to send, and the
-            ring with what the backward will need.
+        def forward(t: jax.Array, arrived: Any, ring: Any, sums: Sums) -> Any:
+            """Run the forward of unit t - s; return the activation to send, the ring
+            with what the backward will need, and the sums, which change only without a
+            backward to come.
             """
             with jax.named_scope("forward_tick"):
-                is_real, is_last, unit, x = arrive(t, arrived)
+                is_real, k, r = unit_of(t - self.s)
+                is_first, is_last = (self.s == 0) & (r == 0), self._is_last(r)
+                x = self._if(is_real & is_first, lambda: self._first(k), arrived)
                 # The backward computes the chunk again. For the last chunk it does so in
                 # this very tick, so its forward is left to it, and y is the chunk's
                 # input.
-                y = self._if(
-                    is_real & ~is_last,
-                    lambda: self.loss.stage(*self._inputs(x, *unit)),
-                    x,
-                )
+                runs = is_real & ~is_last if self.has_grads else is_real
+                y = self._if(runs, lambda: self.loss.stage(*self._inputs(x, k, r)), x)
+                if not self.has_grads:
+                    sums = self._if(
+                        is_real & is_last,
+                        lambda: _add_loss(sums, self._last(y, k)),
+                        sums,
+                    )
+                    return y, ring, sums
                 slot = (t - self.s) % self.ring_size
-                return y, jax.tree.map(
+                ring = jax.tree.map(
                     lambda ring, x: ring.at[slot].set(
                         jnp.where(is_real, x, ring[slot])
                     ),
                     ring,
                     x,
                 )
-
-        def evaluate(t: jax.Array, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
-            """Run the forward of unit t - s without a backward to come; return the sums
-            and the activation to send.
-            """
-            with jax.named_scope("evaluation_tick"):
-                is_real, is_last, (k, r), x = arrive(t, arrived)
-                y = self._if(
-                    is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x
-                )
-                sums = self._if(
-                    is_real & is_last, lambda: _add_loss(sums, self._last(y, k)), sums
-                )
-                return sums, y
+                return y, ring, sums
 
         def backward(
             t: jax.Array, ring: Any, arrived: Any, sums: Sums
@@ -412,10 +397,12 @@ class Stage:
             """
             sums, ring, x, gradient = carry
             if not self.has_grads:
-                sums, y = evaluate(t, x, sums)
+                y, ring, sums = forward(t, x, ring, sums)
                 return sums, ring, self._send(y, 1), gradient
             y, ring = self._if_any_stage(
-                t < forward_ticks, lambda: forward(t, x, ring), otherwise=(x, ring)
+                t < forward_ticks,
+                lambda: forward(t, x, ring, sums)[:2],
+                otherwise=(x, ring),
             )
             sums, gradient = self._if_any_stage(
                 t >= self.lag,
@@ -545,7 +532,8 @@ def _add_gradient(total: Any, gradient: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradient)
 
 
-def _without_layers(params: Params) -> dict[str, Any]:
+def without_layers(params: Params) -> dict[str, Any]:
+    """Return the parameters of the first and the last part."""
     return {name: value for name, value in params.items() if name != LAYERS}
 
 
@@ -597,7 +585,7 @@ def check_parts(
         lambda x: jax.ShapeDtypeStruct((len(x) // num_chunks, *x.shape[1:]), x.dtype),
         params[LAYERS],
     )
-    shared = _without_layers(params)
+    shared = without_layers(params)
     x = shapes_of(loss.first, shared, *rows_R)
     y = shapes_of(loss.stage, chunk, x, *rows_R, 0)
     before, after = (

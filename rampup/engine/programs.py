@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.engine.batch import Batch, BufferLayout
+from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.explicit import as_auto, on_mesh
 from rampup.engine.mesh import auto_context, auto_view, replicated
@@ -24,6 +24,8 @@ from rampup.plan.learning_rate import ClockSegment
 
 # `Update.fused` or `Update.multi_steps`.
 Part = Callable[..., Any]
+# From a state and further arguments to the next state and the metrics.
+Run = Callable[..., tuple[Any, Metrics]]
 
 
 class Programs:
@@ -54,60 +56,53 @@ class Programs:
             )
             return program.lower(*as_auto((*split_frozen(state), *args)))
 
-    def get(self, key: Any, part: Part, state: Any, *args: Any) -> Any:
-        """Return a compiled program."""
+    def get(self, key: Any, part: Part, state: Any, *args: Any) -> Run:
+        """Return a compiled program, as a function of a state and further arguments."""
         lower = functools.partial(self.lower, part, state, *args)
-        return self.compiler.get(key, lower)
+        program = self.compiler.get(key, lower)
 
+        def run(state: Any, *args: Any) -> tuple[Any, Metrics]:
+            trained, frozen = split_frozen(state)
+            new, metrics = program(trained, frozen, *args)
+            return join_frozen(new, frozen), metrics
 
-def call(program: Any, state: Any, *args: Any) -> tuple[Any, Metrics]:
-    """Run a program on a state and further arguments."""
-    trained, frozen = split_frozen(state)
-    new, metrics = program(trained, frozen, *args)
-    return join_frozen(new, frozen), metrics
-
-
-class Engine(Protocol):
-    """How an optimizer step runs."""
-
-    # of the batches that it takes; None = as `layout_of` chooses
-    chunk_size: int | None
-
-    def compiled(self, state: Any, batch: Batch) -> Callable[[], tuple[Any, Metrics]]:
-        """Compile what a step needs, and return what runs it."""
+        return run
 
 
 class Fused:
     """One program per optimizer step, which sums over all microbatches."""
 
+    # Microbatches of a chunk of the batches that an engine takes; None = as `layout_of`
+    # chooses.
     chunk_size: int | None = None
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._padding: dict[BufferLayout, Any] = {}
-        # A number of microbatches or passes, or the numbers of a segment, on the
-        # devices: each would be copied in every step.
-        whole = replicated(programs.mesh)
 
+        # A number of microbatches or passes, or one of a segment: each would be copied
+        # to the devices in every step. By its type too, as 1 and 1.0 are equal.
+        @functools.lru_cache(maxsize=None, typed=True)
         def put(number: np.number) -> jax.Array:
+            whole = replicated(programs.mesh)
             return jax.make_array_from_callback((), whole, lambda _: number)
 
-        self._count = functools.cache(lambda number: put(np.int32(number)))
-        self._segment = functools.cache(
-            lambda segment: jax.tree.map(put, self.segment_of(segment))
-        )
+        self._put = put
 
     def compiled(self, state: Any, batch: Batch) -> Callable[[], tuple[Any, Metrics]]:
         """Compile the program of the batch's shape, and return what runs it."""
-        split, segment = batch.position.split, batch.position.segment
-        counts = split.num_pipeline_microbatches, split.accumulation_steps
-        args = (
-            self._padded(batch),
-            tuple(map(self._count, counts)),
-            segment and self._segment(segment),
+        position, layout = batch.position, batch.layout
+        split = position.split
+        counts = (
+            np.int32(split.num_pipeline_microbatches),
+            np.int32(split.accumulation_steps),
         )
-        program = self._programs.get(batch.layout.num_rows, Update.fused, state, *args)
-        return lambda: call(program, state, *args)
+        # The loop ends before the chunks that the batch does not fill, so any will do.
+        missing = layout.num_chunks - len(batch.chunks)
+        chunks = batch.chunks + batch.chunks[:1] * missing
+        numbers = jax.tree.map(self._put, (counts, self.segment_of(position.segment)))
+        args = chunks, *numbers
+        run = self._programs.get(layout.num_rows, Update.fused, state, *args)
+        return lambda: run(state, *args)
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
         """Return the numbers of a segment if the optimizer takes them: other optimizers
@@ -115,23 +110,6 @@ class Fused:
         """
         follows = isinstance(self._programs.update.tx, FollowingOptimizer)
         return segment_numbers(segment) if segment is not None and follows else None
-
-    def _padded(self, batch: Batch) -> tuple[Any, ...]:
-        """Return as many chunks as the program takes: those of the batch, then one
-        chunk of zeros that stays on the devices.
-        """
-
-        def zeros_like(x: jax.Array) -> jax.Array:
-            shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
-            return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
-
-        layout = batch.layout
-        if layout not in self._padding:
-            # Made on the host: `jnp.zeros` would be one more compilation, at a phase
-            # change and with the run waiting.
-            self._padding[layout] = jax.tree.map(zeros_like, batch.chunks[0])
-        missing = layout.num_chunks - len(batch.chunks)
-        return batch.chunks + (self._padding[layout],) * missing
 
 
 class ByMicrobatch:
@@ -152,14 +130,12 @@ class ByMicrobatch:
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), alone.out_info)
             self._zeros = jax.device_put(zeros[1], replicated(self._programs.mesh))
         zeros = self._zeros
-        first = (zeros, batch.chunks[0], number)
-        program = self._programs.get(R, part, state, *first)
+        run = self._programs.get(R, part, state, zeros, batch.chunks[0], number)
 
-        def run() -> tuple[Any, Metrics]:
+        def run_all() -> tuple[Any, Metrics]:
             new, metrics = state, zeros
             for index, chunk in enumerate(batch.chunks):
-                args = (metrics, chunk, np.int32(index * R))
-                new, metrics = call(program, new, *args)
+                new, metrics = run(new, metrics, chunk, np.int32(index * R))
             return new, metrics
 
-        return run
+        return run_all

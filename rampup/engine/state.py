@@ -146,27 +146,20 @@ def create_state(
     wait_for_all(mesh)
     given = params, mutable, frozen
     params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)
+    axes = BatchAxes.of(mesh, batch_axes) if shard_optimizer_over_data else None
     with auto_context(mesh):
-        if shard_optimizer_over_data:
-            axes = BatchAxes.of(mesh, batch_axes)
-            opt_state = tx.init(
-                jax.device_put(params, scattered_shardings(params, mesh, axes))
-            )
-            # New arrays such as counters are on one device. They come onto the mesh
-            # before they can be scattered.
-            opt_state = _put(opt_state, shardings_like(opt_state, mesh))
-            opt_state = _put(opt_state, scattered_shardings(opt_state, mesh, axes))
-        else:
-            opt_state = tx.init(params)
+        parts = params
+        if axes is not None:
+            parts = jax.device_put(params, scattered_shardings(params, mesh, axes))
         state = TrainState(
             step=jnp.int32(0),
             params=params,
-            opt_state=opt_state,
+            opt_state=tx.init(parts),
             mutable=mutable,
             frozen=frozen,
         )
-        state = _without_aliases(_put(state, shardings_like(state, mesh)), given)
-    return _on_given_mesh(state, mesh)
+        # New arrays such as counters are on one device, and come onto the mesh.
+        return _finished(_put(state, shardings_like(state, mesh)), given, mesh, axes)
 
 
 def prepare_state(
@@ -204,16 +197,10 @@ def prepare_state(
     check_step_number(int(state.step))
     wait_for_all(mesh)
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
+    axes = BatchAxes.of(mesh, batch_axes) if shard_optimizer_over_data else None
     with auto_context(mesh):
-        state = _without_aliases(
-            _put(given, shardings_like(given, mesh), may_alias=False), given
-        )
-        if shard_optimizer_over_data:
-            scattered = scattered_shardings(
-                state.opt_state, mesh, BatchAxes.of(mesh, batch_axes)
-            )
-            state = replace_fields(state, opt_state=_put(state.opt_state, scattered))
-    return _on_given_mesh(state, mesh)
+        state = _put(given, shardings_like(given, mesh), may_alias=False)
+        return _finished(state, given, mesh, axes)
 
 
 def replace_fields(state: Any, **changes: Any) -> Any:
@@ -426,10 +413,15 @@ def _put(tree: Any, shardings: Any, **options: Any) -> Any:
     return jax.tree.map(wrap, put, tree)
 
 
-def _on_given_mesh(state: Any, mesh: Mesh) -> Any:
-    """Return a state on the mesh that the caller gave, after an optimizer that saw Auto
-    axes.
+def _finished(state: Any, given: Any, mesh: Mesh, axes: BatchAxes | None) -> Any:
+    """Return a state that is placed, in buffers of its own and on the mesh that the
+    caller gave; with `axes`, each replica has its part of the optimizer's state.
     """
+    if axes is not None:
+        parts = scattered_shardings(state.opt_state, mesh, axes)
+        state = replace_fields(state, opt_state=_put(state.opt_state, parts))
+    state = _without_aliases(state, given)
+    # The optimizer saw Auto axes.
     return (
         _put(state, on_mesh(shardings_of(state), mesh)) if is_explicit(mesh) else state
     )

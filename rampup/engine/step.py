@@ -45,7 +45,7 @@ from rampup.engine.mesh import (
     process_rows,
     replicated,
 )
-from rampup.engine.programs import ByMicrobatch, Engine, Fused, Programs
+from rampup.engine.programs import ByMicrobatch, Fused, Programs
 from rampup.engine.state import (
     BATCHED_GONE,
     carried,
@@ -317,7 +317,7 @@ class TrainStep:
         self._checks_loss = check_loss
         self._programs = Programs(update, mesh, donate=donate)
         self._fused = Fused(self._programs)
-        self._engine: Engine = self._fused
+        self._engine: Fused | ByMicrobatch = self._fused
         if isinstance(self.tx, optax.MultiSteps):
             self._engine = ByMicrobatch(self._programs)
         self._donate = donate
