@@ -55,7 +55,8 @@ from rampup.errors import (
     a_type,
 )
 
-_GONE = {
+# What an `AccumulatedLoss` says, and no argument beside the loss.
+OPTIONS_OF_LOSS_GONE = {
     "batch_axes": "give rampup.AccumulatedLoss(loss_fn, batch_axes=...) as the loss",
     "whole_batch": "give rampup.AccumulatedLoss(loss_fn, whole_batch=True) as the loss",
 }
@@ -329,7 +330,7 @@ def summable(
     return replace(own, **changes) if changes else own
 
 
-@gone(**_GONE)
+@gone(**OPTIONS_OF_LOSS_GONE)
 def accumulate(
     loss_fn: LossFn | AccumulatedLoss,
     params: Any,

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import summable
+from rampup.engine.accumulate import OPTIONS_OF_LOSS_GONE, summable
 from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import as_auto, on_mesh, sees_explicit
+from rampup.engine.explicit import as_auto, sees_explicit
 from rampup.engine.mesh import STAGE, BatchAxes, auto_context, auto_view, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import BATCHED_GONE, check_placed, gone, shardings_of
@@ -27,13 +27,12 @@ class EvalStep:
     loss function as `train_step`.
 
     Args:
-        loss_fn, mesh, reduce_once: see `train_step`.
-        batch_axes: see `AccumulatedLoss`.
-        whole_batch: the loss sees all rows of a batch, which is then one microbatch, as
-            in a plan of a constant batch.
+        loss_fn, mesh, reduce_once: see `train_step`. An `AccumulatedLoss` chooses the
+            axes of the rows, or sees whole batches, which are then one microbatch.
 
     Raises:
         ConfigError: the loss cannot run on the mesh.
+        TypeError: an argument that is gone.
 
     Example:
         >>> import optax
@@ -55,22 +54,19 @@ class EvalStep:
         [(2.0, 3), (29.0, 3), (25.0, 1)]
     """
 
+    @gone(**OPTIONS_OF_LOSS_GONE)
     def __init__(
         self,
         loss_fn: LossFn | SummableLoss,
         mesh: Mesh,
         *,
-        batch_axes: BatchAxes | None = None,
         reduce_once: bool | None = None,
-        whole_batch: bool = False,
     ) -> None:
-        self._loss = summable(
-            loss_fn, mesh, batch_axes, reduce_once=reduce_once, whole_batch=whole_batch
-        )
-        self._whole_batch = whole_batch
-        self._loss_fn, self._batch_axes = loss_fn, batch_axes
-        self._mesh = mesh
-        self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
+        self._loss_fn, self._mesh = loss_fn, mesh
+        self._loss = summable(loss_fn, mesh, reduce_once=reduce_once)
+        self._axes = BatchAxes.of(mesh, getattr(self._loss, "batch_axes", None))
+        self._whole_batch = getattr(self._loss, "whole_batch", False)
+        self._compiler = Compiler(functools.partial(wait_for_all, mesh))
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the sums of a batch. Batches of one size share a program.
@@ -102,24 +98,23 @@ class EvalStep:
         args = state, batch.chunks, np.int32(batch.num_microbatches)
         # The rows that are left over are on every device, as if the mesh had no axes
         # for rows; see `batches`.
-        axes = BatchAxes.of(self._mesh, self._batch_axes)
         sharding = jax.tree.leaves(batch.chunks)[0].sharding
-        is_left = axes.num_shards(self._mesh) > 1 and sharding.is_fully_replicated
+        is_left = self._axes.num_shards(self._mesh) > 1 and sharding.is_fully_replicated
 
         def lower() -> Any:
             loss, view = self._loss, auto_view(self._mesh)
             if is_left:
                 nowhere = BatchAxes(replica=(), rows=())
                 loss = summable(self._loss_fn, self._mesh, nowhere)
-            shardings = on_mesh(shardings_of(state), view)
+            seen = as_auto(args)
             if sees_explicit(loss, self._mesh):
-                loss = explicit_loss(loss, view, shardings)
+                loss = explicit_loss(loss, view, shardings_of(seen[0]))
             with auto_context(self._mesh):
                 run = jax.jit(
                     functools.partial(eval_sums, loss, view),
                     out_shardings=replicated(self._mesh),
                 )
-                return run.lower(*as_auto(args))
+                return run.lower(*seen)
 
         key = batch.layout, len(batch.chunks), is_left
         return self._compiler.get(key, lower)(*args)
@@ -154,6 +149,6 @@ class EvalStep:
             source,
             batch_size,
             self._mesh,
-            batch_axes=self._batch_axes,
+            batch_axes=self._axes,
             whole_batch=self._whole_batch,
         )

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
-from rampup.engine.explicit import as_auto, on_mesh
-from rampup.engine.mesh import auto_context, auto_view, replicated
+from rampup.engine.explicit import as_auto
+from rampup.engine.mesh import auto_context, replicated
 from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
@@ -45,16 +45,16 @@ class Programs:
         """
         # The next state has the shardings of the given one, so that the program accepts
         # its own result. Only the state is donated: no result has the shape of the
-        # batch, and the padding is used again.
-        shardings = shardings_of(state)
-        views = on_mesh(shardings, auto_view(self.mesh))
+        # batch.
+        results = split_frozen(shardings_of(state))[0], replicated(self.mesh)
+        state, args = as_auto((state, args))
         with auto_context(self.mesh):
             program = jax.jit(
-                functools.partial(part, self.update, views),
+                functools.partial(part, self.update, shardings_of(state)),
                 donate_argnums=0 if self._donate else (),
-                out_shardings=(split_frozen(shardings)[0], replicated(self.mesh)),
+                out_shardings=results,
             )
-            return program.lower(*as_auto((*split_frozen(state), *args)))
+            return program.lower(*split_frozen(state), *args)
 
     def get(self, key: Any, part: Part, state: Any, *args: Any) -> Run:
         """Return a compiled program, as a function of a state and further arguments."""

@@ -350,7 +350,7 @@ def check_arguments(call: str, **arguments: Any) -> None:
             raise ConfigError(
                 f"{call}: {name} is {a_type(value)}",
                 fix="check the order of the arguments: loss_fn is a function, or of a"
-                " subclass of rampup.engine.contract.SummableLoss, and tx an optimizer"
+                " subclass of rampup.engine.contract.SummableLoss, and tx is an optimizer"
                 " of Optax",
                 key=name,
             )

@@ -249,7 +249,7 @@ class TrainSetup:
             # The noise is measured on the whole gradients of a microbatch, and parts of
             # them over the replicas may cut the dimension that fsdp shards. So the
             # compiler gathers the parameters, as it does for whole batches.
-            loss = AccumulatedLoss(model.loss)
+            loss = AccumulatedLoss(model.loss, whole_batch=splitter.whole_batch)
         else:
             loss = model.sharded_loss(self.mesh)
         return replace(loss, **types)
@@ -286,7 +286,7 @@ class TrainSetup:
         batches of `size` rows.
         """
         plan = self.plan
-        without_dropout = replace(self, model=replace(self.model, dropout_rate=0.0))
+        loss = replace(self, model=replace(self.model, dropout_rate=0.0)).loss
         options = {
             "splitter": plan.splitter.for_eval(),
             "num_devices": plan.num_devices,
@@ -295,14 +295,7 @@ class TrainSetup:
         eval_plan = RampPlan(
             ramp=BatchRamp.constant(size), total_steps=num_batches, **options
         )
-        return (
-            EvalStep(
-                without_dropout.loss,
-                self.mesh,
-                whole_batch=self.plan.splitter.whole_batch,
-            ),
-            eval_plan,
-        )
+        return EvalStep(loss, self.mesh), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""

@@ -346,7 +346,8 @@ def test_an_evaluation_of_whole_batches_leaves_one_batch_over():
         mesh_of("data"),
         lambda params, batch, keys: (jnp.float32(len(keys)) ** 2, len(keys), {}),
     )
-    evaluate, state = rampup.EvalStep(seen, mesh, whole_batch=True), start("data")[1]
+    loss = rampup.AccumulatedLoss(seen, whole_batch=True)
+    evaluate, state = rampup.EvalStep(loss, mesh), start("data")[1]
     sums = [evaluate(state, batch) for batch in evaluate.batches(rows(45), 16)]
     assert [(int(loss), int(weight)) for loss, weight in sums] == [
         (256, 16),

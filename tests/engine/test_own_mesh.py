@@ -177,9 +177,9 @@ def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(
             )
         )
         own = jax.jit(lambda params, batch: explicit_loss_fn(params, batch, None)[0])
-        evaluated = rampup.EvalStep(explicit_loss_fn, mesh, batch_axes=axes)(
-            rampup.create_state(before, tx, mesh), batch
-        )
+        evaluated = rampup.EvalStep(
+            rampup.AccumulatedLoss(explicit_loss_fn, axes), mesh
+        )(rampup.create_state(before, tx, mesh), batch)
         if in_context:
             np.testing.assert_allclose(own(before, chunk), evaluated[0], rtol=1e-5)
         run = jax.jit(

@@ -218,7 +218,9 @@ def test_accumulate_and_evaluation_see_the_whole_batch():
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, (value, grads)
     )
-    evaluate = rampup.EvalStep(loss_fn, mesh, whole_batch=True)
+    with pytest.raises(TypeError, match=r"'whole_batch'; give rampup.AccumulatedLoss"):
+        rampup.EvalStep(loss_fn, mesh, whole_batch=True)
+    evaluate = rampup.EvalStep(AccumulatedLoss(loss_fn, whole_batch=True), mesh)
     loss, weight = evaluate(state, batch)
     np.testing.assert_allclose(loss / weight, value, atol=2e-5)
     with pytest.raises(
