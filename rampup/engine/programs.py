@@ -16,15 +16,13 @@ from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.explicit import as_auto
 from rampup.engine.mesh import auto_context, replicated
-from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update
-from rampup.plan.learning_rate import ClockSegment
 
 # `Update.fused` or `Update.multi_steps`.
 Part = Callable[..., Any]
-# From a state and further arguments to the next state and the metrics.
+# From a state and further arguments, if any are left, to the next state and metrics.
 Run = Callable[..., tuple[Any, Metrics]]
 
 
@@ -88,7 +86,7 @@ class Fused:
 
         self._put = put
 
-    def compiled(self, state: Any, batch: Batch) -> Callable[[], tuple[Any, Metrics]]:
+    def compiled(self, state: Any, batch: Batch) -> Run:
         """Compile the program of the batch's shape, and return what runs it."""
         position, layout = batch.position, batch.layout
         split = position.split
@@ -99,17 +97,10 @@ class Fused:
         # The loop ends before the chunks that the batch does not fill, so any will do.
         missing = layout.num_chunks - len(batch.chunks)
         chunks = batch.chunks + batch.chunks[:1] * missing
-        numbers = jax.tree.map(self._put, (counts, self.segment_of(position.segment)))
-        args = chunks, *numbers
+        segment = self._programs.update.segment_of(position.segment)
+        args = chunks, *jax.tree.map(self._put, (counts, segment))
         run = self._programs.get(layout.num_rows, Update.fused, state, *args)
         return lambda: run(state, *args)
-
-    def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
-        """Return the numbers of a segment if the optimizer takes them: other optimizers
-        know the plan.
-        """
-        follows = isinstance(self._programs.update.tx, FollowingOptimizer)
-        return segment_numbers(segment) if segment is not None and follows else None
 
 
 class ByMicrobatch:
@@ -121,7 +112,7 @@ class ByMicrobatch:
         self._programs = programs
         self._zeros: Metrics | None = None
 
-    def compiled(self, state: Any, batch: Batch) -> Callable[[], tuple[Any, Metrics]]:
+    def compiled(self, state: Any, batch: Batch) -> Run:
         """Compile the program of a microbatch, and return what runs all of them."""
         R, part, number = batch.layout.num_rows, Update.multi_steps, np.int32(0)
         if self._zeros is None:

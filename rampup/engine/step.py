@@ -45,6 +45,7 @@ from rampup.engine.mesh import (
     process_rows,
     replicated,
 )
+from rampup.engine.optimizer import SegmentNumbers
 from rampup.engine.programs import ByMicrobatch, Fused, Programs
 from rampup.engine.state import (
     BATCHED_GONE,
@@ -316,10 +317,8 @@ class TrainStep:
         self._batch_axes = update.batch_axes
         self._checks_loss = check_loss
         self._programs = Programs(update, mesh, donate=donate)
-        self._fused = Fused(self._programs)
-        self._engine: Fused | ByMicrobatch = self._fused
-        if isinstance(self.tx, optax.MultiSteps):
-            self._engine = ByMicrobatch(self._programs)
+        by_microbatch = isinstance(self.tx, optax.MultiSteps)
+        self._engine = (ByMicrobatch if by_microbatch else Fused)(self._programs)
         self._donate = donate
         self._layouts: set[BufferLayout] = set()
         # The `step` of the state that the last call returned, and its number, known
@@ -552,13 +551,13 @@ class TrainStep:
                     found[name] = jax.make_jaxpr(function)(own, *args)
         return found
 
-    def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
+    def segment_of(self, segment: ClockSegment | None) -> SegmentNumbers | None:
         """Return the numbers of a segment if the optimizer takes them.
 
         Args:
             segment: the segment of the plan's clock, or None.
         """
-        return self._fused.segment_of(segment)
+        return self._update.segment_of(segment)
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of a program's loops: microbatches, or passes and the
@@ -642,7 +641,7 @@ class TrainStep:
         what a loss raises there is seen before hours of training.
         """
         index = batch.position.phase.index
-        if index == self._traced_in or self._engine is not self._fused:
+        if index == self._traced_in or isinstance(self._engine, ByMicrobatch):
             return
         self._traced_in = index
         shapes = jax.tree.map(

@@ -24,7 +24,11 @@ from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter
 from rampup.engine.keys import per_row_keys, random_key
 from rampup.engine.mesh import BatchAxes, constrain
-from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
+from rampup.engine.optimizer import (
+    FollowingOptimizer,
+    SegmentNumbers,
+    segment_numbers,
+)
 from rampup.engine.state import (
     carried,
     join_frozen,
@@ -42,6 +46,7 @@ from rampup.engine.sums import (
 )
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, a_type
+from rampup.plan.learning_rate import ClockSegment
 
 Metrics = dict[str, Any]
 
@@ -68,6 +73,13 @@ class Update:
         axes = BatchAxes.of(self.mesh, self.batch_axes)
         is_split = is_scattered(state_shardings.opt_state, axes)
         return axes if is_split and axes.num_replicas(self.mesh) > 1 else None
+
+    def segment_of(self, segment: ClockSegment | None) -> SegmentNumbers | None:
+        """Return the numbers of a segment if the optimizer takes them: other optimizers
+        know the plan.
+        """
+        follows = isinstance(self.tx, FollowingOptimizer)
+        return segment_numbers(segment) if segment is not None and follows else None
 
     def fused(
         self,
