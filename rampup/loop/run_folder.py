@@ -15,11 +15,9 @@ import json
 import os
 import re
 import reprlib
-import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,6 @@ METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
 PREDICTION_FILE = (  # what `rampup design --write` has predicted for the run
     "prediction.json"
 )
-# `rampup critical` keeps its results next to the run, in
-# RUN.critical/step-.../result.json.
-CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 # The way out of a folder that has another run.
 ANOTHER_FOLDER = (
     "train in another folder (run_name of a configuration, folder of a Loop)"
@@ -180,49 +175,6 @@ def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for last in read_lines(path):
         first = first or last
     return first, last
-
-
-def measured_throughput(
-    folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None
-) -> dict[int, Fraction]:
-    """Return the median tokens per second of a run by global batch size, in samples, or
-    refuse a run without any.
-
-    Steps that compiled count only if there are no others of their size. `lines` are
-    those of its metrics, if they are read.
-    """
-    file = as_path(folder) / METRICS_FILE
-    if not file.is_file():
-        raise ConfigError(
-            "cannot read the run's metrics: no such file",
-            key="measured",
-            path=str(file),
-        )
-    rates: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
-    for record in read_lines(file) if lines is None else lines:
-        size: Any = record.get("global_batch_size")
-        rate: Any = record.get("tokens_per_second")
-        if (
-            type(size) is int
-            and type(rate) in (int, float)
-            and 0 < size < 1e18
-            and 0 < rate < 1e18
-        ):
-            # The first step compiles too, even if it took its program from the cache.
-            compiled = record["step"] == 0 or "compile_seconds" in record
-            rates[size, compiled].append(float(rate))
-    if not rates:
-        raise ConfigError(
-            "no line has a global_batch_size and its tokens_per_second",
-            key="measured",
-            path=str(file),
-        )
-    return {
-        size: Fraction(
-            statistics.median_low(rates.get((size, False)) or rates[size, True])
-        )
-        for size in sorted({size for size, _ in rates})
-    }
 
 
 def require_count(row: Mapping[str, Any], key: str, name: str) -> int:

@@ -1,7 +1,6 @@
 """Tests of rampup.loop.run_folder."""
 
 import json
-import math
 
 import pytest
 
@@ -115,51 +114,3 @@ def test_run_folder_of_a_name_is_found_again(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match="cannot make the folder"):
         folders.run_folder(str(tmp_path / "link"), "")
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        # The first step and steps that compiled are ignored if there are others.
-        ([(8, 1), (8, 100), (8, 300), (8, 200)], {8: 200}),
-        ([(8, 1), (16, 2, 3.0), (16, 500.5), (32, 7, 3.0)], {8: 1, 16: 500.5, 32: 7}),
-        # Values that are not numbers, and impossible ones.
-        (
-            [
-                (8, 9),
-                (8, None),
-                (True, 5),
-                (8, -1),
-                (8, 0),
-                (8.5, 3),
-                (8, math.nan),
-                (8, math.inf),
-                (8, 100),
-            ],
-            {8: 100},
-        ),
-    ],
-)
-def test_measured_throughput_is_the_median_of_each_batch_size(tmp_path, rows, expected):
-    """A row has a batch, its tokens per second and, if it compiled, the time for that;
-    a torn line is no step.
-    """
-    names = ("global_batch_size", "tokens_per_second", "compile_seconds")
-    lines = [
-        json.dumps({"step": step, **dict(zip(names, row, strict=False))})
-        for step, row in enumerate(rows)
-    ]
-    (tmp_path / "metrics.jsonl").write_text(
-        "\n".join([*lines, "[1]", "{}", '{"step": 9, "global_ba'])
-    )
-    assert folders.measured_throughput(tmp_path) == expected
-
-
-@pytest.mark.parametrize("content", [None, "", "{}", "nonsense", "[" * 100_000])
-def test_measured_throughput_refuses_a_run_without_any(tmp_path, content):
-    """No folder, no file, and a file without a throughput are errors that name it."""
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl") as caught:
-        folders.measured_throughput(tmp_path)
-    assert caught.value.key == "measured"

@@ -23,6 +23,8 @@ from rampup.config.load import load_config
 from rampup.config.resume import plan_to_resume
 from rampup.config.schema import Config
 from rampup.contrib.lab.critical import (
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
     Bound,
     BranchResult,
     BranchWindow,
@@ -61,8 +63,6 @@ from rampup.loop.checkpoint import (
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
-    CRITICAL_RESULT,
-    CRITICAL_SUFFIX,
     METRICS_FILE,
     absolute_path,
     read_lines,

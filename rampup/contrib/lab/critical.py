@@ -23,6 +23,8 @@ from rampup.contrib.lab.design_model import weighted_line
 from rampup.errors import ConfigError
 from rampup.plan.numbers import finite_or_none
 
+# A run's results are next to it, in RUN.critical/step-.../result.json.
+CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 SMOOTHING = 0.5  # weight of the newest evaluation in the smoothed loss, as in the paper
 # Evaluations of a branch if its window is long enough, and the fewest.
 EVALUATIONS, LEAST_EVALUATIONS = 16, 4

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +17,16 @@ import numpy as np
 
 from rampup.config.load import load_config
 from rampup.config.schema import IDENTITY_KEYS, Config
-from rampup.contrib.lab.critical import implied_noise_scale
+from rampup.contrib.lab.critical import (
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
+    implied_noise_scale,
+)
 from rampup.contrib.lab.design_model import NoiseCurve, NoisePoint
 from rampup.errors import ConfigError, DataError
 from rampup.loop.run_folder import (
     CONFIG_FILE,
-    CRITICAL_RESULT,
-    CRITICAL_SUFFIX,
     METRICS_FILE,
-    measured_throughput,
     read_lines,
     require_count,
 )
@@ -252,8 +254,34 @@ def _run_seconds(
             if line.get("tokens_per_second") and line.get("step_seconds")
         ]
         length = round(statistics.median_high(lengths or [length]))
-    throughput = measured_throughput(folder, lines)
-    return {size: float(size * length / rate) for size, rate in throughput.items()}
+    return {size: size * length / rate for size, rate in _throughput(folder, lines)}
+
+
+def _throughput(
+    folder: Path, lines: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, float]]:
+    """Return each batch size in a run's lines with its median tokens per second, or
+    refuse a run without any.
+
+    Steps that compiled count only if there are no others of their size.
+    """
+    rates: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
+    for line in lines:
+        rate: Any = line.get("tokens_per_second")
+        if type(rate) in (int, float) and 0 < rate < 1e18:
+            # The first step compiles too, even if it took its program from the cache.
+            compiled = line["step"] == 0 or "compile_seconds" in line
+            rates[line["global_batch_size"], compiled].append(float(rate))
+    if not rates:
+        raise ConfigError(
+            "no line has a global_batch_size and its tokens_per_second",
+            key="measured",
+            path=str(folder / METRICS_FILE),
+        )
+    return [
+        (size, statistics.median_low(rates.get((size, False)) or rates[size, True]))
+        for size in sorted({size for size, _ in rates})
+    ]
 
 
 def _average(steps: Steps) -> NoiseScale:
