@@ -47,12 +47,14 @@ from rampup.engine.state import TrainState, create_state
 from rampup.engine.step import TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
+from rampup.lm.auto_batch import AutoBatch
+from rampup.lm.start import keep_config, run_in_folder
 from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import (
     CheckpointOptions,
     SavedCheckpoint,
 )
-from rampup.loop.components import AutoBatch, Component, NoiseAverages
+from rampup.loop.components import Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import (
     Event,
@@ -65,8 +67,6 @@ from rampup.loop.loop import (
     EvalOptions,
     Loop,
     Summary,
-    keep_config,
-    run_in_folder,
 )
 from rampup.loop.metrics import (
     TENSORBOARD_FOLDER,

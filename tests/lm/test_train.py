@@ -26,6 +26,7 @@ from rampup.errors import (
     MissingDependencyError,
     ResumeMismatchError,
 )
+from rampup.lm.start import keep_config
 from rampup.lm.train import (
     Run,
     TrainSetup,
@@ -35,7 +36,7 @@ from rampup.lm.train import (
     train,
 )
 from rampup.loop.events import LearningRateChanged
-from rampup.loop.loop import Loop, keep_config
+from rampup.loop.loop import Loop
 from rampup.loop.metrics import MetricOptions
 
 # Batches that divide over the eight replicas of one mesh and over the replicas of two,

@@ -48,6 +48,7 @@ from rampup.lm.load import (
     named_checkpoint,
 )
 from rampup.lm.load import load as load_trained
+from rampup.lm.start import keep_config, run_in_folder
 from rampup.lm.train import loop_of, metric_writers
 from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import (
@@ -59,7 +60,7 @@ from rampup.loop.checkpoint import (
 from rampup.loop.components import Component, LoopStep
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
-from rampup.loop.loop import EvalOptions, Loop, keep_config, run_in_folder
+from rampup.loop.loop import EvalOptions, Loop
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import (
     CONFIG_FILE,
