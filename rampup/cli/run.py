@@ -100,6 +100,12 @@ def run_to_end(
     )
     try:
         summary = train(config, on_event=shown)
+    except KeyboardInterrupt:
+        args.console.print(
+            "stopped at once; nothing was saved after the newest checkpoint, from which"
+            " the run resumes"
+        )
+        raise
     finally:
         shown.close()
     from rampup.engine.processes import is_primary

@@ -154,15 +154,6 @@ class RunStopping(Event):
     step: int
 
 
-class RunAborted(Event):
-    """Ctrl-C, in the command line a second one, ended the run at once. `checkpoint`:
-    steps done in the newest one, or None.
-    """
-
-    folder: Path
-    checkpoint: int | None
-
-
 OnEvent = Callable[[Event], None]
 
 

@@ -45,8 +45,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
 _VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
-# Returns who has a run instead of its owner, or None; True asks the storage for it.
-FindOwner = Callable[[bool], dict[str, Any] | None]
+# Returns who has a run instead of its owner, or None.
+FindOwner = Callable[[], dict[str, Any] | None]
 # The folders that this process owns -> the thread that does, and what finds a later
 # owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
@@ -76,23 +76,21 @@ def own_run(
         if problem:
             raise ConfigError(problem, key="run_name")
         if shared and not is_bucket(folder):
-            owner = json.dumps(_owner_in(folder)) if is_primary() else ""
+            owner = _owner_in(folder) if is_primary() else ""
             owner = broadcast_from_process0(f"shared{next(_questions)}", owner)
-            if problem := first_problem(_invisible(folder, json.loads(owner))):
+            if problem := first_problem(_invisible(folder, owner)):
                 raise ConfigError(problem, key="base_output_directory")
         yield
 
 
-def require_owner(folder: Path, *, ask: bool = False) -> None:
-    """Refuse to go on in a folder that another process owns now.
-
-    A lease tells what it has seen at its last renewal; with `ask`, it is renewed now.
-    Storage that is away says nothing.
+def require_owner(folder: Path) -> None:
+    """Refuse to go on in a folder that another process owns now. Storage that is away
+    says nothing.
     """
-    _, find_owner = _held.get(absolute_path(folder), (0, lambda ask: None))
+    _, find_owner = _held.get(absolute_path(folder), (0, lambda: None))
     owner = None
     with contextlib.suppress(OSError):
-        owner = find_owner(ask)
+        owner = find_owner()
     if owner is not None:
         raise ConfigError(
             f"another process took over {folder}: {_words(owner)}; this one was paused"
@@ -102,23 +100,22 @@ def require_owner(folder: Path, *, ask: bool = False) -> None:
         )
 
 
-def _owner_in(folder: Path) -> dict[str, Any]:
-    """Return who owns a folder, as this process sees it; {} if it sees nobody."""
+def _owner_in(folder: Path) -> str:
+    """Return who owns a folder, as this process sees it."""
     with contextlib.suppress(OSError):
-        found = _read(folder / LOCK_FILE) or {}
-        return {name: found.get(name) for name in ("host", "pid", "since")}
-    return {}
+        return _words(_read(folder / LOCK_FILE) or {})
+    return ""
 
 
-def _invisible(folder: Path, owner: dict[str, Any]) -> str:
+def _invisible(folder: Path, owner: str) -> str:
     """Return that this process does not see the folder that process 0 owns, or ""."""
     end = time.monotonic() + _VISIBLE_SECONDS
     while _owner_in(folder) != owner:
         if time.monotonic() > end:
             return (
                 f"process {jax.process_index()} on {socket.gethostname()} does not see"
-                f" the folder {folder} of process 0 on {owner.get('host')}: it must be"
-                " on a file system that all hosts share, or in a bucket"
+                f" the folder {folder} of process 0 on {owner}: it must be on a file"
+                " system that all hosts share, or in a bucket"
             )
         time.sleep(_VISIBLE_SECONDS / 100)
     return ""
@@ -172,7 +169,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
             break
         os.close(file)
 
-    def find_owner(ask: bool) -> dict[str, Any] | None:
+    def find_owner() -> dict[str, Any] | None:
         return None if os.fstat(file).st_nlink else _read(path)
 
     def release() -> None:
@@ -203,7 +200,7 @@ def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
     lease = _Lease(path)
     lease.write()
     time.sleep(SETTLE_SECONDS)
-    if (found := lease.find_owner(True)) is not None:
+    if (found := lease.find_owner()) is not None:
         raise _TakenError(found)
     lease.thread.start()
     held.callback(lease.release)
@@ -221,17 +218,16 @@ class _Lease:
         )
         self._path = path
         self._content = {**_identity(), "token": uuid.uuid4().hex}
-        self._beats = itertools.count()
         self._released = threading.Event()
         self._owner: dict[str, Any] | None = None
 
     def write(self) -> None:
-        """Write the lease, with another number."""
-        self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
+        """Write the lease, with another time."""
+        self._path.write_text(json.dumps({**self._content, "beat": time.time()}))
 
-    def find_owner(self, ask: bool) -> dict[str, Any] | None:
-        """Return who has the lease instead; `ask` renews it, or finds out."""
-        if ask and self._owner is None:
+    def find_owner(self) -> dict[str, Any] | None:
+        """Renew the lease, or return who has it instead."""
+        if self._owner is None:
             found = _read(self._path)
             if found is None or self._is_own(found):
                 self.write()
@@ -254,7 +250,7 @@ class _Lease:
     def _renew_again(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):
-                self.find_owner(True)
+                self.find_owner()
 
 
 def _read(path: Path) -> dict[str, Any] | None:

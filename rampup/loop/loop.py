@@ -45,7 +45,6 @@ from rampup.loop.checkpoint import (
     CheckpointOptions,
     Checkpoints,
     SavedCheckpoint,
-    checkpoint_steps,
     find_checkpoint,
 )
 from rampup.loop.components import (
@@ -364,7 +363,6 @@ class Loop:
         began = time.perf_counter()
         with (
             self._owned(),
-            self._report_abort(),
             Checkpoints(
                 self.folder / CHECKPOINT_FOLDER, self.checkpoints
             ) as checkpoints,
@@ -449,20 +447,6 @@ class Loop:
     def _report(self, event: events.Event) -> None:
         self.metrics.on_event(event)
 
-    @contextlib.contextmanager
-    def _report_abort(self) -> Iterator[None]:
-        """Report a Ctrl-C that ends the run in the middle of a step, when the last
-        checkpoint is written.
-        """
-        try:
-            yield
-        except KeyboardInterrupt:
-            newest = max(
-                checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None
-            )
-            self._report(events.RunAborted(folder=self.folder, checkpoint=newest))
-            raise
-
     def _train(
         self,
         state: Any,
@@ -495,7 +479,6 @@ class Loop:
                     if stopping.agreed(should_stop(), batch.position.step):
                         self._report(events.RunStopping(step=done))
                         break
-                    require_owner(self.folder)
                     # The step returns before the devices are done, so only a
                     # compilation takes long here.
                     waited = self.step.waited_seconds
@@ -580,7 +563,7 @@ class Loop:
 
     def _flush(self, metrics: Metrics) -> None:
         """Write all metrics, if the run is still that of this process."""
-        require_owner(self.folder, ask=True)
+        require_owner(self.folder)
         metrics.flush()
 
 

@@ -291,15 +291,6 @@ class TrainProgress:
                     " schedule",
                     style="yellow",
                 )
-            case events.RunAborted():
-                self.close()
-                text = "stopped at once; nothing was saved"
-                if event.checkpoint is not None:
-                    text += (
-                        f" after {format_count(event.checkpoint, 'step')};"
-                        f" {self._resume(event.folder)}"
-                    )
-                self._console.print(text)
 
     def show_plan(self, plan: Any, notes: Sequence[str]) -> None:
         """Print the plan of a run that begins.

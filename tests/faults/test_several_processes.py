@@ -124,8 +124,8 @@ def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_pa
         assert codes == [2, 2], printed
         for output in printed:
             assert re.search(
-                r"process 1 on \S+ does not see the folder out/run of process 0 on \S+:"
-                r" it must be on",
+                r"process 1 on \S+ does not see the folder out/run of process 0 on \S+,"
+                r" process \d+, since \S+ \S+: it must be on",
                 output,
             )
             assert "Traceback" not in output

@@ -167,7 +167,7 @@ def test_an_owner_ends_when_another_process_has_taken_over(
         require_owner(tmp_path)
         time.sleep(0.6)
         # Renews a lease that ran out and that nobody has taken.
-        require_owner(tmp_path, ask=True)
+        require_owner(tmp_path)
         lock.unlink()
         lock.write_text(
             json.dumps({"host": "far", "pid": 7, "since": "noon", "token": "t"})
@@ -179,7 +179,7 @@ def test_an_owner_ends_when_another_process_has_taken_over(
                 " this one was"
             ),
         ):
-            require_owner(tmp_path, ask=True)
+            require_owner(tmp_path)
         words = "the checkpoint of step 1 could not be written: another process took"
         with pytest.raises(StorageError, match=words):
             checkpoints.save(1, toy.Arrays(jnp.zeros(2)), {})

@@ -234,7 +234,7 @@ def test_lines_that_explain_an_error_are_uploaded_at_the_end(folder, monkeypatch
         log.write({"step": 1})
         # Not by the lock file, which a renewal of this process may write meanwhile.
         other = {"host": "other", "pid": 1, "since": "2026-01-01"}
-        held = {folders.absolute_path(folder): (0, lambda ask: other)}
+        held = {folders.absolute_path(folder): (0, lambda: other)}
         monkeypatch.setattr(run_lock, "_held", held)
         log.close()
         monkeypatch.undo()
