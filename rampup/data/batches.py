@@ -68,9 +68,6 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 
 AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
-INLINE_BYTES = (
-    2**20
-)  # of a step up to which rows in memory are read here: a thread takes as long to hand them over
 _ROWS_OF_IDENTITY = 8
 _END = object()  # of a stream
 
@@ -350,29 +347,24 @@ class BatchLoader:
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
         """Yield the rows of every step: the first read here, the others ahead by Grain's
-        threads, or here too if they are few and in memory already.
-
-        They read whole steps; `_put` makes microbatches of them.
+        threads, which read whole steps; `_put` makes microbatches of them.
         """
         first = self.read_step(start)
         check_repeatable(self.source, first.numbers, first.rows)
         yield first
-        steps = range(start + 1, stop)
-        size = sum(x.nbytes for x in jax.tree.leaves(first.rows))
-        if getattr(self.source, "are_stored", False) and size <= INLINE_BYTES:
-            yield from map(self.read_step, steps)
-        elif steps:
-            # One thread also reads the rows in their order.
-            most = self.options.num_threads
-            threads = grain.ReadOptions(
-                num_threads=most if is_thread_safe(self.source) else min(most, 1),
-                prefetch_buffer_size=self.options.read_ahead,
-            )
-            yield from (
-                grain.MapDataset.range(steps.start, steps.stop)
-                .map(self.read_step)
-                .to_iter_dataset(threads)
-            )
+        if start + 1 == stop:
+            return
+        # One thread also reads the rows in their order.
+        most = self.options.num_threads
+        threads = grain.ReadOptions(
+            num_threads=most if is_thread_safe(self.source) else min(most, 1),
+            prefetch_buffer_size=self.options.read_ahead,
+        )
+        yield from (
+            grain.MapDataset.range(start + 1, stop)
+            .map(self.read_step)
+            .to_iter_dataset(threads)
+        )
 
     def _put(self, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices."""

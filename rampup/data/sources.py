@@ -105,11 +105,7 @@ class TokenRows:
                 f"{where}: token {flat[bad[0]]} must be at least 0 and below"
                 f" vocab_size={self._vocab_size}"
             )
-        # Rows go to the devices in the smallest type that holds the vocabulary: bytes
-        # are a quarter of int32.
-        tokens = np.zeros(
-            (len(parts), self._length + 1), _smallest_dtype(self._vocab_size)
-        )
+        tokens = np.zeros((len(parts), self._length + 1), np.int32)
         tokens[np.arange(self._length + 1) < sizes[:, None]] = flat
         return {"tokens": tokens, "length": sizes - 1}
 
@@ -211,7 +207,7 @@ class SyntheticRows:
         tokens = numbers * 7919 % self._vocab_size + (1 + numbers % 7) * np.arange(
             self._length + 1
         )
-        tokens = (tokens % self._vocab_size).astype(_smallest_dtype(self._vocab_size))
+        tokens = (tokens % self._vocab_size).astype(np.int32)
         return {"tokens": tokens, "length": np.full(len(rows), self._length, np.int32)}
 
     def describe(self, row: int) -> str:
@@ -399,13 +395,3 @@ def check_not_batched(source: Any, other_way: str) -> None:
         ):
             found = getattr(node, name, ())
             todo += found if isinstance(found, (list, tuple)) else [found]
-
-
-def _smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]] | type[np.int32]:
-    return (
-        np.uint8
-        if vocab_size <= 2**8
-        else np.uint16
-        if vocab_size <= 2**16
-        else np.int32
-    )
