@@ -303,7 +303,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return ""
         probe = self.folder / "probe"
         try:
-            require_owner(self.folder.parent, ask=True)
+            require_owner(self.folder.parent)
             if is_bucket(self.folder):
                 probe.write_bytes(b"")
                 probe.unlink()
@@ -452,22 +452,21 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         return f"{CHECKSUMS_FILE} cannot be read: {error.strerror or error}"
     if not isinstance(expected, dict) or not all(map(_is_entry, expected.values())):
         return f"{CHECKSUMS_FILE} cannot be read"
-    wanted = {name: (size, digest) for name, (size, digest) in expected.items()}
-    if extra := sorted(set(_files_to_check(folder)) - set(wanted)):
+    if extra := sorted(set(_files_to_check(folder)) - set(expected)):
         return f"{extra[0]} was not written with it"
     # Dealt out by size: neighbours in the row are about as large.
     to_read = set(
-        sorted(wanted, key=lambda name: (-wanted[name][0], name))[share::num_shares]
+        sorted(expected, key=lambda name: (-expected[name][0], name))[share::num_shares]
     )
 
     def problem(name: str) -> str | None:
-        path, (size, digest) = folder / name, wanted[name]
+        path, size = folder / name, expected[name][0]
         try:
             # First the size: a file that has lost its end is not worth reading.
             found_size = path.stat().st_size
             if found_size != size:
                 return f"{name} has {found_size:,} bytes, not {size:,}"
-            if name in to_read and _size_and_digest(path) != (size, digest):
+            if name in to_read and _size_and_digest(path) != expected[name]:
                 return f"{name} was changed after it was written: its SHA-256 differs"
         # Such as a bad sector, which the disk reports only when it is read.
         except OSError as error:
@@ -475,7 +474,7 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         return None
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        return next(filter(None, threads.map(problem, sorted(wanted))), None)
+        return next(filter(None, threads.map(problem, sorted(expected))), None)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -499,7 +498,7 @@ def _files_to_check(folder: Path) -> list[str]:
     )
 
 
-def _size_and_digest(path: Path) -> tuple[int, str]:
+def _size_and_digest(path: Path) -> list[Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
+        return [file.tell(), digest]

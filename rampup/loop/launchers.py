@@ -164,9 +164,6 @@ def _ask_jax(timeout: int) -> Launch | None:
         ) from error
     if address is None or number is None or count in (None, 1):
         return None
-    # JAX 0.7 does not read it.
-    if port := os.environ.get("JAX_COORDINATOR_PORT"):
-        address = f"{address.rpartition(':')[0]}:{port}"
     return Launch(count, number, address)
 
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ import numpy as np
 
 from rampup.engine.processes import is_primary
 from rampup.engine.state import gone
-from rampup.errors import MissingDependencyError, NonFiniteError, StorageError
+from rampup.errors import MissingDependencyError, NonFiniteError
 from rampup.loop.components import Component
 from rampup.loop.events import (
     OnEvent,
@@ -37,6 +37,7 @@ from rampup.loop.run_folder import (
     describe_gaps,
     is_bucket,
     read_lines,
+    writing,
 )
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
@@ -45,7 +46,15 @@ from rampup.plan.plan import PlanPosition
 IN_FLIGHT = 2
 TENSORBOARD_FOLDER = "tensorboard"
 # of the metrics of a step, beside `aux`
-_KNOWN = ("loss", "loss_parts", "grad_norm", "skipped", "facts", "gradient_noise")
+_KNOWN = (
+    "loss",
+    "loss_parts",
+    "grad_norm",
+    "skipped",
+    "facts",
+    "gradient_noise",
+    "weight",
+)
 _NEEDED_BY = {
     "tensorboardX": ("enable_tensorboard", "tensorboard"),
     "wandb": ("wandb_project", "wandb"),
@@ -343,11 +352,7 @@ def _to_fetch(values: Any) -> dict[str, Any]:
         for path, leaf in jax.tree.leaves_with_path(values.get("aux"))
         if getattr(leaf, "ndim", 0) == 0
     }
-    if aux:
-        found["aux"] = aux
-    if aux or "gradient_noise" in found:
-        found["weight"] = values["weight"]
-    return found
+    return {**found, "aux": aux}
 
 
 def _means(values: Mapping[str, Any]) -> dict[str, float | None]:
@@ -357,7 +362,7 @@ def _means(values: Mapping[str, Any]) -> dict[str, float | None]:
     weight = float(np.ravel(values.get("weight", 0))[0])
     return {
         name: finite_or_none(value / weight) if weight else None
-        for name, value in values.get("aux", {}).items()
+        for name, value in values["aux"].items()
     }
 
 
@@ -378,7 +383,7 @@ class TensorBoardWriter:
 
         self._folder = folder
         self._local = folder
-        with self._told():
+        with writing(folder):
             if is_bucket(folder):
                 self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
             self._local.mkdir(parents=True, exist_ok=True)
@@ -403,7 +408,7 @@ class TensorBoardWriter:
 
     def flush(self) -> None:
         """Write everything that was taken, or raise a StorageError."""
-        with self._told():
+        with writing(self._folder):
             while self._events:
                 self._file.write_event(self._events.pop(0))
             self._file.flush()
@@ -417,16 +422,6 @@ class TensorBoardWriter:
         with contextlib.suppress(OSError):
             self.flush()
             self._file.close()
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Raise what the system refuses as a StorageError with the folder."""
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"{self._folder} cannot be written: {error.strerror or error}"
-            ) from error
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -447,15 +442,13 @@ class WandbWriter:
             if is_bucket(folder)
             else str(folder)
         )
-        # W&B continues a run by its id.
-        options = {
-            "name": folder.name,
-            "id": folder.name,
-            "resume": "allow",
-            "dir": local,
-        }
         self._run = required("wandb").init(
-            project=project, config=dict(config), **options
+            project=project,
+            config=dict(config),
+            name=folder.name,
+            id=folder.name,  # by which W&B continues a run
+            resume="allow",
+            dir=local,
         )
         # W&B's own step counter refuses to go back, as a run does that was killed after
         # its last checkpoint.

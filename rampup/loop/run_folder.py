@@ -68,16 +68,12 @@ class StepLog:
         self._content = b""
         if not writes:
             return
-        try:
+        with writing(path):
             self._cut(keep_below, on_event)
             if not is_bucket(path):
                 self._file = os.open(
                     path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
                 )
-        except OSError as error:
-            raise StorageError(
-                f"{path} cannot be written: {error.strerror or error}"
-            ) from error
 
     def _cut(self, keep_below: int, on_event: OnEvent) -> None:
         """Remove lines from a step on, and damaged ones."""
@@ -111,30 +107,33 @@ class StepLog:
         """Wait until every line is on disk, or raise a StorageError: the lines stay in
         memory, unless the file is gone.
         """
+        with writing(self.path):
+            if self._file is not None:
+                self._append(self._file)
+                # A checkpoint may follow: after a power cut it must not be newer than
+                # the lines of its steps.
+                os.fsync(self._file)
+                if not os.fstat(self._file).st_nlink:
+                    raise FileNotFoundError(
+                        errno.ENOENT, "it was deleted or replaced during the run"
+                    )
+            elif self._unwritten:
+                self._upload()
+
+    def _upload(self) -> None:
+        """Write the whole file into a bucket, which may be away for a while."""
         end = time.monotonic() + PATIENCE_SECONDS
-        while self._writes:
+        content = self._content + self._unwritten
+        while True:
             try:
-                if self._file is not None:
-                    self._append(self._file)
-                    # A checkpoint may follow: after a power cut it must not be newer
-                    # than the lines of its steps.
-                    os.fsync(self._file)
-                    if not os.fstat(self._file).st_nlink:
-                        raise FileNotFoundError(
-                            errno.ENOENT, "it was deleted or replaced during the run"
-                        )
-                elif self._unwritten:
-                    content = self._content + self._unwritten
-                    self.path.write_bytes(content)
-                    self._content = content
-                    self._unwritten.clear()
-                return
-            except OSError as error:
-                if self._file is not None or time.monotonic() > end:
-                    raise StorageError(
-                        f"{self.path} cannot be written: {error.strerror or error}"
-                    ) from error
+                self.path.write_bytes(content)
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    raise
                 time.sleep(RETRY_SECONDS)
+        self._content = content
+        self._unwritten.clear()
 
     def close(self) -> None:
         """Close the file; no call follows. In a bucket, it is tried once to write the
@@ -148,7 +147,7 @@ class StepLog:
 
             # Without a wait, and not into the run of another process.
             with contextlib.suppress(OSError, ConfigError):
-                require_owner(self.path.parent, ask=True)
+                require_owner(self.path.parent)
                 self.path.write_bytes(self._content + self._unwritten)
 
     def _append(self, file: int) -> None:
@@ -206,17 +205,13 @@ def describe_gaps(path: Path, steps: int) -> str:
     one, as a sentence; "" if each has one.
     """
     count = Counter(line["step"] for line in read_lines(path))
-    if missing := [step for step in range(steps) if not count[step]]:
-        return (
-            f"{path} has no line of {len(missing):,} steps before this start, from step"
-            f" {missing[0]} on"
-        )
-    if twice := [step for step in range(steps) if count[step] > 1]:
-        return (
-            f"{path} has more than one line of {len(twice):,} steps, from step"
-            f" {twice[0]} on"
-        )
-    return ""
+    wrong = [step for step in range(steps) if count[step] != 1]
+    if not wrong:
+        return ""
+    return (
+        f"{path} has {count[wrong[0]]} lines of step {wrong[0]}, and not one each of"
+        f" {len(wrong):,} steps before this start"
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -254,7 +249,7 @@ def write_whole(file: Path, content: bytes) -> None:
     """Replace a file so that a crash leaves either the old content or the new one, or
     raise StorageError.
     """
-    try:
+    with writing(file):
         if is_bucket(file):  # an object is there as a whole or not at all
             file.write_bytes(content)
             return
@@ -265,9 +260,16 @@ def write_whole(file: Path, content: bytes) -> None:
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(temporary, file)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise what the system refuses as a StorageError with the path."""
+    try:
+        yield
     except OSError as error:
         raise StorageError(
-            f"{file} cannot be written: {error.strerror or error}"
+            f"{path} cannot be written: {error.strerror or error}"
         ) from error
 
 

@@ -87,7 +87,11 @@ NEEDS_HOSTNAME = {"kubernetes": True, "needs": "expected HOSTNAME"}
 LAUNCHES = {
     "alone": ({}, {}, None),
     "srun": (SLURM, {}, ("n1:61457", 2, 1)),
-    "srun, port": (SLURM | env("JAX_COORDINATOR_PORT=7000"), {}, ("n1:7000", 2, 1)),
+    "srun, port": (
+        SLURM | env("JAX_COORDINATOR_PORT=7000"),
+        {"needs": "override_coordinator_port"},
+        ("n1:7000", 2, 1),
+    ),
     "srun, one task": (SLURM_ONE, {}, None),
     "batch script without srun": (
         SLURM_SHELL,

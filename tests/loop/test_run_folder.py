@@ -56,16 +56,16 @@ def test_gaps_in_the_lines_are_named(tmp_path):
     """
     path = tmp_path / "metrics.jsonl"
     assert folders.describe_gaps(path, 0) == ""
-    problem = f"{path} has no line of 20 steps before this start, from step 0 on"
-    assert folders.describe_gaps(path, 20) == problem
+    problem = f"{path} has 0 lines of step 0, and not one each of 20 steps before this"
+    assert folders.describe_gaps(path, 20) == f"{problem} start"
     path.write_text(
         "".join(f'{{"step": {step}}}\n' for step in range(15) if step not in (7, 8))
     )
-    problem = f"{path} has no line of 7 steps before this start, from step 7 on"
-    assert folders.describe_gaps(path, 20) == problem
+    problem = f"{path} has 0 lines of step 7, and not one each of 7 steps before this"
+    assert folders.describe_gaps(path, 20) == f"{problem} start"
     path.write_text("".join(f'{{"step": {step // 2}}}\n' for step in range(40)))
     assert folders.describe_gaps(path, 20).endswith(
-        "has more than one line of 20 steps, from step 0 on"
+        " has 2 lines of step 0, and not one each of 20 steps before this start"
     )
 
 

@@ -216,7 +216,7 @@ def test_metrics_with_lines_twice_are_reported(tmp_path):
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line * 2 for line in lines))
     assert describe_gaps(file, 5).endswith(
-        "has more than one line of 5 steps, from step 0 on"
+        "has 2 lines of step 0, and not one each of 5 steps before this start"
     )
 
 
