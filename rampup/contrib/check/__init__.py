@@ -6,7 +6,6 @@ only the requested system.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import re

@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -36,7 +35,14 @@ from rampup.contrib.check.rules import (
 from rampup.contrib.check.settings import Settings, resolve_reference, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import unknown_names
-from rampup.contrib.check.verdict import Always, Conversion, Term, counted, times
+from rampup.contrib.check.verdict import (
+    Always,
+    Conversion,
+    Term,
+    counted,
+    product,
+    times,
+)
 from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.pipeline import bubble_fraction
@@ -288,33 +294,6 @@ LAUNCH = load_launch(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRamp:
-    """`--rampup-batch-size START INCREMENT SAMPLES` up to `--global-batch-size`.
-
-    Source: megatron-core `num_microbatches_calculator.py`,
-        RampupBatchsizeNumMicroBatchesCalculator.
-    """
-
-    start: int
-    increment: int
-    end: int
-    samples: int
-
-    @property
-    def sizes(self) -> range:
-        """The batch after each number of increments."""
-        return range(self.start, self.end + 1, self.increment)
-
-    def thresholds(self) -> list[tuple[int, int]]:
-        """Return (samples, batch) at every change, without any rounding but to whole
-        samples; of sizes at the same sample, only the last one counts.
-        """
-        count = len(self.sizes) - 1
-        found = {-(-k * self.samples // count): b for k, b in enumerate(self.sizes)}
-        return [*found.items()]
-
-
 _COUNT = re.compile(r"([-+]?\d{1,19}(?:_\d{1,9}){0,9}(?:\.\d{0,18})?)([KMBT]?)")
 
 
@@ -347,9 +326,6 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
         as_run=int(float(found[0][1]) * factors[0]) // (seq_length or 1),
         size=exact[1],
     )
-
-
-_SHOWN = 200  # letters of a schedule
 
 
 class MegatronJob(PretrainingJob):
@@ -390,10 +366,11 @@ class MegatronJob(PretrainingJob):
             for axis in AXES
             if axis in MODEL_AXES or axis in self.settings.given
         }
-        # The axes in a message, `tensor * pipeline * context`, and their sizes.
-        self.axes = " * ".join(AXES[axis] for axis in sizes)
-        self.axes_sizes = " * ".join(map(str, sizes.values()))
-        self.model_parallel = math.prod(sizes.values())  # devices of a replica
+        # The devices of a replica, with their arithmetic.
+        self.replica = product(
+            {f"{AXES[axis]} parallel size": size for axis, size in sizes.items()}
+        )
+        self.model_parallel = self.replica.number
         self.world: int | None = self["world_size"]
         for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
             if self.world is None and self[per_host] is not None and self[per_host] > 0:
@@ -409,8 +386,7 @@ class MegatronJob(PretrainingJob):
             self.replicas = max(self.world // self.model_parallel, 1)
         elif self.world not in (None, self.replicas * self.model_parallel):
             raise ConfigError(
-                f"data_parallel_size * {self.axes} parallel sizes = {self.replicas} *"
-                f" {self.model_parallel} = {self.replicas * self.model_parallel} is not"
+                f"data_parallel_size={self.replicas} times {self.replica.text} is not"
                 f" the world size {self.world}",
                 key="data_parallel_size",
                 nearest=(self.world // self.model_parallel,),
@@ -425,11 +401,6 @@ class MegatronJob(PretrainingJob):
     def _count_chunks(self) -> None:
         """Count stages, their layers and layer chunks."""
         self.stages: int = self[STAGES]
-        # Devices of one copy of the experts, if they have axes of their own.
-        self.expert_tensor: int = self[EXPERT_TENSOR] or self[TENSOR]
-        self.expert_devices = 1
-        if {EXPERT, EXPERT_TENSOR} & self.settings.given:
-            self.expert_devices = self.expert_tensor * self[EXPERT] * self.stages
         # A pattern names each of the layers of a hybrid model.
         is_hybrid = any(
             name.startswith("hybrid_") and name.endswith("_pattern")
@@ -481,24 +452,18 @@ class MegatronJob(PretrainingJob):
             )
         # Whether rules about the relation of the three can use them.
         self.ordered = min(self.start, self.increment) > 0 and self.ramp_samples >= 0
-        # The linear ramp, if its numbers make one.
-        self.linear: LinearRamp | None = None
+        # The batch after each number of increments, if the numbers make a ramp.
+        self.linear: range | None = None
         if self.ordered and self.ramp_samples and self.final > self.start:
             count, rest = divmod(self.final - self.start, self.increment)
             if not rest and count < MAX_PHASES:
-                self.linear = LinearRamp(
-                    start=self.start,
-                    increment=self.increment,
-                    end=self.final,
-                    samples=self.ramp_samples,
-                )
+                self.linear = range(self.start, self.final + 1, self.increment)
 
     def _read_schedule(self) -> None:
-        """Read the entries of a schedule in steps, as written and sorted by threshold,
-        as Megatron sorts them.
+        """Read the entries of a schedule in steps, sorted by threshold, as Megatron
+        sorts them.
         """
         written = (self[SCHEDULE] or "").replace(",", " ").split()
-        self.written_entries: list[str] = written
         parsed = {
             text: parse_entry(text, self["seq_length"]) for text in written[:MAX_PHASES]
         }
@@ -528,7 +493,12 @@ class MegatronJob(PretrainingJob):
         if self.schedule_valid:
             self.changes = [(entry.samples, entry.size) for entry in self.thresholds]
         elif self.linear is not None:
-            self.changes = self.linear.thresholds()
+            # The samples are exact, rounded up to whole ones; of sizes at the same
+            # sample, only the last one counts.
+            count = len(self.linear) - 1
+            samples = self.ramp_samples
+            changes = {-(-k * samples // count): b for k, b in enumerate(self.linear)}
+            self.changes = [*changes.items()]
         elif not self.has_ramp and self.final >= 1:
             self.changes = [(0, self.final)]
         if self.changes:
@@ -707,7 +677,7 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     if job.has_schedule:
         yield from _schedule_notes(job)
     elif job.linear is not None and job.ramp is not None:
-        yield from _skipped({*job.linear.sizes}, job.ramp)
+        yield from _skipped(job.linear, job.ramp)
         yield Always(
             "phases are exact: Megatron's floating-point division may change the batch"
             " one step later; at every change it saves a checkpoint; the learning rate"
@@ -721,12 +691,6 @@ def _notes(job: MegatronJob) -> Iterator[str]:
 
 def _schedule_notes(job: MegatronJob) -> Iterator[str]:
     """Yield what Megatron makes of the entries of a schedule in steps."""
-    kept = [entry.text for entry in job.thresholds]
-    if not job.unreadable and job.written_entries != kept:
-        yield (
-            f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done"
-            f" here: {', '.join(kept)[:_SHOWN]}"
-        )
     if job["seq_length"] is None:
         yield (
             "thresholds are taken as samples; Megatron's command line always takes"
@@ -750,7 +714,7 @@ def _schedule_notes(job: MegatronJob) -> Iterator[str]:
 
 
 def _skipped(sizes: Collection[int], ramp: BatchRamp) -> Iterator[str]:
-    """Yield a note on the sizes of a ramp that never run, if there are any."""
+    """Yield a note on the different sizes of a ramp that never run, if there are any."""
     if skipped := len(sizes) - len(set(ramp.sizes)):
         yield (
             f"{skipped:,} of the {len(sizes):,} sizes are skipped by one large step and"
@@ -797,10 +761,7 @@ def _rules(job: MegatronJob) -> Iterator[Ruling]:
     """Yield what Megatron's arguments and its run ask. Its run looks at each batch of a
     ramp only when its step comes.
     """
-    unit = Term(
-        f"{MICRO} * data_parallel_size = {job.micro} * {job.replicas} = {job.unit}",
-        job.unit,
-    )
+    unit = product({MICRO: job.micro, "data_parallel_size": job.replicas})
     final = Term(f"{GLOBAL}={job.final:,}", job.final)
     if job[MICRO] is None:
         yield job.broken("micro_batch_positive", [MICRO], f"{MICRO} must be set")
@@ -824,18 +785,16 @@ def _device_rules(job: MegatronJob) -> Iterator[Ruling]:
     have axes of their own over the same devices.
     """
     if job.world is not None:
-        replica = Term(
-            f"{job.axes} parallel sizes = {job.axes_sizes} = {job.model_parallel}",
-            job.model_parallel,
-        )
         world = Term(f"the world size {job.world}", job.world)
-        yield job.multiple("world_divisible", ("world_size", *AXES), world, replica)
-    if job.expert_devices > 1:
-        experts = Term(
-            "expert tensor * expert * pipeline parallel sizes ="
-            f" {job.expert_tensor} * {job[EXPERT]} * {job.stages} ="
-            f" {job.expert_devices}",
-            job.expert_devices,
+        keys = ("world_size", *AXES)
+        yield job.multiple("world_divisible", keys, world, job.replica)
+    if {EXPERT, EXPERT_TENSOR} & job.settings.given:
+        experts = product(
+            {
+                "expert tensor parallel size": job[EXPERT_TENSOR] or job[TENSOR],
+                "expert parallel size": job[EXPERT],
+                "pipeline parallel size": job.stages,
+            }
         )
         devices = Term(f"the world size {job.num_devices}", job.num_devices)
         keys = (EXPERT, EXPERT_TENSOR)

@@ -76,12 +76,23 @@ class RolloutJob(Job):
         """The critic, or None without one."""
         return self.trained.get("critic")
 
-    def train(self, name: str, mini_batch: int, replicas: int, epochs: int) -> None:
-        """Add a model that is trained; `mini_batch` counts prompts."""
+    def train(
+        self,
+        name: str,
+        mini_batch: int,
+        replicas: int,
+        epochs: int,
+        mini_samples: int | None = None,
+    ) -> None:
+        """Add a model that is trained; `mini_batch` counts prompts, all of whose
+        samples are trained on unless `mini_samples` are given.
+        """
+        if mini_samples is None:
+            mini_samples = mini_batch * self.samples_per_prompt
         self.trained[name] = TrainedModel(
             name=name,
             mini_batch=mini_batch,
-            mini_samples=mini_batch * self.samples_per_prompt,
+            mini_samples=mini_samples,
             replicas=replicas,
             epochs=epochs,
         )

@@ -238,8 +238,6 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
             " * tensor * pipeline * data parallel size must be"
             f" {job.devices['policy']:,}, and so must every other model's devices."
         )
-    if job[STRATEGY] == "fsdp2":
-        yield "trainer.strategy=fsdp2 is an old name of fsdp."
     if old := job.keys_of("skyrl", (1, 1)):
         yield (
             f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August"

@@ -71,7 +71,6 @@ DYNAMICS = {
 BUDGETS = {kind: f"{start}max_token_len_per_gpu" for kind, start in _PASSES.items()}
 MODEL = {"actor": "actor", "rollout": "actor", "ref": "ref", "critic": "critic"}
 MICRO, DYNAMIC, BUDGET = MICROS["actor"], DYNAMICS["actor"], BUDGETS["actor"]
-LOG_PROB = MICROS["rollout"]
 WORKERS = f"{ROLLOUT}.agent.num_workers"
 # Devices that share a sequence with FSDP: the key of today and its deprecated name.
 SEQUENCE = {
@@ -175,7 +174,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source as Hydra does, by the rules of its version. A version without
     rules is asked about; the user's word answers that.
     """
-    is_stated = any(text.startswith(f"{WORD}=") for text in overrides)
+    chosen = dict(text.split("=", 1) for text in overrides if "=" in text)
     keys_of = NEWEST  # the version whose keys the source may have
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
@@ -184,12 +183,11 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         keys_of = numbers[0]
         rules = {row.number: name for name, row in GENERATIONS.items()}
         covered = [rules[number] for number in numbers if number in rules]
-        stated = [str(at.value) for key, at in reading.leaves.items() if key == WORD]
-        settings = [text.partition("=") for text in overrides]
-        stated += [value for key, _, value in settings if key == WORD]
+        in_file = reading.leaves.get(WORD)
+        stated = chosen.get(WORD) or (in_file and str(in_file.value))
         if stated:
             # A word chooses rules; the keys are those of the source.
-            version, why = _chosen(stated[-1]), f"{WORD} says so"
+            version, why = _chosen(stated), f"{WORD} says so"
             keys_of = GENERATIONS[version].number if covered else keys_of
         elif covered:
             version = covered[0]
@@ -214,7 +212,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     settings = read_hydra(source, overrides, launch, choose)
     known = load_known_keys("verl")
     # A source without a stated version may be of a day between two versions.
-    versions = [keys_of] if is_stated else [keys_of - 1, keys_of, keys_of + 1]
+    versions = [keys_of] if WORD in chosen else [keys_of - 1, keys_of, keys_of + 1]
     unknown = {
         name: place
         for name, place in settings.looked_up.items()
@@ -288,15 +286,18 @@ def _statements(path: str) -> Iterator[_Evidence]:
     """Yield the versions that files say, from the source upwards."""
     for file in find_in_repository(path, "verl/version/version"):
         if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
-            yield (
-                _of_version_file(int(match[1]), match[2]),
-                f"{_short(file)} says {text}",
-            )
-    for folder in repository_folders(path):
-        for file in (file for name in _PINNED for file in sorted(folder.glob(name))):
-            if file.is_file() and (match := _PIN.search(read_text(file))):
-                number = min(max(int(match[2]), 1), NEWEST)
-                yield [number], f"{_short(file)} pins {match[1]}"
+            said = f"{_short(file)} says {text}"
+            yield _of_version_file(int(match[1]), match[2]), said
+    pinned = (
+        file
+        for folder in repository_folders(path)
+        for name in _PINNED
+        for file in sorted(folder.glob(name))
+    )
+    for file in pinned:
+        if file.is_file() and (match := _PIN.search(read_text(file))):
+            number = min(max(int(match[2]), 1), NEWEST)
+            yield [number], f"{_short(file)} pins {match[1]}"
 
 
 def _of_version_file(minor: int, rest: str) -> Sequence[int]:
@@ -473,16 +474,13 @@ class VerlJob(RolloutJob):
         batch down, and cut what there is.
         """
         replicas = self.replicas[name]
-        self.train(name, mini, replicas, epochs)
-        samples = self.trained[name].mini_samples
+        samples = mini * self.samples_per_prompt
         if name == "critic" and self.of.early:  # its mini batch counts samples
             samples = mini
         self.mini_shares[name] = samples // replicas
         if self.of.old_workers:
             samples = min(self.mini_shares[name], self.step_share(name)) * replicas
-        self.trained[name] = dataclasses.replace(
-            self.trained[name], mini_samples=samples
-        )
+        self.train(name, mini, replicas, epochs, samples)
 
     def token_budget(self, kind: str) -> int:
         """Return the tokens of a pass and replica: the budget of all devices that share
@@ -616,14 +614,12 @@ def _device_notes(job: VerlJob) -> Iterator[str]:
             f" {ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default, which does"
             f" not divide {counted(job.rollout_devices, 'device')}."
         )
-    if max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]]) > 1:
-        if not job.is_fsdp("actor"):
-            yield (
-                "ulysses_sequence_parallel_size has no effect with megatron; devices"
-                f" share a sequence by {MEGATRON['actor'][2]}."
-            )
-        elif OLD_SEQUENCE["actor"] in job.settings.given and not job.of.old_workers:
-            yield f"{OLD_SEQUENCE['actor']} is deprecated; use {SEQUENCE['actor']}."
+    sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
+    if sequence > 1 and not job.is_fsdp("actor"):
+        yield (
+            "ulysses_sequence_parallel_size has no effect with megatron; devices"
+            f" share a sequence by {MEGATRON['actor'][2]}."
+        )
 
 
 def _data_notes(job: VerlJob) -> Iterator[str]:

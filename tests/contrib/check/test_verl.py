@@ -249,7 +249,7 @@ NUMBERS = [
     ({**BUDGET_512, SP: 2}, {"no_note": SHORT}),
     # The critic's passes are filled by tokens, regardless of its micro size.
     ({**CRITIC, C_MICRO: 3}, {"ok": True, "note": "never reach its engine"}),
-    ({OLD_SP: 2}, {"note": f"{OLD_SP} is deprecated; use {SP}"}),
+    ({OLD_SP: 2}, {"data_parallel_size": 4}),
     ({SP: 3}, {"note": "8 devices are not a multiple of the 3 that share a sample: veRL counts 2 replicas, rounded"}),
     ({SP: 5}, {"note": "veRL counts 1 replica, rounded down."}),
     ({**MEGATRON, OLD_SP: 8}, {"note": "ulysses_sequence_parallel_size has no effect with megatron"}),
