@@ -11,6 +11,7 @@ tables of pilots are printed only.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,7 +148,7 @@ def verdict(study: Study) -> list[str]:
         elif pays(saved):
             says = f"these ramps pay: {found}"
         else:
-            says = f"these ramps do not pay: {found}"
+            says = f"these ramps are not shown to pay: {found}"
         lines.append(f"- Where a step takes 1 + B/{machine}, {says}.")
     return lines
 
@@ -257,6 +258,12 @@ def phrases_of_ramps(studies: Mapping[str, Study]) -> dict[str, str]:
         by_ramp = [above_same_rates(study, each) for each in study.schedules]
         return interval(over_ramps(by_ramp))
 
+    def own_rates(study: Study) -> tuple[float, float, float]:
+        """What the constant batches end above themselves with the rates of the ramps."""
+        tuned = over_ramps([above_tuned(study, e, "rule") for e in study.schedules])
+        same = over_ramps([above_same_rates(study, e) for e in study.schedules])
+        return interval(map(operator.sub, tuned, same))
+
     def less(study: Study, variant: str) -> tuple[float, float, float]:
         """What a variant ends above the rule, of the same ramps."""
         by_ramp = [
@@ -284,6 +291,9 @@ def phrases_of_ramps(studies: Mapping[str, Study]) -> dict[str, str]:
         ),
         "above constant batches with the same rates": by_shape(
             studies, lambda study: plain(same(study))
+        ),
+        "constant batches with both rates": by_shape(
+            studies, lambda study: plain(own_rates(study))
         ),
         "single ramps": spread((each[0] for each in singles), "+.3f"),
         "clear single ramps": f"{clear} of the {len(singles)} intervals",
@@ -347,12 +357,13 @@ def phrases_beside_constants(studies: Mapping[str, Study]) -> dict[str, str]:
         for among in (is_peer, is_64_by_half_life)
     )
     cells = [
-        (words.split(",")[0], low)
+        (words.split(",")[0], low, high)
         for study in studies.values()
         for words, row in against(study).items()
-        for _, low, _ in row
+        for _, low, high in row
     ]
-    above = [size for size, low in cells if low > 0]
+    above = [size for size, low, _ in cells if low > 0]
+    below = sum(high < 0 for _, _, high in cells)
     sizes = sorted(
         {size for study in studies.values() for size in control_sizes(study)}
     )
@@ -370,7 +381,7 @@ def phrases_beside_constants(studies: Mapping[str, Study]) -> dict[str, str]:
         f" the ramps and a batch of {' or '.join(map(str, best))}, or one of 64 with"
         " `adam_b2` by the half-life",
         "against fewer": f"{len(above)} of {len(cells)} are above zero, all against"
-        f" {' or '.join(sorted(set(above)))}",
+        f" {' or '.join(sorted(set(above)))}, and {below} below",
         "wrong machines": f"batches of {' and '.join(map(str, sizes))} lose "
         + " and ".join(
             f"{spread(shares, '.0%')} on 1 + B/{machine}"
@@ -426,6 +437,7 @@ def phrases_of_pilots(studies: Mapping[str, Study]) -> dict[str, str]:
     """Return how the predictions of pilots did."""
     found = [each for study in studies.values() for each in penalties(study)]
     inside = sum(each.is_inside for each in found)
+    constant = sum(" " not in each.schedule for each in found)
 
     def off(kind: Callable[[str], bool]) -> str:
         errors = [e.predicted - e.measured for e in found if kind(e.schedule)]
@@ -440,6 +452,7 @@ def phrases_of_pilots(studies: Mapping[str, Study]) -> dict[str, str]:
     return {
         "noise scales": f"{spread((each.noise for each in found), '.0f')} samples",
         "inside": f"{inside} of {len(found)} intervals",
+        "constant batches predicted": f"{constant} of them are of constant batches",
         "width": f"a factor of {spread((e.high / e.low for e in found), '.1f')}",
         "off at 64": f"{off(lambda schedule: schedule == '0:64')} for 64",
         "off at 128": f"{off(lambda schedule: schedule == '0:128')} for 128",
