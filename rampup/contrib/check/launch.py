@@ -251,9 +251,12 @@ def program_of(command: Command) -> str:
 
 def load_launch(system: str, **parts: Any) -> Launch:
     """Return how a system is started: the table `SYSTEM_launch.yml` beside this module,
-    which lists the alternatives of each pattern, and `parts` that are no text.
+    which lists the alternatives of each pattern and other names of keys, and `parts`
+    that are no text.
     """
     row = load_table(system, "launch")
+    if aliases := row.pop("aliases", {}):
+        parts["canonical"] = lambda name: aliases.get(name, name)
     for name in {"program", "others", "own"} & row.keys():
         row[name] = re.compile("|".join(row[name]))
     return Launch(**row, entries=load_entries(system), **parts)

@@ -53,22 +53,9 @@ EXPANSION = "expansion_factor_real_data"
 RAMP = "enable_rampup_batch_size"
 STAGE_LAYERS = "num_layers_per_pipeline_stage"
 SHARD_OPTIMIZER = "shard_optimizer_over_data"
-VERSION = "maxtext_version"
 AT_STEP = "at_step"  # where a run stands
 # How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
-AXIS_GROUPS: dict[str, tuple[str, ...]] = {
-    "data": ("diloco", "data"),
-    "fsdp": ("fsdp", "fsdp_transpose"),
-    "tensor": ("tensor", "tensor_transpose", "tensor_sequence", "autoregressive"),
-    "context": ("context", "context_usp_ulysses", "context_autoregressive", "sequence"),
-    "expert": ("expert",),
-    "pipeline": ("pipeline",),
-}
-AUTOMATIC = {"ici": "fsdp", "dcn": "data"}
-ALIASES = {
-    "num_target_devices": "num_devices",
-    "internal_compile_num_devices": "num_devices",
-}
+AXIS_GROUPS: dict[str, list[str]] = load_table("maxtext", "axes")
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
 # The names of models whose files MaxText ships: a family, and kinds and sizes such as
@@ -83,11 +70,9 @@ BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
 UNREAD = load_unread("maxtext")
 LAUNCH = load_launch(
     "maxtext",
-    canonical=lambda name: ALIASES.get(name, name),
     bases=BASES,
     unread=UNREAD,
 )
-KEYS = LAUNCH.entries
 
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:

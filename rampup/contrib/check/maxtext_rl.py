@@ -33,17 +33,8 @@ FSDP = "ici_fsdp_parallelism"
 AUTO = -1
 
 KEYS = load_entries("maxtext_rl")
-ALIASES = {
-    **{
-        f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS
-    },
-    **{name.removeprefix("rl."): name for name in KEYS if name.startswith("rl.")},
-    "dataset_prompts": "num_prompts",
-    "num_epochs": "num_epoch",  # until November 2025
-}
 LAUNCH = load_launch(
     "maxtext_rl",
-    canonical=lambda name: ALIASES.get(name, name),
     bases=BASES,
     unread={
         **{name: row for name, row in UNREAD.items() if name not in KEYS},

@@ -49,7 +49,6 @@ def read_words(command: Command) -> dict[str, Located]:
 
 
 LAUNCH = load_launch("trlx", read=read_words)
-KEYS = LAUNCH.entries
 MOST = 10_000  # generate calls and passes that are counted
 
 

@@ -137,7 +137,6 @@ LAUNCH = load_launch(
     },
     python=read_python,
 )
-KEYS = LAUNCH.entries
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:

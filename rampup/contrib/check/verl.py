@@ -135,11 +135,9 @@ class Generation(NamedTuple):
     early: bool = False
 
 
-_OLD = {PACKING["actor"]: False, PACKING["critic"]: False, "trainer.use_v1": False}
+# The newest, and those of which most public scripts are.
 GENERATIONS = {
-    "0.2": Generation(2, _OLD, old_workers=True, early=True),
-    "0.4": Generation(4, _OLD, old_workers=True),
-    "0.9": Generation(9),
+    name: Generation(**row) for name, row in load_table("verl", "versions").items()
 }
 NEWEST = 9
 LAUNCH = load_launch(
@@ -151,7 +149,6 @@ LAUNCH = load_launch(
     bases=load_table("verl", "bases"),
     unread=load_unread("verl"),
 )
-KEYS = LAUNCH.entries
 _NUMBER = re.compile(r"v?0\.(\d+)([\w.]*)")
 _PIN = re.compile(
     r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)"
