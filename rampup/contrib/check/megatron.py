@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
-from rampup.contrib.check.known import load_unread
+from rampup.contrib.check.known import load_table, load_unread
 from rampup.contrib.check.launch import (
     Launch,
     Reading,
@@ -74,13 +74,6 @@ EXTRAS = (
 )
 VERSION = "megatron_version"
 AT_STEP = "at_step"  # where a run stands
-# What splits layers over stages in another way than evenly.
-UNEVEN = (
-    *(*ENDS, *EXTRAS, PARTITION, "deepspeed"),
-    *("standalone_embedding_stage", "pipeline_model_parallel_split_rank"),
-    *("decoder_num_layers", "heterogeneous_layers_config_path"),
-    "heterogeneous_layers_config_encoded_json",
-)
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
 # The options of DeepSpeed's launcher.
@@ -90,17 +83,9 @@ _LAUNCHER = re.compile(
 )
 
 KEYS = load_entries("megatron")
-ALIASES = {
-    "num_virtual_stages_per_pipeline_rank": VIRTUAL,
-    "encoder_seq_length": "seq_length",
-    "encoder_num_layers": LAYERS,
-    "num_moe_experts": "num_experts",
-    "gpus_per_node": "nproc_per_node",
-    **{
-        f"num_layers_in_{end}_pipeline_stage": key
-        for end, key in zip(("first", "last"), ENDS, strict=True)
-    },
-}
+_NAMES = load_table("megatron", "names")
+ALIASES: dict[str, str] = _NAMES["aliases"]
+UNEVEN: list[str] = _NAMES["uneven"]
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:

@@ -96,19 +96,10 @@ ROLLOUT_SIZES = tuple(
 # The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron"}
 ESTIMATOR = "algorithm.adv_estimator"
-# Those of veRL, of which `gae` alone has a critic (trainer/ppo/core_algos.py).
-ESTIMATORS = (
-    *("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
-    *("rloo", "opo", "grpo_passk", "gpg", "rloo_vectorized", "grpo_vectorized"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline", "gdpo"),
-)
+_NAMES = load_table("verl", "names")
 FILTER = "algorithm.filter_groups.enable"
 LOSS = f"{ACTOR}.loss_agg_mode"
 SUM = "token-sum"
-_LOSSES = (
-    "token-mean",
-    *(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm")),
-)
 DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
 ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
@@ -152,14 +143,6 @@ LAUNCH = load_launch(
 _NUMBER = re.compile(r"v?0\.(\d+)([\w.]*)")
 _PIN = re.compile(
     r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)"
-)
-_PINNED = (
-    "requirements*.txt",
-    "pyproject.toml",
-    "setup.py",
-    "setup.cfg",
-    "environment*.y*ml",
-    "Dockerfile*",
 )
 _MANY = 50  # a file with so many keys is a base file of its version
 _LAST_OF_OLD_WORKERS = 7
@@ -288,7 +271,7 @@ def _statements(path: str) -> Iterator[_Evidence]:
     pinned = (
         file
         for folder in repository_folders(path)
-        for name in _PINNED
+        for name in _NAMES["pinned"]
         for file in sorted(folder.glob(name))
     )
     for file in pinned:
@@ -565,7 +548,10 @@ def _critic_notes(job: VerlJob) -> Iterator[str]:
     """Yield whether there is a critic where the file does not say, and how the newer
     engine fills its passes.
     """
-    if job[ESTIMATOR] not in (None, *ESTIMATORS) and job["critic.enable"] is None:
+    if (
+        job[ESTIMATOR] not in (None, *_NAMES["estimators"])
+        and job["critic.enable"] is None
+    ):
         yield (
             f"{ESTIMATOR}={job[ESTIMATOR]} is none of veRL's: that of a fork, or"
             " misspelled. If it needs a critic, the numbers leave it out: no critic is"
@@ -685,10 +671,10 @@ def _rules(job: VerlJob) -> Iterator[Ruling]:
     for kind in MICROS:
         if job.is_static(kind):
             yield from _one_of_two(job, kind)
-    losses = _LOSSES if job.of.old_workers else (*_LOSSES, SUM)
-    if job[LOSS] not in losses:
-        said = f"{LOSS}={job[LOSS]} must be one of {', '.join(_LOSSES)}"
-        yield job.broken("loss_is_known", [LOSS], said, candidates=_LOSSES)
+    losses = _NAMES["losses"]
+    if job[LOSS] not in losses and (job[LOSS] != SUM or job.of.old_workers):
+        said = f"{LOSS}={job[LOSS]} must be one of {', '.join(losses)}"
+        yield job.broken("loss_is_known", [LOSS], said, candidates=losses)
     yield from job.unknown(
         job.unknown_keys,
         TRAIN,
