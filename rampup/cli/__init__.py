@@ -79,7 +79,7 @@ GONE_OPTIONS = {
         'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
         " -o FILE` draws a candidate, and tune's table has the memory of every size"
     ),
-    "cost-per-prompt": "rampup.contrib.rl.noise.advice_from_line takes it",
+    "cost-per-prompt": "docs/guides/reinforcement_learning.md has the formulas",
     "system": (
         "docs/guides/check_other_systems.md has published starting sizes for"
         " reinforcement learning"

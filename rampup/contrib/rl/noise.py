@@ -52,14 +52,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from rampup.errors import DataError
 from rampup.loop.components import Component
 from rampup.plan.noise_scale import MIN_STEPS, NoiseEstimate, fieller, student
 from rampup.plan.numbers import finite_or_none
 
 # Entries of `gradient_noise` in the metrics of a step that the host adds.
 LAYOUT, FACTS = "layout", "layout_facts"
-RESPONSES = (2, 4, 8, 16, 32, 64)
 _RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
 _PARTS = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
 UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
@@ -261,66 +259,6 @@ class PromptNoise:
             own = slice(2 * number, 2 * number + 2)
             covariance[own, own] = residuals @ means.covariance @ residuals.T
         return matrix @ measured, matrix @ covariance @ matrix.T
-
-
-def advice_from_line(
-    line: Mapping[str, Any],
-    *,
-    responses: int,
-    cost_per_prompt: float = 0.0,
-    reuse: int = 1,
-) -> dict[str, Any]:
-    """Return how many prompts and responses are worth it by a line of metrics.jsonl.
-
-    `responses` per prompt are those of the run, a prompt costs as much as
-    `cost_per_prompt` responses, and a sample is used in `reuse` updates; the estimates
-    of the line are for one.
-    """
-    if line.get(_PARTS[0]) is None:
-        raise DataError(
-            "the run has measured no noise between prompts",
-            fix="train it with measure_gradient_noise=true, for some steps",
-            key="measure_gradient_noise",
-            nearest=(True,),
-        )
-    between, within, scale = (
-        NoiseEstimate(**{end: line[_key(name, end)] for end in _ENDS})
-        for name in _PARTS
-    )
-    now = NoiseEstimate(
-        **{
-            end: None if (x := getattr(scale, end)) is None else reuse * x
-            for end in _ENDS
-        }
-    )
-    b, s = between.value, within.value
-    rows = list[dict[str, Any]]()
-    if b is not None and s is not None and b + s > 0:
-        for number in (responses, *(n for n in RESPONSES if n > responses)):
-            prompts = (b + s / number) / (b + s / responses)
-            cost = prompts * (cost_per_prompt + number) / (cost_per_prompt + responses)
-            rows.append(
-                {
-                    "num_generations": number,
-                    "prompts": None if now.value is None else now.value * prompts,
-                    "relative_prompts": prompts,
-                    "relative_cost": cost,
-                }
-            )
-    return {
-        **{
-            name: {end: getattr(x, end) for end in _ENDS}
-            for name, x in zip(_PARTS, (between, within, now), strict=True)
-        },
-        "num_generations": responses,
-        "reuse": reuse,
-        "best_num_generations": (
-            max(float(responses), math.sqrt(cost_per_prompt * s / b))
-            if rows and b
-            else None
-        ),
-        "choices": rows,
-    }
 
 
 def _key(name: str, end: str) -> str:

@@ -615,7 +615,7 @@ def test_a_run_of_rollouts_is_refused(tmp_path, capsys):
     write_lines(folder, [{"step": 0}])
     for arguments, said in (
         ([str(folder)], "the configuration of a rollout"),
-        ([BASE, "--cost-per-prompt", "1"], "advice_from_line"),
+        ([BASE, "--cost-per-prompt", "1"], "reinforcement_learning.md"),
     ):
         assert main(["design", *arguments]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from rampup.contrib.rl.noise import PromptNoise, advice_from_line, block_facts
+from rampup.contrib.rl.noise import PromptNoise, block_facts
 from rampup.contrib.rl.plan import RolloutPlan, Size, Training
 from rampup.contrib.rl.policy import grpo_loss
 from rampup.contrib.rl.rollout import RolloutOptions, rollout_step
@@ -111,36 +111,6 @@ def test_noise_scale_is_that_of_the_steps_whatever_the_lengths_do(kind):
         assert (
             0.87 <= np.mean([one.low <= truth <= one.high for one in estimates]) <= 0.95
         )
-
-
-def test_advice_follows_from_both_parts():
-    """More responses, never fewer, or more prompts, by the cost of a prompt; a batch
-    used twice needs twice the prompts.
-    """
-    (noise,), *_ = gaussian_noise(1, 400, np.random.default_rng(0), tokens=False)
-    names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
-    found = dict(zip(names, noise.estimates(N), strict=True))
-    line = {
-        name + end: getattr(x, end[1:] or "value")
-        for name, x in found.items()
-        for end in ("", "_low", "_high")
-    }
-    once, twice = (
-        advice_from_line(line, responses=N, cost_per_prompt=3.0, reuse=reuse)
-        for reuse in (1, 2)
-    )
-    rows = {row["num_generations"]: row for row in once["choices"]}
-    assert rows[N]["relative_prompts"] == rows[N]["relative_cost"] == 1
-    assert min(rows) == N
-    assert rows[64]["relative_prompts"] < 1
-    assert once["best_num_generations"] == pytest.approx(
-        (3 * WITHIN / B) ** 0.5, rel=0.1
-    )
-    assert min(rows, key=lambda n: rows[n]["relative_cost"]) in (4, 8)
-    assert twice["noise_scale_prompts"]["value"] == pytest.approx(
-        2 * once["noise_scale_prompts"]["value"]
-    )
-    assert advice_from_line(line, responses=N)["best_num_generations"] == N
 
 
 def logits(params, tokens):
