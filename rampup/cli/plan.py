@@ -70,15 +70,14 @@ def _phases(args: argparse.Namespace) -> Result:
     """Show every phase, and on request its hyperparameters and other devices."""
     topology = common.named_topology(args)
     config, plan = common.read_plan(args, args.config, args.overrides)
-    facts = {
-        **plan.to_dict(),
-        "global_batch_to_load": global_batch_to_load(config, plan),
-    }
     notes = plan_notes(config, plan)
     if args.hyperparameters:
         notes += hyperparameter_notes(config, plan)
-    if notes:
-        facts["notes"] = list(notes)
+    facts = {
+        **plan.to_dict(),
+        "global_batch_to_load": global_batch_to_load(config, plan),
+        "notes": list(notes),
+    }
     if topology is not None:
         facts["topology"] = topology.to_dict()
     rows: list[dict[str, float]] = []
