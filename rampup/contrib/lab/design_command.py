@@ -161,7 +161,8 @@ def print_design(
         )
     console.print(
         f"The ramp saves {facts['hours_saved']:.1%} of the hours of the best constant"
-        f" batch. With a noise scale that grows with a power of"
+        f" batch among these sizes. One between them may be better: against the best of"
+        f" any size, with a noise scale that always grows with a power of"
         f" {facts['noise_growth']:.2f} and step times on a line, no ramp saves more than"
         f" {facts['most_hours_saved']:.1%}."
     )
