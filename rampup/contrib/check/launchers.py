@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rampup.contrib.check.known import load_table
 from rampup.contrib.check.shell.values import has_unknown
 from rampup.errors import ConfigError
 
@@ -19,16 +20,7 @@ _CONTAINERS = re.compile(
     r"^apiVersion *:[\s\S]*\bcontainers *:|\bcontainer_?[sS]pec\b", re.MULTILINE
 )
 _HEADER = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
-_LETTERS = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task"}
-# An option and the variables that have its value.
-_VARIABLES = {
-    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "--gpus": ("SLURM_GPUS",),
-    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "--cpus-per-task": ("SLURM_CPUS_PER_TASK",),
-}
+NAMES = load_table("shell", "names")  # those that the reader of scripts knows
 _ONE = re.compile(r"(\d+)-\1")  # at least and at most so many
 _GRES = re.compile(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)")
 _STARTERS = ("srun", "mpirun", "mpiexec")
@@ -45,6 +37,7 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
     start.
     """
     found: dict[str, str] = {}
+    variables = NAMES["slurm_variables"]
     for option, value in _pairs(words):
         if option in ("--gpus", "--gpus-per-node"):
             value = value.rpartition(":")[2]  # behind the kind
@@ -53,11 +46,11 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
         if option == "--gres" and (match := _GRES.search(value)):
             found["SLURM_GPUS_ON_NODE"] = match[1] or "1"
         elif value.isdecimal() or has_unknown(value):
-            found |= dict.fromkeys(_VARIABLES.get(option, ()), value)
+            found |= dict.fromkeys(variables.get(option, ()), value)
     nodes = found.get("SLURM_NNODES", "")
     each = found.get("SLURM_NTASKS_PER_NODE", "")
     if nodes.isdecimal() and each.isdecimal() and "SLURM_NTASKS" not in found:
-        found |= dict.fromkeys(_VARIABLES["--ntasks"], str(int(nodes) * int(each)))
+        found |= dict.fromkeys(variables["--ntasks"], str(int(nodes) * int(each)))
     return found
 
 
@@ -92,7 +85,7 @@ def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
     """Yield the options of some words by their long names, with their values."""
     for word, following in itertools.pairwise([*words, ""]):
         if match := re.fullmatch(r"(-[NnGc])(\d.*)?", word):
-            yield _LETTERS[match[1]], match[2] or following
+            yield NAMES["slurm_letters"][match[1]], match[2] or following
         elif word.startswith("-"):
             name, equals, value = word.partition("=")
             yield name, value if equals else following

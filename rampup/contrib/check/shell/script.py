@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.launchers import (
+    NAMES,
     count_tasks,
     read_header,
     read_options,
@@ -63,33 +64,7 @@ from rampup.contrib.check.shell.variables import MAX_NESTING
 from rampup.errors import ConfigError
 
 MAX_SCRIPTS = 200
-_PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
-# The suffixes of scripts, the commands that take one, those before a command, and files
-# of a machine, not of a run.
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-_SHELLS = ("bash", "sh", "zsh", "dash", "sbatch")
-_WRAPPERS = (
-    "srun",
-    "env",
-    "nohup",
-    "time",
-    "timeout",
-    "nice",
-    "sudo",
-    "setsid",
-    "stdbuf",
-    "mpirun",
-    "mpiexec",
-    "xargs",
-)
-_OF_MACHINE = (
-    "activate",
-    "conda.sh",
-    ".bashrc",
-    ".profile",
-    ".bash_profile",
-    "profile",
-)
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # their suffixes
 _STARTS = re.compile(
     r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s"
 )
@@ -97,23 +72,6 @@ _STARTS = re.compile(
 # such as `--wrap=COMMAND`.
 _SHELL_OPTION = re.compile(r"-\w*c")
 _LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
-# What every machine sets, and what a match of a regular expression does.
-_ALWAYS = (
-    "HOSTNAME",
-    "HOSTTYPE",
-    "OSTYPE",
-    "MACHTYPE",
-    "UID",
-    "EUID",
-    "USER",
-    "HOME",
-    "LOGNAME",
-    "BASH_REMATCH",
-)
-# What `read` and its like set without a name.
-_SET_BY_READ = ("OPTARG", "OPTIND", "REPLY", "MAPFILE")
-# Programs whose success is a question of the machine.
-_ASKING = ("grep", "command", "which", "nvidia-smi")
 
 
 class Command(NamedTuple):
@@ -154,7 +112,7 @@ def read_commands(
     as another script. Branches that agree in what is `relevant` of some words do not
     differ.
     """
-    variables = {name: mark(name) for name in _ALWAYS} | read_header(text)
+    variables = {name: mark(name) for name in NAMES["always"]} | read_header(text)
     variables |= {**environment, "PWD": "."}
     reader = _Reader(
         path=Path(path),
@@ -219,14 +177,18 @@ class _Reader(Flow):
             case "read" | "getopts" | "mapfile" | "readarray" | "printf" | "let":
                 if name != "printf" or "-v" in rest:  # what they set is not followed
                     names = re.findall(r"[A-Za-z_]\w*", " ".join(rest))
-                    self.env |= {name: mark(name) for name in (*names, *_SET_BY_READ)}
+                    self.env |= {
+                        name: mark(name) for name in (*names, *NAMES["set_by_read"])
+                    }
                 return None
             case "eval":
                 return self.script(" ".join(rest), node.line)
             case "exec" if rest:
                 self.record(rest, node, values)
                 raise Stop("exit")
-            case "source" | "." if rest and Path(rest[0]).name not in _OF_MACHINE:
+            case "source" | "." if (
+                rest and Path(rest[0]).name not in NAMES["of_machine"]
+            ):
                 return self.follow(words, 1, node.line, {})
             case "false":
                 return False
@@ -273,7 +235,7 @@ class _Reader(Flow):
         """Keep a command, and those in its script, its quoted words and
         here-documents.
         """
-        if words[0] in _PRINTING:
+        if words[0] in NAMES["printing"]:
             words = words[:1]
         self.assumed = True
         tasks = count_tasks(words, lambda name: drop_unset(self.text(f"${name}")))
@@ -298,7 +260,7 @@ class _Reader(Flow):
                     self.shell(text, node.line, own, arguments, outer=tuple(words))
                 except ScriptError:
                     del self.commands[number:]
-        return None if words[0] in _ASKING else True
+        return None if words[0] in NAMES["asking"] else True
 
     def find_texts(self, words: Words, node: Node) -> Iterator[tuple[str, list[str]]]:
         """Yield the texts in a command that are scripts themselves, with their
@@ -453,8 +415,10 @@ def _find_script(words: Words) -> int | None:
         value = (
             "=" in word or word[:1] in "-0123456789" or words[place - 1].startswith("-")
         )
-        wrapped &= names[place] in _WRAPPERS or (value and place > 0)
-        for at in range(place + 1, len(words) if names[place] in _SHELLS else 0):
+        wrapped &= names[place] in NAMES["wrappers"] or (value and place > 0)
+        for at in range(
+            place + 1, len(words) if names[place] in NAMES["shells"] else 0
+        ):
             if names[place] != "sbatch" and re.fullmatch(r"-\w*[cs]\w*", words[at]):
                 return None
             is_option = words[at][:1] in ("-", "+") or re.fullmatch(
