@@ -45,7 +45,8 @@ def _base_folders(command: Command, path: str) -> list[Path]:
     """Return where the base file of a command may be: its `--config-path` in a folder
     above, or above its program's folder.
     """
-    folder = Path(known_end(option(command, "--config-path", "-cp") or "config"))
+    written = option(command, "--config-path", "-cp") or "config"
+    folder = Path(known_end(written))
     ends = [folder]
     if folder.is_absolute():  # it may be one of another machine
         ends += [Path(*folder.parts[first:]) for first in range(1, len(folder.parts))]

@@ -17,7 +17,7 @@ from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
 from rampup.contrib.check.verdict import Always, Verdict
 from rampup.errors import RampupError
 from rampup.plan.describe import PHASE_TITLES
-from rampup.show.console import make_table, phase_cell
+from rampup.show.console import phase_cell, print_table
 from rampup.show.format import format_count
 
 if TYPE_CHECKING:
@@ -87,15 +87,21 @@ def check(args: argparse.Namespace) -> Result:
 
     if (args.to is None) != (args.output is None):
         raise usage_error("--to and -o FILE belong together", key="to")
-    given = [word for word in (args.file, *args.overrides) if word is not None]
-    sources: list[Source] = [tuple(args.command)] if args.command else []
-    if not args.command:
-        named = [word for word in given if "=" not in word or Path(word).exists()]
-        given = [word for word in given if word not in named]
-        sources = [file for word in named for file in _files(word)]
+    sources: list[Source] = []
+    settings: list[str] = []
+    if args.command:
+        sources.append(tuple(args.command))
+    for word in (args.file, *args.overrides):
+        if word is None:
+            continue
+        if args.command or ("=" in word and not Path(word).exists()):
+            settings.append(word)
+        else:
+            sources += _files(word)
     if not sources:
         raise usage_error("give a file, or a command after `--`")
-    settings = [*given, *([] if args.step is None else [f"at_step={args.step}"])]
+    if args.step is not None:
+        settings.append(f"at_step={args.step}")
     if len(sources) > 1:
         return _check_rows(sources, settings, args)
     verdict = _judge(sources[0], settings, args)
@@ -295,10 +301,7 @@ def _print_table(
     numbers: bool = False,
 ) -> None:
     if console.is_terminal:
-        table = make_table(console, titles, rows, left=0 if numbers else len(titles))
-        for column in table.columns:
-            column.no_wrap = False
-        console.print(table)
+        print_table(console, titles, rows, left=0 if numbers else len(titles))
         return
     lines = [[title.replace("-\n", "").replace("\n", " ") for title in titles], *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

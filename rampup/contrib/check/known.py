@@ -26,19 +26,18 @@ import yaml
 
 from rampup.config.yaml import Located
 from rampup.contrib.check.shell.values import show_unknown
-from rampup.errors import ConfigError
 
 Life = tuple[int, int]  # the first and the last version that has a key
 # Names of forks: of responses of a prompt, and of other sizes.
-_RESPONSES = (
+RESPONSES = (
     r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)"
     r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size"
 )
-_NONE_IF_ONE = re.compile(
-    rf"{_RESPONSES}|\w*parallel_size|[tpdcev]{{1,2}}p"
+NONE_IF_ONE = re.compile(
+    rf"{RESPONSES}|\w*parallel_size|[tpdcev]{{1,2}}p"
 )  # a value of 1 of these changes nothing
 MULTIPLIES = re.compile(
-    rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size"
+    rf"{RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size"
 )
 
 
@@ -161,54 +160,3 @@ def find_unread(
             continue
         if row is not None and row.asks is asks and place.value not in row.harmless:
             yield name, f"{name}={show_unknown(str(place.value))} {row.changes}", place
-
-
-def find_questions(
-    located: Mapping[str, Located],
-    unread: Mapping[str, Unread],
-    known: KnownKeys,
-    system: str,
-    decides: re.Pattern[str],
-    repeats: str = "",
-) -> Iterator[ConfigError]:
-    """Yield a question for each key that may change a size and that no rule reads: one
-    that the system has, or one that no version has but whose last part `decides` on a
-    size, so that only a fork reads it.
-
-    Null as its value is the answer that it changes no size. `repeats` says what has the
-    effect of one that repeats each prompt.
-    """
-    for name, said, place in find_unread(located, unread, asks=True):
-        yield ConfigError(
-            f"unknown: {said}, and the rules do not follow it",
-            fix=f"add {name}=null, and with it the sizes of {system} that have the same"
-            " effect (none if it changes no size)",
-            key=name,
-            path=place.path,
-            line=place.line,
-        )
-    for name, place in located.items():
-        last = name.rpartition(".")[2]
-        is_one = place.value == 1 and place.value is not True
-        if (
-            name in unread
-            or place.value is None
-            or (is_one and _NONE_IF_ONE.fullmatch(last))
-            or not decides.fullmatch(last)
-            or known.life(name) is not None
-        ):
-            continue
-        fix = (
-            f"add {name}=null, and with it the sizes of {system} that have the same"
-            " effect (none if it changes no size)"
-        )
-        if repeats and re.fullmatch(f"{_RESPONSES}|n", last):
-            fix += f". {repeats}"
-        yield ConfigError(
-            f"unknown, a fork: {name}={place.value} is a key of no version of {system},"
-            " and its name is that of a size",
-            fix=fix,
-            key=name,
-            path=place.path,
-            line=place.line,
-        )

@@ -48,9 +48,6 @@ def entry(
 ) -> Entry:
     """Return an `Entry`; `limits` are those of `Key`."""
     nullable = limits.pop("nullable", default is None)
-    limits |= {
-        name: tuple(limits[name]) for name in {"choices", "also"} & limits.keys()
-    }
     key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
     return Entry(key=key, default=default, unit=unit, optional=optional)
 

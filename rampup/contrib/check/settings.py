@@ -16,7 +16,8 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_scalar
 from rampup.contrib.check.known import (
     MULTIPLIES,
-    find_questions,
+    NONE_IF_ONE,
+    RESPONSES,
     find_unread,
     sections_of,
 )
@@ -146,13 +147,52 @@ def _find_problems(
     yield from _find_mappings(written, entries)
     yield from _find_misspelt(given, launch)
     if launch.keys:
-        yield from find_questions(
-            {name: value for name, value in given.items() if name not in entries},
-            launch.unread,
-            launch.known_keys,
-            launch.system,
-            launch.decides or _decides(entries),
-            launch.repeats,
+        others = {name: at for name, at in given.items() if name not in entries}
+        yield from _find_questions(others, launch)
+
+
+def _find_questions(
+    located: Mapping[str, Located], launch: Launch
+) -> Iterator[ConfigError]:
+    """Yield a question for each key that may change a size and that no rule reads: one
+    that the system has, or one that no version has but whose last part decides on a
+    size, so that only a fork reads it.
+
+    Null as its value is the answer that it changes no size.
+    """
+
+    def question(name: str, said: str, more: str = "") -> ConfigError:
+        return ConfigError(
+            f"unknown{said}",
+            fix=f"add {name}=null, and with it the sizes of {launch.system} that have"
+            f" the same effect (none if it changes no size){more}",
+            key=name,
+            path=located[name].path,
+            line=located[name].line,
+        )
+
+    for name, said, _ in find_unread(located, launch.unread, asks=True):
+        yield question(name, f": {said}, and the rules do not follow it")
+    decides = launch.decides or _decides(launch.entries)
+    for name, place in located.items():
+        last = name.rpartition(".")[2]
+        is_one = place.value == 1 and place.value is not True
+        if (
+            name in launch.unread
+            or place.value is None
+            or (is_one and NONE_IF_ONE.fullmatch(last))
+            or not decides.fullmatch(last)
+            or launch.known_keys.life(name) is not None
+        ):
+            continue
+        more = ""
+        if launch.repeats and re.fullmatch(f"{RESPONSES}|n", last):
+            more = f". {launch.repeats}"
+        yield question(
+            name,
+            f", a fork: {name}={place.value} is a key of no version of"
+            f" {launch.system}, and its name is that of a size",
+            more,
         )
 
 

@@ -113,15 +113,15 @@ def print_output(words: Words, given: str | None, folder: str) -> str | None:
     text of the script to read; None if that is not known here.
     """
     name, *rest = words
+    if name == "echo" and not {*rest} & {"-e", "-n"}:
+        return " ".join(rest)
+    if name == "cat" and not rest:
+        return given
     operands = [word for word in rest if not word.startswith("-")]
     path = os.path.normpath(os.path.join(folder, *operands[:1]))
+    if has_unknown(path):
+        return None
     match name, operands:
-        case "echo", _ if not {*rest} & {"-e", "-n"}:
-            return " ".join(rest)
-        case "cat", _ if not rest:
-            return given
-        case _ if has_unknown(path):
-            return None
         case ("pwd", _) | ("realpath" | "readlink", [_, *_]):
             return path
         case "dirname", [file, *_]:

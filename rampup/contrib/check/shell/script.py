@@ -65,6 +65,7 @@ from rampup.errors import ConfigError
 
 MAX_SCRIPTS = 200
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # their suffixes
+_ALL = re.compile(r"-\w*a\w*")  # of `set`
 _STARTS = re.compile(
     r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s"
 )
@@ -155,8 +156,8 @@ class _Reader(Flow):
                 self.leave(name, rest, node.line)
             case "set":
                 options = [word for word in rest if word[:1] in "-+"]
-                is_all = (re.fullmatch(r"-\w*a\w*", word) for word in options)
-                self.exports_all |= any(is_all) or "allexport" in rest
+                if "allexport" in rest or any(map(_ALL.fullmatch, options)):
+                    self.exports_all = True
                 if "--" in rest or (rest and not options):
                     self.env["@"] = [self.argument("0"), *rest["--" in rest :]]
                     self.asks = False
@@ -203,8 +204,9 @@ class _Reader(Flow):
     def leave(self, name: str, rest: Words, line: int) -> None:
         """Leave a loop, a function or the script."""
         if name in ("exit", "return"):
-            is_known = bool(rest) and rest[0].isdecimal()
-            raise Stop(name, int(rest[0][:4]) if is_known else None)
+            if rest and rest[0].isdecimal():
+                raise Stop(name, int(rest[0][:4]))
+            raise Stop(name, None)
         if rest and rest[0] != "1":
             raise ScriptError(f"line {line}: `{name}` out of several loops is not read")
         if self.loops:
@@ -335,13 +337,10 @@ class _Reader(Flow):
         """
         before, arguments = words[:place], words[place + 1 :]
         text = self.open(file)
-        exports = [
-            part
-            for word in before
-            for part in word.removeprefix("--export=").split(",")
-        ]
-        pairs = [part.split("=", 1) for part in exports if ASSIGNMENT.fullmatch(part)]
-        own |= dict(pairs)
+        for word in before:
+            for part in word.removeprefix("--export=").split(","):
+                if match := ASSIGNMENT.fullmatch(part):
+                    own[match[1]] = match[4]
         if "sbatch" in before or "srun" in before:
             own |= read_header(text) if "sbatch" in before else {}
             own |= read_options(before)
@@ -389,7 +388,8 @@ class _Reader(Flow):
             for up in own.parents:
                 start = os.path.normpath(os.path.join(up, folder))
                 file = os.path.normpath(os.path.join(start, word))
-                found += [(file, start)] if os.path.isfile(file) else []
+                if os.path.isfile(file):
+                    found.append((file, start))
         if not found:
             raise ConfigError(
                 f"{word} is neither beside this script nor in a folder above it; put"

@@ -81,8 +81,11 @@ def first_marker(*texts: str) -> str:
     """Return the marker of the first variable on which one of the texts depends; empty
     if there is none.
     """
-    found = (match for text in texts for match in MARKER.finditer(text))
-    return next((match[0] for match in found if match[1].isidentifier()), "")
+    for text in texts:
+        for match in MARKER.finditer(text):
+            if match[1].isidentifier():
+                return match[0]
+    return ""
 
 
 def _shown(name: str) -> str:

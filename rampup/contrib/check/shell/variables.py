@@ -273,8 +273,8 @@ class Variables:
         part = raw[at:end]
         if match := re.fullmatch(r"\$\(\((.*)\)\)", part, re.DOTALL):
             return self.arithmetic(match[1]), end
-        if part.startswith("$'"):
-            return mark("$'...'"), end
+        if part.startswith(("$'", "$[")):  # escapes, and an old form of arithmetic
+            return mark(part), end
         if part[0] == "`" or part.startswith("$("):
             printed = self.substitute(part.removeprefix("$")[1:-1])
             name = "$" + part if part[0] == "`" else part
@@ -284,10 +284,8 @@ class Variables:
         if part.startswith("${"):
             return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
-        if match is None:  # `$[...]` is an old form, and other signs are texts
-            if part.startswith("$["):
-                return (mark(part), end)
-            return ("$", at + 1)
+        if match is None:  # other signs are texts
+            return "$", at + 1
         return self.get(match[1]), match.end()
 
     def substitute(self, text: str) -> str | None:
