@@ -268,17 +268,19 @@ class _Reader(Flow):
         """Yield the texts in a command that are scripts themselves, with their
         arguments.
         """
-        searches = (self.nested.search, _STARTS.search)
         for place, (before, whole) in enumerate(itertools.pairwise(words)):
             word = _LONG_OPTION.sub("", whole)
-            if any(map(str.isspace, word)) and (
-                _SHELL_OPTION.fullmatch(before)
-                or any(search(word) for search in searches)
-            ):
+            if not any(map(str.isspace, word)):
+                continue
+            if _SHELL_OPTION.fullmatch(before) or self.is_script(word):
                 yield word, list(words[place + 2 :])
         text = self.input(node.parts) or ""
-        if any(search(text) for search in searches):
+        if self.is_script(text):
             yield text, []
+
+    def is_script(self, text: str) -> bool:
+        """Return whether a text looks like commands that may start a run."""
+        return bool(self.nested.search(text) or _STARTS.search(text))
 
     def shell(
         self,
@@ -407,25 +409,25 @@ def _find_script(words: Words) -> int | None:
     """Return the place of the script that a command starts: `bash x.sh`, `./x.sh`, or
     `srun -n 8 bash -x x.sh`.
     """
-    names = [word.rpartition("/")[2] for word in words]
     wrapped = True  # whether all words so far belong to a wrapper
     for place, word in enumerate(words):
         if wrapped and word.endswith(SCRIPTS) and "=" not in word and word[0] != "-":
             return place
-        value = (
-            "=" in word or word[:1] in "-0123456789" or words[place - 1].startswith("-")
-        )
-        wrapped &= names[place] in NAMES["wrappers"] or (value and place > 0)
-        for at in range(
-            place + 1, len(words) if names[place] in NAMES["shells"] else 0
-        ):
-            if names[place] != "sbatch" and re.fullmatch(r"-\w*[cs]\w*", words[at]):
+        name = word.rpartition("/")[2]
+        is_value = "=" in word or word[:1] in "-0123456789"
+        is_value |= words[place - 1].startswith("-")
+        wrapped &= name in NAMES["wrappers"] or (is_value and place > 0)
+        if name not in NAMES["shells"]:
+            continue
+        for at in range(place + 1, len(words)):
+            before, following = words[at - 1 : at + 1]
+            if name != "sbatch" and re.fullmatch(r"-\w*[cs]\w*", following):
                 return None
-            is_option = words[at][:1] in ("-", "+") or re.fullmatch(
-                r"[-+]\w*[oO]|--rcfile|--init-file", words[at - 1]
-            )
-            if words[at].endswith(SCRIPTS) and not is_option:
+            is_option = following[:1] in ("-", "+")
+            if is_option or re.fullmatch(r"[-+]\w*[oO]|--rcfile|--init-file", before):
+                continue
+            if following.endswith(SCRIPTS):
                 return at
-            if not is_option and names[place] != "sbatch":
+            if name != "sbatch":
                 return at if place == 0 else None
     return None
