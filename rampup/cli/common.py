@@ -55,6 +55,16 @@ class Result:
     problem: RampupError | None = None  # an error to report together with the result
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write the file that a command is asked for."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the file: {error.strerror}", key="output", path=str(path)
+        ) from None
+
+
 def usage_error(
     problem: str, *, key: str | None = None, nearest: Sequence[object] = ()
 ) -> ConfigError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from pathlib import Path
 
 from rich.console import Console
 
@@ -197,14 +196,7 @@ def _exported(args: argparse.Namespace) -> Result:
     exported = common.load(common.EXPORTS).export_plan(config, plan, args.export)
     shown = text = exported.to_yaml(args.export)
     if args.output is not None:
-        try:
-            Path(args.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the file: {error.strerror}",
-                key="output",
-                path=args.output,
-            ) from None
+        common.write_text(args.output, text)
         shown = f"wrote {args.output}\n"
     facts = {
         "system": args.export,

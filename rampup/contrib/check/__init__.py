@@ -201,18 +201,14 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
     """Write rampup's configuration of the run that a verdict is about; `source` is its
     file, which is never replaced.
     """
+    from rampup.cli.common import write_text
+
     text = to_rampup(verdict)
-    target = Path(path)
-    if target.resolve() == Path(source).resolve():
+    if Path(path).resolve() == Path(source).resolve():
         raise ConfigError(
             "the output file must not be the source file", key="output", path=str(path)
         )
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the file: {error.strerror}", key="output", path=str(path)
-        ) from None
+    write_text(path, text)
 
 
 def _check_source(

@@ -5,7 +5,6 @@ those that the system ships.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +181,7 @@ class _BaseFiles:
         self.shipped: dict[str, Any] = {}  # those of files that the system ships
         self.named: list[str] = []  # the shipped files
         self.missing: list[str] = []
-        self.left = itertools.count(_MAX_FILES - 1, -1)
+        self.count = 0  # of files
 
     def start(self, command: Command, chosen: str | None) -> None:
         """Read the base file that the user or a command names, or else that of its
@@ -247,7 +246,8 @@ class _BaseFiles:
                 f"{explain_unknown(name)}, its base file; add {unknown[0]}=...",
                 path=path,
             )
-        if next(self.left) < 0:
+        self.count += 1
+        if self.count > _MAX_FILES:
             raise ConfigError(
                 f"more than {_MAX_FILES} base files; do they name each other?",
                 key=PARENT,

@@ -208,14 +208,13 @@ def _compare(first: Verdict, second: Verdict) -> Result:
             console.print(f"{verdict.system}: {verdict.summary}")
         if not update:
             console.print("the update is the same", style="bold green")
-        for title, rows in (
-            ("sizes of the update that differ", update),
-            ("how it is divided", [name for name in different if name not in update]),
-        ):
-            if rows:
-                console.print(f"\n{title}", style="bold")
-                cells = [(name, *map(str, different[name])) for name in rows]
-                _print_table(console, ("", "this file", "the other"), cells)
+        cells = [
+            (name, "update" if name in update else "its division", *map(str, values))
+            for name, values in different.items()
+        ]
+        if cells:
+            titles = ("what differs", "a size of", "this file", "the other")
+            _print_table(console, titles, cells)
 
     return Result(
         facts={"update": update, "different": different},
