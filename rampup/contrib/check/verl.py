@@ -381,6 +381,14 @@ class VerlJob(RolloutJob):
         that does not divide is rounded down.
         """
         self.devices: int = self[DEVICES] * self["trainer.nnodes"]
+        if self.of.early and 0 < self[FSDP_SIZE] < self.devices:
+            raise ConfigError(
+                f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas, and"
+                " the rules do not follow it",
+                fix=f"{FSDP_SIZE}=-1 shards over all devices; {WORD}=0.4 or later has"
+                " other rules",
+                key=FSDP_SIZE,
+            )
         # Those of the inference engines, which may have nodes of their own.
         self.rollout_devices = self.devices
         if self[ROLLOUT_NODES] or self[ROLLOUT_DEVICES]:
@@ -535,11 +543,6 @@ def _old_worker_notes(job: VerlJob) -> Iterator[str]:
             )
     if job.of.early and job[EPOCHS] > 1:
         yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
-    if job.of.early and 0 < job[FSDP_SIZE] < job.devices:
-        yield (
-            f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its"
-            " batches are larger than here."
-        )
     if job.of.early and job.critic is not None:
         yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
 

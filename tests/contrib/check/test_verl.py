@@ -545,6 +545,14 @@ def test_versions_differ_as_their_code_does(version, settings, wanted):
     )
 
 
+def test_the_first_version_refuses_parts_of_the_devices():
+    """Its sizes are divided by devices / fsdp_size, which no rule follows."""
+    size = f"{A}fsdp_config.fsdp_size"
+    with pytest.raises(ConfigError, match=r"veRL 0\.2 divides sizes by devices"):
+        verl({WORD: 0.2, size: 4})
+    assert verl({WORD: 0.4, size: 4}).version == "veRL 0.4"
+
+
 def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
     """In this order; the report names the version and why, and other possible versions
     that decide otherwise.
