@@ -3,7 +3,7 @@
 
 The branches are the phases of one plan, one after the other, and each phase reads the
 same samples: step, data and compilation are those of any ramp. The run's folder is only
-read; the result is kept in a folder next to it. `rampup.contrib.lab.critical` judges the
+read; a decisive result is kept in a folder next to it. `rampup.contrib.lab.critical` judges the
 branches.
 """
 
@@ -106,7 +106,7 @@ class CriticalBatch:
         noise_scale_samples: the gradient noise scale that the run last measured before
             the checkpoint, or None.
         num_compilations: executables built for the training step.
-        file: the result, beside the run's folder.
+        file: where a decisive result is kept, beside the run's folder.
     """
 
     step: int
@@ -168,9 +168,8 @@ def find_critical_batch_size(
 
     Each branch has the run's learning rate at the checkpoint, held constant, times the
     square root of its batch by that of the run with AdamW, or times this ratio itself
-    with SGD. The run may be training: its folder is only read. The result is written to
-    RUN.critical next to it, where one that decided nothing does not replace one that
-    did.
+    with SGD. The run may be training: its folder is only read. A decisive result is
+    written to RUN.critical next to it.
 
     Args:
         run: the folder of the run.
@@ -212,7 +211,6 @@ def find_critical_batch_size(
     )
     verdict = judge(window, *_train_branches(branches, folder, report))
     work = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}") / f"step-{step}"
-    work.mkdir(parents=True, exist_ok=True)
     found = CriticalBatch(
         step=step,
         branches=verdict.branches,
@@ -228,31 +226,12 @@ def find_critical_batch_size(
         num_compilations=branches.setup.step.num_compilations,
         file=work / CRITICAL_RESULT,
     )
-    # For `rampup design`, which reads the results of all checkpoints of a run.
-    place = {"consumed_samples": branches.run_plan.position(step).consumed_samples}
-    _keep(found, place, report)
+    if found.decisive:
+        # For `rampup design`, which reads the results of all checkpoints of a run.
+        place = {"consumed_samples": branches.run_plan.position(step).consumed_samples}
+        work.mkdir(parents=True, exist_ok=True)
+        write_whole(found.file, json.dumps({**found.to_dict(), **place}).encode())
     return found
-
-
-def _keep(
-    found: CriticalBatch, place: Mapping[str, int], report: Callable[[str], None]
-) -> None:
-    """Write a result to its file, unless that has one that decided and this did not."""
-    if not found.decisive and _is_decisive(found.file):
-        report(f"{found.file} stays: it has decided, and this measurement has not")
-        return
-    write_whole(found.file, json.dumps({**found.to_dict(), **place}).encode())
-
-
-def _is_decisive(file: Path) -> bool:
-    """Return whether a file has a result that decided; a damaged one has none."""
-    if not file.is_file():
-        return False
-    try:
-        found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    except json.JSONDecodeError:
-        return False
-    return isinstance(found, dict) and found.get("decisive") is True
 
 
 def _answer(config: Config, branches: _Branches, verdict: Verdict) -> dict[str, Any]:

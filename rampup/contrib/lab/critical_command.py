@@ -118,7 +118,8 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             " smaller of the two wastes fewer tokens"
         )
     print_notes(notes, console)
-    console.print(f"kept in {found.file}")
+    if found.decisive:
+        console.print(f"kept in {found.file}")
 
 
 def _print_decision(found: CriticalBatch, run: str, console: Console) -> None:
