@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 
-from rampup.config.files import run_yaml
+from rampup.config.files import changed_keys, run_yaml
+from rampup.config.rules import BUDGET_KEYS
+from rampup.config.schema import Config
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
 from rampup.loop.checkpoint import SavedCheckpoint, find_checkpoint
 from rampup.loop.distributed import leaving_on_error
+from rampup.loop.events import LearningRateChanged, OnEvent
 from rampup.loop.lock import own_run
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
@@ -24,6 +27,13 @@ from rampup.loop.run_folder import (
     run_folder,
     write_whole,
 )
+from rampup.plan.numbers import AUTO
+
+# What the learning rate at a step follows from, and the length of a run or rollout.
+RATE_KEYS = {
+    name for name, key in Config.keys().items() if key.section == "Learning rate"
+}
+LENGTH_KEYS = {*BUDGET_KEYS, "num_batches"}
 
 
 def run_in_folder(
@@ -55,10 +65,23 @@ def run_in_folder(
             return train(run, folder)
 
 
-def keep_config(config: Any, folder: Path) -> None:
-    """Write config.yml. A run that is refused or finished must not: the file is that of
-    the run in this folder.
+def keep_config(config: Any, folder: Path, start: int, on_event: OnEvent) -> None:
+    """Write config.yml, and report which keys of the learning rate a run that resumes at
+    step `start` has changed.
+
+    A run that is refused or finished must not write it: the file is that of the run in
+    this folder.
     """
-    if is_primary():
-        text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
-        write_whole(folder / CONFIG_FILE, text.encode())
+    if not is_primary():
+        return
+    file = folder / CONFIG_FILE
+    if start and file.exists():
+        # The length counts only where it is also that of the schedule, as in rollouts.
+        names = RATE_KEYS
+        if getattr(config, "learning_rate_schedule_steps", AUTO) == AUTO:
+            names = RATE_KEYS | LENGTH_KEYS
+        changed = changed_keys(config, file.read_text(encoding="utf-8"), names)
+        if changed:
+            on_event(LearningRateChanged(step=start - 1, keys=tuple(changed)))
+    text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
+    write_whole(file, text.encode())

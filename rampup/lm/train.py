@@ -20,10 +20,8 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.config.build import build_plan
-from rampup.config.files import changed_keys
 from rampup.config.notes import plan_notes
 from rampup.config.resume import plan_to_resume, ramp_record
-from rampup.config.rules import BUDGET_KEYS
 from rampup.config.schema import (
     PER_PROCESS_KEYS,
     Config,
@@ -57,8 +55,6 @@ from rampup.loop.checkpoint import (
 from rampup.loop.components import Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import (
-    Event,
-    LearningRateChanged,
     OnEvent,
     RunPlanned,
     ignore_event,
@@ -76,7 +72,7 @@ from rampup.loop.metrics import (
     WandbWriter,
     required,
 )
-from rampup.loop.run_folder import CONFIG_FILE, as_path
+from rampup.loop.run_folder import as_path
 from rampup.loop.same_run import RAMP_ROWS, SameRun
 from rampup.plan.auto import AutoSchedule
 from rampup.plan.noise_scale import default_half_life
@@ -89,12 +85,6 @@ from rampup.plan.split import BatchSplitter
 # The key of a checkpoint's record for what its ramp is built from; that of an `auto`
 # ramp as it has grown is RAMP_ROWS.
 RAMP_RECORD = "ramp_record"
-
-# What a change of the learning rate at a resume may come from.
-RATE_KEYS = {
-    *BUDGET_KEYS,
-    *(name for name, key in Config.keys().items() if key.section == "Learning rate"),
-}
 
 
 def train(
@@ -573,7 +563,7 @@ class Run:
         loop = loop_of(config, run)
         state, start = loop.restore(state, self.saved)
         if start < plan.total_steps:
-            keep_config(config, folder)
+            keep_config(config, folder, start, on_event)
         _, summary = loop.train(state, start, should_stop=should_stop)
         return (
             summary
@@ -732,21 +722,10 @@ def loop_of(config: RunKeys, run: Loop) -> Loop:
         config: the configuration of a model or of a rollout.
         run: the loop, with what is not a key.
     """
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, LearningRateChanged):
-            # That of the last start, until this one keeps its own.
-            file = run.folder / CONFIG_FILE
-            text = file.read_text(encoding="utf-8") if file.exists() else ""
-            found = changed_keys(config, text, RATE_KEYS)
-            event = replace(event, keys=tuple(found))  # type: ignore[type-var]
-        run.metrics.on_event(event)
-
     return replace(
         run,
         metrics=replace(
             run.metrics,
-            on_event=on_event,
             writers=functools.partial(metric_writers(config), run.folder),
             skip_nonfinite=config.skip_nonfinite,
         ),

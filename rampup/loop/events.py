@@ -42,15 +42,10 @@ class RunStarted(Event):
 
 
 class LearningRateChanged(Event):
-    """A run resumes with another learning-rate schedule than that of its checkpoint."""
+    """A run of a configuration resumes with other keys of its learning rate."""
 
     step: int  #: the last step before the checkpoint
-    before: float  #: the learning rate that it had
-    #: the learning rate that the schedule of this run has there; the steps from here
-    #: on follow it
-    after: float
-    #: the keys of a configuration that have changed, as `key: old -> new`
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...]  #: those that have changed, as `key: old -> new`
 
 
 class PhaseStarted(Event):

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import signal
 import threading
@@ -66,7 +65,6 @@ from rampup.loop.run_folder import (
     as_path,
     first_and_last_line,
     parse_json,
-    read_lines,
     write_whole,
 )
 from rampup.loop.same_run import NUM_DEVICES, RAMP_ROWS, SameRun, check_same_run
@@ -307,7 +305,6 @@ class Loop:
             restored = self.checkpoints.from_saved(
                 checkpoints.restore(saved, state, self._report)
             )
-        self._compare_rates(saved.step - 1)
         return restored, saved.step
 
     def _ended_at(self, saved: int) -> str:
@@ -322,19 +319,6 @@ class Loop:
         if not isinstance(ended, int):  # A damaged file does not let a run start over.
             ended = saved
         return str(ended) if saved <= ended < self.plan.total_steps else ""
-
-    def _compare_rates(self, step: int) -> None:
-        """Report another learning rate than the last step was trained with."""
-        rate = self.metrics.learning_rate
-        if rate is None or step + 1 >= self.plan.total_steps:
-            return
-        lines = read_lines(self.folder / METRICS_FILE)
-        last = next((line for line in lines if line["step"] == step), {})
-        before, after = last.get("learning_rate"), rate(step)
-        if before is not None and not math.isclose(before, after, rel_tol=1e-6):
-            self._report(
-                events.LearningRateChanged(step=step, before=before, after=after)
-            )
 
     def train(
         self,

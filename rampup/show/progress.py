@@ -280,15 +280,10 @@ class TrainProgress:
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged():
-                keys = (
-                    ", ".join(event.keys) or "learning_rate, or a key of its schedule"
-                )
                 self._console.print(
-                    f"note: another learning rate ({keys}): step"
-                    f" {event.step:,} had the learning rate {event.before:.4g}, and the"
-                    f" schedule with which the run continues has {event.after:.4g}"
-                    " there; learning_rate_schedule_steps keeps the length of a"
-                    " schedule",
+                    "note: keys of the learning rate have changed since step"
+                    f" {event.step:,}: {', '.join(event.keys)};"
+                    " learning_rate_schedule_steps keeps the length of a schedule",
                     style="yellow",
                 )
 

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import json
 import sys
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -30,14 +29,11 @@ from rampup.lm.start import keep_config
 from rampup.lm.train import (
     Run,
     TrainSetup,
-    loop_of,
     phase_hyperparameters,
     rows_of_step,
     train,
 )
 from rampup.loop.events import LearningRateChanged
-from rampup.loop.loop import Loop
-from rampup.loop.metrics import MetricOptions
 
 # Batches that divide over the eight replicas of one mesh and over the replicas of two,
 # four or eight stages.
@@ -79,18 +75,25 @@ def losses(folder):
 
 
 def test_another_learning_rate_at_a_resume_names_its_keys(tmp_path):
-    """Those of the rate that differ from the run's own config.yml, with both values."""
-    folder, found = tmp_path / "run", []
-    folder.mkdir()
-    told = LearningRateChanged(step=4, before=0.01, after=0.02)
+    """Those that differ from the run's own config.yml, with both values; the length only
+    if it is that of the schedule; nothing at a new start.
+    """
+    found = []
     before, now = config(tmp_path), config(tmp_path, learning_rate=0.02, steps=13)
-    loop = Loop(plan=None, step=None, batches=None, folder=folder)
-    loop = replace(loop, metrics=MetricOptions(on_event=found.append))
-    loop_of(now, loop).metrics.on_event(told)
-    keep_config(before, folder)
-    loop_of(now, loop).metrics.on_event(told)
-    keys = ("steps: 12 -> 13", "learning_rate: 0.01 -> 0.02")
-    assert found == [told, replace(told, keys=keys)]
+    follows = config(tmp_path, steps=14, learning_rate_schedule_steps=-1)
+    for start, each in ((5, before), (5, before), (5, now), (8, follows), (0, now)):
+        keep_config(each, tmp_path, start, found.append)
+    assert found == [
+        LearningRateChanged(step=4, keys=("learning_rate: 0.01 -> 0.02",)),
+        LearningRateChanged(
+            step=7,
+            keys=(
+                "steps: 13 -> 14",
+                "learning_rate: 0.02 -> 0.01",
+                "learning_rate_schedule_steps: 40 -> -1",
+            ),
+        ),
+    ]
 
 
 @pytest.fixture(scope="module")

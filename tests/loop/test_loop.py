@@ -31,7 +31,6 @@ from rampup.loop.lock import LOCK_FILE
 from rampup.loop.loop import EvalOptions, Loop, stop_requests
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import read_lines
-from rampup.plan import RateRule
 
 STEPS = 12
 
@@ -155,39 +154,6 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
     assert len(problems) == 2
     run(parts, tmp_path)
     assert metrics_of(tmp_path) == uninterrupted[0][first.steps :]
-
-
-def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
-    """The rate that the last step had, and that of the new schedule there; an equal one
-    is not reported.
-    """
-    before, after = (
-        MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1))
-        for peak in (0.1, 0.2)
-    )
-    first, _ = run(parts, tmp_path, stop_after=2, metrics=before)
-    last, events = first.steps - 1, []
-    plan = replace(parts[1], rate=RateRule(schedule_steps=9))
-    run(
-        (parts[0], plan, parts[2]),
-        tmp_path,
-        stop_after=last + 1,
-        events=events,
-        metrics=after,
-    )
-    found = [event for event in events if isinstance(event, told.LearningRateChanged)]
-    rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
-    assert found == [told.LearningRateChanged(step=last, **rates)]
-    events.clear()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text(
-        "\n".join(['{"step": 0}', *lines[1:], ""])
-    )  # as another program writes it
-    summary, _ = run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
-    assert (summary.steps, summary.first_loss) == (STEPS, None)
-    assert not [
-        event for event in events if isinstance(event, told.LearningRateChanged)
-    ]
 
 
 def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):

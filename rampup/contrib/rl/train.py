@@ -227,7 +227,7 @@ class RolloutRun:
         host = jax.device_get({"experience": state.experience, "tally": state.tally})
         state = state.replace(**host)
         if start < self.schedule.total_steps:
-            keep_config(self.config, folder)
+            keep_config(self.config, folder, start, on_event)
         _, summary = loop.train(state, start)
         first, last = first_and_last_line(folder / METRICS_FILE)
         first_eval, last_eval = first_and_last_line(folder / EVAL_FILE)
