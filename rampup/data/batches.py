@@ -53,7 +53,7 @@ from rampup.engine.mesh import (
     process_rows,
     rows_of_processes,
 )
-from rampup.engine.processes import first_problem
+from rampup.engine.processes import first_problem, spans_all
 from rampup.engine.state import BATCHED_GONE, gone
 from rampup.errors import (
     BatchDivisibilityError,
@@ -643,7 +643,7 @@ def stream_batches(
         check_not_batched(source, "give batched=True")
     rows = _Stream(source, batched, plan)
     types = FieldTypes(mesh)
-    owners = {device.process_index for device in mesh.devices.flat}
+    is_shared = spans_all(mesh)
     start = step_number(start)
     for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
@@ -659,7 +659,7 @@ def stream_batches(
         except DataError as error:
             problem = error
         # No process begins a step for which another one has no rows.
-        if len(owners) == jax.process_count() > 1:
+        if is_shared:
             ended = isinstance(problem, DataEndedError)
             told = [ended, f"process {jax.process_index()}: {problem}"]
             heard = first_problem(json.dumps(told) if problem else "")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.engine.processes import gather_from_all
+from rampup.engine.processes import gather_from_all, spans_all
 from rampup.engine.sums import differing_leaves
 from rampup.errors import DataError, DataWarning
 
@@ -153,10 +153,7 @@ class FieldTypes:
         """Return the types of this process's first rows, or refuse others than those of
         the other processes: all run one program.
         """
-        if self._mesh is None or jax.process_count() == 1:
-            return own
-        owners = {device.process_index for device in self._mesh.devices.flat}
-        if len(owners) < jax.process_count():
+        if self._mesh is None or not spans_all(self._mesh):
             return own
         types = set(gather_from_all(" ".join(x.name for x in own)))
         if len(types) > 1:

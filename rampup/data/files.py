@@ -21,7 +21,6 @@ import numpy as np
 from rampup.config.schema import Config
 from rampup.data.batches import Loading
 from rampup.data.sources import (
-    PlaceholderRows,
     RowRange,
     RowSource,
     SyntheticRows,
@@ -59,7 +58,7 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     if config.dataset_type == "text" and eval_paths is None:
         # Every n-th file, so that evaluation reads from all folders and not only from
         # the last one.
-        period = max(round(1 / HOLDOUT), 2)
+        period = round(1 / HOLDOUT)
         eval_paths = (
             paths[period // 2 :: period] or None
         )  # None: too few files to spare one
@@ -110,12 +109,13 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
 
 def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSource]:
     """Open the sources in the processes that read; the others open no file, and get
-    placeholders.
+    synthetic rows.
     """
     opened = open_sources(config) if loading.reads else None
     if loading.factor == 1 and opened is not None:
         return opened
-    # The others need the numbers of rows, for the order of samples.
+    # The others need the numbers of rows, for the order of samples, and rows of the
+    # same shapes, on which nobody trains.
     numbers = json.loads(
         broadcast_from_process0(
             "sources", json.dumps([len(rows) for rows in opened or ()])
@@ -125,10 +125,8 @@ def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSour
         "sequence_length": config.max_target_length,
         "vocab_size": config.vocab_size,
     }
-    return opened or (
-        PlaceholderRows(numbers[0], **shape),
-        PlaceholderRows(numbers[1], **shape),
-    )
+    train, held_out = numbers
+    return opened or (SyntheticRows(train, **shape), SyntheticRows(held_out, **shape))
 
 
 def _find_files(pattern: str | None, key: str) -> list[str]:

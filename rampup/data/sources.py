@@ -215,16 +215,6 @@ class SyntheticRows:
         return f"synthetic row {row:,}"
 
 
-class PlaceholderRows(SyntheticRows):
-    """Rows for a process that leaves reading to another one: they have the shapes of
-    tokens, and nobody trains on them.
-    """
-
-    def describe(self, row: int) -> str:
-        """Return the row's number."""
-        return f"row {row:,}, read by another process"
-
-
 class RowRange:
     """Rows [start, stop) of another source."""
 
@@ -263,8 +253,25 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
     """Return the given rows of a source. A failure is a DataError with the row that
     causes it and where that row comes from.
     """
-    with contextlib.nullcontext() if is_thread_safe(source) else _ONE_READS:
-        return _read_rows(source, rows)
+    many = len(rows) > 1
+    place = f"rows {rows.tolist()[:8]}..." if many else source.describe(int(rows[0]))
+    alone = contextlib.nullcontext() if is_thread_safe(source) else _ONE_READS
+    try:
+        with reading(place), alone:
+            batch = source.read(rows)
+    except DataError as error:
+        # One of them is to blame, and has a name.
+        for row in rows if many and error.__cause__ else ():
+            read_rows(source, row[None])
+        raise
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if sizes != {(len(rows),)}:
+        first = source.describe(int(rows[0]))
+        raise DataError(
+            f"{len(rows)} rows were requested, from {first} on, but the source returned"
+            f" {sizes}"
+        )
+    return batch
 
 
 @contextlib.contextmanager
@@ -304,42 +311,12 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
                 )
 
 
-def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
-    many = len(rows) > 1
-    place = f"rows {rows.tolist()[:8]}..." if many else source.describe(int(rows[0]))
-    try:
-        with reading(place):
-            batch = source.read(rows)
-    except DataError as error:
-        # One of them is to blame, and has a name.
-        for row in rows if many and error.__cause__ else ():
-            _read_rows(source, row[None])
-        raise
-    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if sizes != {(len(rows),)}:
-        first = source.describe(int(rows[0]))
-        raise DataError(
-            f"{len(rows)} rows were requested, from {first} on, but the source returned"
-            f" {sizes}"
-        )
-    return batch
-
-
 def as_source(source: Any) -> RowSource:
     """Return `source` if it is a RowSource, otherwise one for anything that can be
     indexed by row, or refuse what cannot.
     """
     if hasattr(source, "read") and hasattr(source, "describe"):
         return source
-    if isinstance(source, Mapping) and 0 not in source:
-        kind = type(source).__name__
-        names = ", ".join(map(repr, source))[:100]
-        raise DataError(
-            f"a {kind} of arrays ({names}) is not indexed by row",
-            fix="give its rows, as a list or with grain.MapDataset.source, or"
-            " grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name,"
-            " x in arrays.items()})",
-        )
     if isinstance(source, tuple):
         shapes = [getattr(column, "shape", ()) for column in source]
         sizes = {shape[:1] for shape in shapes}
@@ -355,11 +332,18 @@ def as_source(source: Any) -> RowSource:
     check_not_batched(
         source, "train with step.stream(dataset.to_iter_dataset(), batched=True)"
     )
-    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+    has_names = isinstance(source, Mapping) and 0 not in source
+    if (
+        has_names
+        or not hasattr(source, "__len__")
+        or not hasattr(source, "__getitem__")
+    ):
         raise DataError(
             f"{a_type(source)} cannot be indexed by row",
-            fix="give a list, a Grain data source or a grain.MapDataset, or train on"
-            " rows that come one after the other with step.stream(source)",
+            fix="give a list, a Grain data source or a grain.MapDataset (of arrays by"
+            " their names: grain.MapDataset.range(num_rows).map(lambda row: {name:"
+            " x[row] for name, x in arrays.items()})), or train on rows that come one"
+            " after the other with step.stream(source)",
         )
     return ItemRows(source)
 

@@ -93,13 +93,15 @@ def wait_for_all(mesh: Mesh) -> None:
     """Wait until all processes are here, if the mesh has devices of all: JAX's
     collectives between CPUs fail after 30 s.
     """
-    count = jax.process_count()
-    if (
-        count > 1
-        and len({device.process_index for device in mesh.devices.flat}) == count
-    ):
+    if spans_all(mesh):
         check_joined()
         _gather(f"meeting{next(_meeting_numbers)}", "")
+
+
+def spans_all(mesh: Mesh) -> bool:
+    """Return whether there are several processes, and a mesh has devices of all."""
+    owners = {device.process_index for device in mesh.devices.flat}
+    return 1 < jax.process_count() == len(owners)
 
 
 def _gather(folder: str, value: str) -> list[str]:

@@ -5,6 +5,7 @@ the newest checkpoint there.
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rampup.config.rules import BUDGET_KEYS
 from rampup.config.schema import Config
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
+from rampup.errors import ConfigError
 from rampup.loop.checkpoint import SavedCheckpoint, find_checkpoint
 from rampup.loop.distributed import leaving_on_error
 from rampup.loop.events import LearningRateChanged, OnEvent
@@ -24,7 +26,6 @@ from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
     as_path,
-    run_folder,
     write_whole,
 )
 from rampup.plan.numbers import AUTO
@@ -63,6 +64,23 @@ def run_in_folder(
         folder = as_path(broadcast_from_process0("folder", made))
         with own_run(folder):
             return train(run, folder)
+
+
+def run_folder(base: str, name: str) -> Path:
+    """Return the folder of a run in `base`, created if necessary. Without a name, it is
+    new and named after the time.
+    """
+    # Down to microseconds, so that two runs that start together have two folders.
+    new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S-%f")
+    folder = as_path(base) / (name or new)
+    try:
+        folder.mkdir(parents=True, exist_ok=bool(name))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder}: {error.strerror or error}",
+            key="run_name" if folder.exists() else "base_output_directory",
+        ) from None
+    return folder
 
 
 def keep_config(config: Any, folder: Path, start: int, on_event: OnEvent) -> None:

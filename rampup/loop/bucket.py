@@ -25,8 +25,11 @@ _METHODS = (
     "unlink",
     "rename",
     "stat",
+    "iterdir",
+    "glob",
+    "write_bytes",
+    "write_text",
 )
-_CONTENTS = ("iterdir", "glob", "write_bytes", "write_text")
 
 
 def bucket_path(path: str | os.PathLike[str]) -> Any:
@@ -92,7 +95,6 @@ def _path_class() -> type[Any]:
             return io.BytesIO(content) if "b" in mode else io.StringIO(content.decode())
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             with storage_errors(self):
                 found = method(self, *args, **options)
@@ -100,6 +102,6 @@ def _path_class() -> type[Any]:
 
         return call
 
-    for name in (*_METHODS, *_CONTENTS):
+    for name in _METHODS:
         setattr(BucketPath, name, guarded(getattr(BucketPath, name)))
     return BucketPath

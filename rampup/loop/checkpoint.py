@@ -100,16 +100,14 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     # Every process must resume from the same step, and their file systems may not show
     # the same files at the same time.
     number = next(_question_numbers)
-    count = jax.process_count()
     problems = dict[int, str]()
     steps = checkpoint_steps(folder) if is_primary() else ()
     for step in reversed(
         json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))
     ):
         path = folder / str(step)
-        checked = is_primary() or not is_bucket(folder)
         problem = first_problem(
-            (damage(path, jax.process_index(), count) if checked else None) or ""
+            damage(path, jax.process_index(), jax.process_count()) or ""
         )
         if not problem:
             content = (
@@ -354,7 +352,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def _open(self) -> ocp.CheckpointManager:
         def take_checksums() -> None:
-            for unfinished in self._unfinished(self._writing):
+            for unfinished in self._unfinished():
                 write_checksums(unfinished)
 
         owner, wait = threading.get_ident(), ocp.multihost.get_barrier_sync_fn()
@@ -379,10 +377,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         )
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
-    def _unfinished(self, step: int | None) -> Iterable[Path]:
+    def _unfinished(self) -> Iterable[Path]:
         # Orbax writes into a folder with the step's number and a suffix that depends on
         # its version.
-        return () if is_bucket(self.folder) else self.folder.glob(f"{step}.*")
+        if is_bucket(self.folder):
+            return ()
+        return self.folder.glob(f"{self._writing}.*")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -391,7 +391,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             yield
         except Exception as error:
             self._has_failed = True
-            for unfinished in self._unfinished(self._writing) if is_primary() else ():
+            # Orbax would delete it at the next start, while it writes there again.
+            for unfinished in self._unfinished() if is_primary() else ():
                 shutil.rmtree(unfinished, ignore_errors=True)
             existing: Any = "unknown"
             with contextlib.suppress(OSError):  # a bucket that is away

@@ -138,9 +138,9 @@ class NoiseAverages(Component):
         """Continue from the averages in a checkpoint, with the half-life of this
         run.
         """
-        own = {"half_life_samples": self.half_life_samples}
         if found := record.get(GRADIENT_NOISE):
-            self.scale = NoiseScale.from_state({**found[""], **own})
+            own = self.half_life_samples
+            self.scale = NoiseScale.from_state({**found[""], "half_life_samples": own})
 
     def after_step(
         self, line: Mapping[str, Any], values: Mapping[str, Any]

@@ -92,8 +92,10 @@ def join(
         return
     devices = local_device_ids()
     me = f"process {launch.number} of {launch.count}"
-    words = f"{me} waits for the others at {launch.address}"
-    with announced(f"{words}; after {initialization_timeout} s JAX ends it"):
+    with announced(
+        f"{me} waits for the others at {launch.address}; after"
+        f" {initialization_timeout} s JAX ends it"
+    ):
         try:
             jax.distributed.initialize(
                 coordinator_address=launch.address,

@@ -135,12 +135,6 @@ class RunStopped(Event):
     is_saved: bool
 
 
-class StopRequested(Event):
-    """SIGTERM, or Ctrl-C in the command line: the run stops after the steps in flight.
-    Reported at once, by another thread.
-    """
-
-
 class RunStopping(Event):
     """The run is stopping, in all processes: the steps before step `step` end, and none
     begins from there on.

@@ -302,10 +302,8 @@ class Loop:
         with Checkpoints(
             self.folder / CHECKPOINT_FOLDER, self.checkpoints
         ) as checkpoints:
-            restored = self.checkpoints.from_saved(
-                checkpoints.restore(saved, state, self._report)
-            )
-        return restored, saved.step
+            restored = checkpoints.restore(saved, state, self._report)
+        return self.checkpoints.from_saved(restored), saved.step
 
     def _ended_at(self, saved: int) -> str:
         """Return the step after which the data ended, if the plan goes beyond it, or
@@ -350,9 +348,7 @@ class Loop:
             Checkpoints(
                 self.folder / CHECKPOINT_FOLDER, self.checkpoints
             ) as checkpoints,
-            stop_requests(
-                lambda: self._report(events.StopRequested())
-            ) as stop_requested,
+            stop_requests() as stop_requested,
             contextlib.closing(
                 Metrics(
                     self.folder,
@@ -362,13 +358,12 @@ class Loop:
                 )
             ) as metrics,
         ):
-            tokens = self.metrics.tokens_per_sample
             self._report(
                 events.RunStarted(
                     step=start,
                     folder=self.folder,
                     plan=self.plan,
-                    tokens_per_sample=tokens,
+                    tokens_per_sample=self.metrics.tokens_per_sample,
                 )
             )
             done, state, failure, plan = self._train(
@@ -590,10 +585,8 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
 
 
 @contextlib.contextmanager
-def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop;
-    `on_request` is called in a thread.
-    """
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop."""
     requested = False
     before: dict[int, Any] = {}
 
@@ -606,10 +599,6 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
         nonlocal requested
         requested = True
         restore()
-        # Without the main thread, which may hold any lock. If the system has no thread
-        # left, the run stops all the same.
-        with contextlib.suppress(RuntimeError):
-            threading.Thread(target=on_request, daemon=True).start()
 
     # Only the main thread may handle signals.
     if threading.current_thread() is threading.main_thread():

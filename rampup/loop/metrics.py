@@ -379,10 +379,10 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, *, start: int = 0) -> None:
         required("tensorboardX")
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.proto.event_pb2 import Event
 
-        self._folder = folder
-        self._local = folder
+        self._event = Event
+        self._folder = self._local = folder
         with writing(folder):
             if is_bucket(folder):
                 self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
@@ -394,17 +394,14 @@ class TensorBoardWriter:
         if start:
             # This event makes TensorBoard hide the earlier values of this step and
             # later ones.
-            self._add(start, session_log=SessionLog(status=SessionLog.START))
+            self._add(start, session_log={"status": "START"})
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the numbers of a step."""
-        from tensorboardX.proto.summary_pb2 import Summary
-
         values = [
-            Summary.Value(tag=name, simple_value=value)
-            for name, value in scalars.items()
+            {"tag": name, "simple_value": value} for name, value in scalars.items()
         ]
-        self._add(step, summary=Summary(value=values))
+        self._add(step, summary={"value": values})
 
     def flush(self) -> None:
         """Write everything that was taken, or raise a StorageError."""
@@ -424,9 +421,7 @@ class TensorBoardWriter:
             self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._events.append(Event(wall_time=time.time(), step=step, **content))
+        self._events.append(self._event(wall_time=time.time(), step=step, **content))
 
 
 class WandbWriter:
@@ -437,11 +432,9 @@ class WandbWriter:
     def __init__(
         self, folder: Path, *, project: str, config: Mapping[str, Any]
     ) -> None:
-        local = (
-            tempfile.mkdtemp(prefix="rampup-wandb-")
-            if is_bucket(folder)
-            else str(folder)
-        )
+        local = str(folder)
+        if is_bucket(folder):
+            local = tempfile.mkdtemp(prefix="rampup-wandb-")
         self._run = required("wandb").init(
             project=project,
             config=dict(config),

@@ -9,19 +9,17 @@ folders. It can be away for minutes.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import json
 import os
 import re
-import reprlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rampup.errors import ConfigError, DataError, StorageError
+from rampup.errors import ConfigError, StorageError
 from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 
 CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
@@ -170,24 +168,10 @@ def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     are none.
     """
     first: dict[str, Any] = {}
-    last: dict[str, Any] = {}
+    last = first
     for last in read_lines(path):
         first = first or last
     return first, last
-
-
-def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
-    """Return a whole number in a line of metrics.jsonl, or refuse what is not one, or
-    too large for any count.
-    """
-    value = row.get(key)
-    if type(value) is int and 0 <= value < 10**18:
-        return value
-    place = f"{name}, step {row['step']} of its {METRICS_FILE}"
-    raise DataError(
-        f"{place}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
-        key=key,
-    )
 
 
 def describe_damage(path: Path) -> str:
@@ -271,23 +255,6 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}"
         ) from error
-
-
-def run_folder(base: str, name: str) -> Path:
-    """Return the folder of a run in `base`, created if necessary. Without a name, it is
-    new and named after the time.
-    """
-    # Down to microseconds, so that two runs that start together have two folders.
-    new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S-%f")
-    folder = as_path(base) / (name or new)
-    try:
-        folder.mkdir(parents=True, exist_ok=bool(name))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {folder}: {error.strerror or error}",
-            key="run_name" if folder.exists() else "base_output_directory",
-        ) from None
-    return folder
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

@@ -53,7 +53,7 @@ def check_same_run(
         )
         # A ramp that is computed from the devices changes with them.
         was, here = record.get(NUM_DEVICES), getattr(plan, NUM_DEVICES, None)
-        if None not in (was, here) and was != here:
+        if was and here and was != here:
             place += f", a run on num_devices={was} and not on {here}"
         raise ResumeMismatchError(
             f"the ramp is not that of {place}:\n{table}\nrestore the ramp, continue it"

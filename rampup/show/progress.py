@@ -272,11 +272,6 @@ class TrainProgress:
                     self._console.print(
                         f"stopped after {format_count(event.steps, 'step')}; {after}"
                     )
-            case events.StopRequested():
-                self._console.print(
-                    "stopping after the steps in flight; Ctrl-C again stops at once and"
-                    " saves nothing"
-                )
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged():

@@ -5,6 +5,7 @@ metrics of a run.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,6 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     describe_damage,
     read_lines,
-    require_count,
 )
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import finite_or_none
@@ -203,6 +203,20 @@ class RunMetrics:
                 )
             )
         return rows
+
+
+def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
+    """Return a whole number in a line of metrics.jsonl, or refuse what is not one, or
+    too large for any count.
+    """
+    value = row.get(key)
+    if type(value) is int and 0 <= value < 10**18:
+        return value
+    place = f"{name}, step {row['step']} of its {METRICS_FILE}"
+    raise DataError(
+        f"{place}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
+        key=key,
+    )
 
 
 def mean_of_neighbours(

@@ -112,10 +112,7 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
         (
             COLUMNS,
             {},
-            (
-                r"a dict of arrays \('image', 'label'\) is not indexed by"
-                r" row.*grain.MapDataset"
-            ),
+            (r"a dict cannot be indexed by row; .*grain.MapDataset.range\(num_rows\)"),
         ),
         (rows(), {"stop": 13}, "steps 0 to 13 .* 0 to 12"),
     ],

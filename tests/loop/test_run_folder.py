@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rampup.errors import ConfigError, StorageError
+from rampup.errors import StorageError
 from rampup.loop import run_folder as folders
 
 
@@ -87,30 +87,3 @@ def test_step_log_notices_that_its_file_is_gone(tmp_path):
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"folder/metrics\.jsonl is a folder"):
         folders.StepLog(tmp_path / "folder" / "metrics.jsonl", keep_below=0)
-
-
-def test_run_folder_of_a_name_is_found_again(tmp_path):
-    """A named run's folder is found again; runs without a name never share one; a file
-    in the way is an error with its key.
-    """
-    assert (
-        folders.run_folder(str(tmp_path), "mine")
-        == folders.run_folder(str(tmp_path), "mine")
-        == tmp_path / "mine"
-    )
-    assert (
-        len({folders.run_folder(str(tmp_path / "deep" / "er"), "") for _ in range(3)})
-        == 3
-    )
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"cannot make the folder .*file: File exists"
-    ) as caught:
-        folders.run_folder(str(tmp_path), "file")
-    assert caught.value.key == "run_name"
-    with pytest.raises(ConfigError, match="cannot make the folder") as caught:
-        folders.run_folder(str(tmp_path / "file"), "x")
-    assert caught.value.key == "base_output_directory"
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match="cannot make the folder"):
-        folders.run_folder(str(tmp_path / "link"), "")

@@ -22,6 +22,7 @@ from rampup.cli import main
 from rampup.cli.draw import parse_inputs
 from rampup.contrib.lab.prediction import compare_prediction, write_prediction
 from rampup.errors import ConfigError, DataError, MissingDependencyError, StorageError
+from rampup.lm.start import run_folder
 from rampup.lm.train import train
 from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as folders
@@ -260,11 +261,9 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
         folders.as_path("ftp://host/runs")
     with pytest.raises(MissingDependencyError, match="pip install s3fs"):
         folders.as_path("s3://bucket/runs")
-    made = folders.run_folder("gs://bucket/runs", "demo")
+    made = run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
-    assert str(folders.run_folder("gs://bucket/runs", "")).startswith(
-        "gs://bucket/runs/run-"
-    )
+    assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
     folders.write_whole(made / "config.yml", b"steps: 3\n")
     assert contents(objects)["runs/demo/config.yml"] == b"steps: 3\n"
     writer = TensorBoardWriter(made / "tensorboard")

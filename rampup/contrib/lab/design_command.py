@@ -98,7 +98,10 @@ def _write_run(
         "base_output_directory": str(folder.parent),
     }
     config = replace(config, **where, **fastest["settings"])
-    files.run_folder(config.base_output_directory, config.run_name)
+    # Not above: it loads JAX.
+    from rampup.lm.start import run_folder
+
+    run_folder(config.base_output_directory, config.run_name)
     # First, so that no run is started without it.
     write_prediction(folder, config, facts)
     text = yaml_text(

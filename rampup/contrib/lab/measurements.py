@@ -28,9 +28,9 @@ from rampup.loop.run_folder import (
     CONFIG_FILE,
     METRICS_FILE,
     read_lines,
-    require_count,
 )
 from rampup.plan.noise_scale import NoiseEstimate, NoiseScale, fieller
+from rampup.show.series import require_count
 
 # Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval,
 # in samples and in units of weight.
