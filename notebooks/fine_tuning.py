@@ -325,9 +325,9 @@ for size in (8, 32, 128):
 # %% [markdown]
 # On one chip that is full with 8 rows, a larger batch saves no time: take the one that
 # wastes little. On a chip that is faster with 32, weigh the waste against the minutes.
-# [Fine-tuning](https://arxiv.org/abs/2602.09492) with a tuned batch is worth more than
-# most variants of LoRA; the guide *Fine-tuning* says how well the noise scale predicted
-# the best batch in our sweep.
+# [One paper](https://arxiv.org/abs/2602.09492) finds that a tuned batch is worth more than
+# most variants of LoRA. The guide *Fine-tuning* says how well the noise scale predicted
+# the cost of a batch in our sweep.
 #
 # ## 4. Train, lose the connection, go on
 #
