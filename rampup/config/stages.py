@@ -334,7 +334,6 @@ def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> See
             kind=config.lr_schedule_type,
             warmup_fraction=config.warmup_steps_fraction,
             decay_fraction=config.wsd_decay_steps_fraction,
-            decay_style="linear",
         )
         return float(1 - (1 - config.learning_rate_final_fraction) * done)
 

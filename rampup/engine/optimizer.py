@@ -27,7 +27,6 @@ from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
 
 KINDS = ("adamw", "sgd", "muon")
-DecayStyle = Literal["linear", "cosine"]
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning
 # rate and one weight decay serve both (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
@@ -63,8 +62,7 @@ class LearningRate:
         warmup_fraction: fraction of the schedule in which the rate rises linearly from
             0.
         final_fraction: rate at the end of the schedule divided by `peak`.
-        decay_fraction: fraction of the schedule in which `wsd` decays.
-        decay_style: shape of the decay of `wsd`.
+        decay_fraction: fraction of the schedule in which `wsd` decays, linearly.
 
     After the end of the schedule the rate is 0, except for `constant` (as in MaxText's
     `create_learning_rate_schedule`).
@@ -88,7 +86,6 @@ class LearningRate:
     warmup_fraction: float = 0.0
     final_fraction: float = 0.1
     decay_fraction: float = 0.1
-    decay_style: DecayStyle = "linear"
 
     def __post_init__(self) -> None:
         check_step_number(self.plan.total_steps)
@@ -101,10 +98,9 @@ class LearningRate:
         *,
         peak: float,
         decay_fraction: float = 0.1,
-        decay_style: DecayStyle = "linear",
     ) -> Self:
-        """Return the schedule that the keys of base.yml and rl.yml describe, and
-        attributes that rl.yml has no key for.
+        """Return the schedule that the keys of base.yml and rl.yml describe; rl.yml has
+        no key for `decay_fraction`.
         """
         warmup = config.warmup_steps_fraction
         if config.warmup_steps is not None:
@@ -116,7 +112,6 @@ class LearningRate:
             warmup_fraction=warmup,
             final_fraction=config.learning_rate_final_fraction,
             decay_fraction=decay_fraction,
-            decay_style=decay_style,
         )
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
@@ -157,7 +152,6 @@ class LearningRate:
                 kind=self.kind,
                 warmup_fraction=warmup,
                 decay_fraction=self.decay_fraction,
-                decay_style=self.decay_style,
                 xp=xp,
             )
             after = peak + (peak * self.final_fraction - peak) * done

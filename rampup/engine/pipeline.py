@@ -76,9 +76,9 @@ from rampup.engine.replicas import Replicas
 from rampup.engine.sums import (
     Recipe,
     Sums,
-    accumulator_type,
     as_summed,
     is_floating,
+    zeros_to_sum,
 )
 from rampup.errors import ConfigError, PipelineShapeError, a_type
 from rampup.plan.numbers import nearest_multiples
@@ -298,18 +298,11 @@ class Stage:
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
         x = jax.eval_shape(self._first, 0)
-        results = jax.eval_shape(self._last, x, 0)
-        loss, weight, aux = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
-            results,
-        )
+        loss, weight, aux = zeros_to_sum(jax.eval_shape(self._last, x, 0))
         grads = None
         if self.has_grads:
-            dtype = self.loss.accumulator_dtype
-            grads = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)),
-                (self.chunks, self.shared),
-            )
+            params = self.chunks, self.shared
+            grads = zeros_to_sum(params, self.loss.accumulator_dtype)
         return Sums(grads, loss, weight, aux)
 
     def run_pass(self, start: Any, m: Any, sums: Sums) -> Sums:
@@ -580,7 +573,7 @@ def check_parts(
         return shapes
 
     num_chunks = replicas.mesh.shape[STAGE] * loss.num_repeats
-    rows_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    rows_R = jax.eval_shape(lambda rows: take(rows, 0), rows)
     chunk = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((len(x) // num_chunks, *x.shape[1:]), x.dtype),
         params[LAYERS],

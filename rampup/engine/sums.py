@@ -163,6 +163,15 @@ def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
     )
 
 
+def zeros_to_sum(tree: Any, dtype: Any = None) -> Any:
+    """Return zeros for arrays, or their shapes, in the types in which they are summed;
+    see `accumulator_type`.
+    """
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)), tree
+    )
+
+
 def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     """Return gradients in the type in which the replicas of a mesh exchange them; None
     = their own.

@@ -48,7 +48,6 @@ def decay_progress(
     kind: str,
     warmup_fraction: float,
     decay_fraction: float,
-    decay_style: str,
     xp: Any = None,
 ) -> Any:
     """Return the completed part of a schedule's decay: the rate is peak + (final -
@@ -63,7 +62,7 @@ def decay_progress(
         return 0.0
     decay = max(decay_fraction if kind == "wsd" else 1 - warmup_fraction, 1e-9)
     done = clip((progress - (1 - decay)) / decay, 0.0, 1.0)
-    if kind == "cosine" or decay_style == "cosine":
+    if kind == "cosine":
         done = 0.5 * (1 - cos(math.pi * done))
     return done
 

@@ -407,7 +407,6 @@ class Forecast:
             kind=config.lr_schedule_type,
             warmup_fraction=warmup,
             decay_fraction=config.wsd_decay_steps_fraction,
-            decay_style="linear",
         )
         return float(done) * (1 - config.learning_rate_final_fraction)
 
