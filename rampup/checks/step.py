@@ -181,13 +181,13 @@ def _plain_step(
         size = number
     index = jnp.arange(number, dtype=jnp.int32).reshape(-1, size)
     words = jax.random.key_data(per_row_keys(update.key, state.step, index))
-    rows = jax.tree.map(
-        lambda *x: np.concatenate(x).reshape(-1, size, *x[0].shape[2:]), *batch.chunks
-    )
-    parts = [
-        jax.tree.map(lambda x, n=n: x[n], (rows, np.asarray(words)))
-        for n in range(len(index))
-    ]
+
+    def in_parts(*chunks: jax.Array) -> np.ndarray:
+        rows = np.concatenate(chunks)
+        return rows.reshape(-1, size, *rows.shape[2:])
+
+    every = jax.tree.map(in_parts, *batch.chunks), np.asarray(words)
+    parts = [jax.tree.map(lambda x, n=n: x[n], every) for n in range(len(index))]
 
     def sums(state: Any, rows: Any, words: Any) -> Any:
         """Return loss and weight of a part."""

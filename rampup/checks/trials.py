@@ -19,7 +19,7 @@ from rampup.engine.contract import (
 )
 from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
-from rampup.engine.operations import operations
+from rampup.engine.operations import axes_of_collectives, operations
 from rampup.engine.pipeline import LAYERS, PipelinedLoss, without_layers
 from rampup.engine.state import carried
 from rampup.engine.sums import as_summed, check_trained
@@ -76,11 +76,8 @@ class OneDevice:
         shardings = [x.sharding for x in arrays if isinstance(x, jax.Array)]
         devices = shardings[0].addressable_devices if shardings else jax.local_devices()
         device = min(devices, key=lambda device: device.id)
-        names: Any = AXIS_NAMES
-        for sharding in shardings:
-            if isinstance(sharding, NamedSharding):
-                names = sharding.mesh.axis_names
-                break
+        named = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        names: Any = named[0].axis_names if named else AXIS_NAMES
         shape = (1,) * len(names)
         self.mesh = Mesh(np.full(shape, device, object), names)
         self.operations: list[Any] = []
@@ -176,11 +173,7 @@ class Trials:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh over which the loss exchanges numbers."""
-        names: set[Any] = set()
-        for eqn in self.device.operations:
-            for key in ("axes", "axis_name"):
-                value = eqn.params.get(key, ())
-                names |= {*value} if isinstance(value, tuple) else {value}
+        names = axes_of_collectives(self.device.operations)
         return tuple(name for name in self.device.mesh.axis_names if name in names)
 
     def run(

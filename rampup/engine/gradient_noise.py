@@ -28,6 +28,7 @@ from rampup.engine.mesh import (
     axis_names,
     constrain,
 )
+from rampup.engine.sums import safe_reciprocal
 from rampup.plan.noise_scale import noise_trace
 
 
@@ -73,17 +74,15 @@ class NoiseMeter:
         if not self.axes:
             return sum(map(jnp.sum, squares))
         parts = map(self._partial_sums, squares, self.shardings)
-        return constrain(
-            sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes))
-        )
+        by_shard = NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes))
+        return constrain(sum(parts), by_shard)
 
     def block(self, grads: Any, weight: jax.Array) -> NoiseSums:
         """Return the sums over one block from its gradient sum and its weight."""
         squares = self.squares(grads)
         # A block without weight has no gradient and does not count.
         has_weight = weight != 0
-        scale = jnp.where(has_weight, 1 / jnp.where(has_weight, weight, 1), 0)
-        sums = squares * scale, squares * has_weight
+        sums = squares * safe_reciprocal(weight), squares * has_weight
         return NoiseSums(jnp.stack(sums), has_weight.astype(squares.dtype))
 
     def metrics(
@@ -100,9 +99,8 @@ class NoiseMeter:
         meter = replace(self, axes=()) if is_scattered else self
         divided, squares = self._total(noise.squares)
         norm = meter._total(meter.squares(grads)[None])[0]
-        trace, squared_norm = noise_trace(
-            divided, weight, norm, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan)
-        )
+        blocks = jnp.where(noise.blocks > 1, noise.blocks, jnp.nan)
+        trace, squared_norm = noise_trace(divided, weight, norm, blocks)
         found = {"trace": trace, "squared_norm": squared_norm, "squares": squares}
         return {
             "grad_norm": jnp.sqrt(norm),
@@ -123,17 +121,17 @@ class NoiseMeter:
         """Return the sum of an array as one partial sum per shard, an array
         (*shards).
         """
-        shape, names, rest = list[int](), list[str](), list[int]()
-        for size, entry in zip(
-            x.shape,
-            (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))),
-            strict=True,
-        ):
+        shape: list[int] = []
+        names: list[str] = []
+        rest: list[int] = []
+        whole = [None] * (x.ndim - len(sharding.spec))
+        for size, entry in zip(x.shape, (*sharding.spec, *whole), strict=True):
             own = [name for name in axis_names(entry) if name in self.axes]
+            shards = [self.mesh.shape[name] for name in own]
             names += own
-            shape += [self.mesh.shape[name] for name in own]
+            shape += shards
             rest.append(len(shape))
-            shape.append(size // math.prod(self.mesh.shape[name] for name in own))
+            shape.append(size // math.prod(shards))
         found = jnp.sum(x.reshape(shape), axis=tuple(rest))
         order = sorted(names, key=self.axes.index)
         # An equal part of the sum is on each of the shards along the other axes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -59,8 +59,15 @@ def axes_of_shard_map(eqn: Any) -> set[str]:
     """
     keys = ("manual_axes", "newly_manual_axes")
     found = {name for key in keys for name in eqn.params.get(key, ())}
-    for inner in operations(eqn.params["jaxpr"]):
+    return found | axes_of_collectives(operations(eqn.params["jaxpr"]))
+
+
+def axes_of_collectives(eqns: Iterable[Any]) -> set[str]:
+    """Return the axes of a mesh that operations name."""
+    found: set[Any] = set()
+    for eqn in eqns:
         for key in ("axes", "axis_name"):
-            names = inner.params.get(key, ())
-            found |= {names} if isinstance(names, str) else {*names}
+            names = eqn.params.get(key, ())
+            found |= {*names} if isinstance(names, tuple) else {names}
+    # The axes of an array are numbers.
     return {name for name in found if isinstance(name, str)}

@@ -7,14 +7,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rampup.engine.gradient_noise import NoiseMeter, NoiseSums
 from rampup.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rampup.engine.gradient_noise import NoiseMeter, NoiseSums
 
 
 class Sums(NamedTuple):
