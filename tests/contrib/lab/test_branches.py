@@ -131,9 +131,10 @@ def test_critical_json(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_measurement_that_decides_nothing_is_not_kept(run):
-    """A window of a few steps gains too little to decide."""
-    found = find_critical_batch_size(run, step=8, batches=(8, 16), tokens=1024)
+def test_a_measurement_that_decides_nothing_is_not_kept(tmp_path):
+    """At a rate that changes nothing, a window gains nothing, so it cannot decide."""
+    folder = train(tmp_path, learning_rate=1e-12)
+    found = find_critical_batch_size(folder, batches=(8, 16), tokens=1024)
     assert (found.decisive, found.critical_batch_size) == (False, None)
     assert not found.file.exists()
 
