@@ -76,11 +76,12 @@ VERSION = "megatron_version"
 AT_STEP = "at_step"  # where a run stands
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
-# The options of DeepSpeed's launcher.
-_DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
-_LAUNCHER = re.compile(
-    r"torchrun|torch\.distributed|deepspeed|accelerate|msrun|\bray\b"
-)
+# Launchers whose options have names of their own.
+_LAUNCHERS = {
+    "deepspeed": {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"},
+    "msrun": {"worker_num": "world_size"},
+}
+_LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
 KEYS = load_entries("megatron")
 _NAMES = load_table("megatron", "names")
@@ -99,6 +100,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         leaves = _by_megatrons_names(reading, chosen)
     else:
         leaves = _with_devices(reading.command, reading.leaves, chosen)
+        if _starts_swift(reading.command):
+            said = "ms-swift starts this: the rules are those of Megatron-LM."
+            reading = dataclasses.replace(reading, notes=(*reading.notes, said))
     # What a script does not say about the devices is one question: the size of the job.
     if any(name in leaves and _is_open(leaves[name]) for name in _DEVICES):
         leaves = {name: at for name, at in leaves.items() if name not in _DEVICES}
@@ -205,15 +209,28 @@ def _with_devices(
 
 
 def _read_launcher(command: Command) -> dict[str, Located]:
-    """Return the devices that the options of DeepSpeed's launcher say. Beside a host
-    file they are bounds.
+    """Return the devices that the launcher of a command says: in its options, those of
+    the command around it, or the variables of ms-swift.
     """
     launcher = command._replace(words=command.outer or command.words)
     options = read_options(launcher)
-    names = {word.rpartition("/")[2] for word in launcher.words}
-    if "deepspeed" not in names or "hostfile" in options:
-        return {}
-    return {key: options[name] for name, key in _DEEPSPEED.items() if name in options}
+    found = dict[str, Located]()
+    for word in launcher.words:
+        for name, key in _LAUNCHERS.get(word.rpartition("/")[2], {}).items():
+            # Beside a host file they are bounds.
+            if name in options and "hostfile" not in options:
+                found[key] = options[name]
+    if _starts_swift(command):
+        found[EXPERT_TENSOR] = command.locate(1)  # its own default
+        for key in ("nnodes", "nproc_per_node"):
+            if value := command.environment.get(key.upper()):
+                found[key] = command.locate(_number(value))
+    return found
+
+
+def _starts_swift(command: Command) -> bool:
+    """Return whether a command is ms-swift's `megatron sft`."""
+    return command.words[0].rpartition("/")[2] == "megatron"
 
 
 def canonical(name: str) -> str:

@@ -144,7 +144,7 @@ FOREIGN = {
     "nanotron": ["tokens:\n  batch_accumulation_per_replica: 2\n  micro_batch_size: 4\nparallelism:\n  dp: 8\n"],
     "Levanter": ["trainer:\n  tracker: {type: wandb}\n  train_batch_size: 1024\n  num_train_steps: 10\n"],
     "GPT-NeoX": ["pipe-parallel-size: 1\nmodel-parallel-size: 2\ntrain_micro_batch_size_per_gpu: 4\n"],
-    "ms-swift": ["swift sft --model m --per_device_train_batch_size 1\n", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --micro_batch_size 1 --global_batch_size 16\n", "NPROC_PER_NODE=4 megatron sft --model m --micro_batch_size 1 --global_batch_size 16\n"],
+    "ms-swift": ["swift sft --model m --per_device_train_batch_size 1\n", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --micro_batch_size 1 --global_batch_size 16\n"],
     "AReaL": ["allocation_mode: sglang.d4p1t1+d4p1t1\ngconfig:\n  n_samples: 8\n", "python3 -m areal.launcher.local gsm8k.py --config c.yaml\n"],
     "prime-rl": ["uv run prime-rl --batch-size 8\n"],
     "MaxDiffusion": ["python src/maxdiffusion/train_sdxl.py src/maxdiffusion/configs/base_xl.yml --steps 9\n"],

@@ -8,6 +8,10 @@ from helpers.dialect_files import expect
 from rampup.contrib.check import check_command, check_file
 from rampup.errors import ConfigError
 
+SWIFT = (
+    "megatron sft --model m --tensor_model_parallel_size 2 --micro_batch_size 1"
+    " --global_batch_size 16"
+)
 GPT = "pretrain_gpt.py --micro-batch-size 1 --global-batch-size 16 --num-layers 8"
 VERL = (
     "algorithm.adv_estimator=grpo actor_rollout_ref.actor.ppo_mini_batch_size=32"
@@ -64,6 +68,11 @@ def test_one_of_several_commands_is_chosen_by_its_line(tmp_path):
 
 
 DEVICES = {
+    "NPROC_PER_NODE=4 " + SWIFT: 2,
+    "export NPROC_PER_NODE=8\nNNODES=2 " + SWIFT: 8,
+    "NPROC_PER_NODE=4 \\\n" + SWIFT: 2,
+    f"msrun --worker_num 32 --local_worker_num 8 {GPT}": 32,
+    f"msrun --worker_num=4 {GPT}": 4,
     f"CMD='{GPT}'\ndeepspeed --num_nodes 2 --num_gpus 4 --no_python bash -c \"$CMD\"": 8,
     f"deepspeed --num_nodes 1 --num_gpus 8 {GPT}": 8,
 }
@@ -71,9 +80,10 @@ DEVICES = {
 
 @pytest.mark.parametrize("text", DEVICES)
 def test_devices_that_the_script_says_are_not_asked(tmp_path, text):
-    """In the options of its launcher."""
+    """In the variables before a command, and in the options of its launcher."""
     found = check_file(write(tmp_path, text + "\n"))
     assert found.derived["data_parallel_size"] == DEVICES[text]
+    assert ("ms-swift" in " ".join(found.notes)) == ("megatron sft" in text)
 
 
 def test_what_cannot_be_parsed_is_said_without_a_system(tmp_path):
