@@ -345,6 +345,7 @@ def test_check_takes_devices(capsys, tmp_path):
     file = tmp_path / "a.yml"
     file.write_text(
         "per_device_batch_size: 3\nici_fsdp_parallelism: 4\nici_tensor_parallelism: 3\n"
+        "dcn_data_parallelism: 1\n"
     )
     found = run_json(capsys, "check", "--from", "maxtext", str(file), "--devices", "8")
     note = found[1]["notes"].pop(0)
