@@ -30,6 +30,7 @@ from rampup.engine.processes import (
 )
 from rampup.errors import ConfigError
 from rampup.loop.launchers import find_launch, local_device_ids
+from rampup.loop.meeting import meet
 from rampup.loop.same_run import describe_change
 
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
@@ -53,8 +54,8 @@ def join(
     """Join the other processes of the run, if there are any. Call it before JAX looks
     for devices.
 
-    While this process waits, it says so. If another one never comes, JAX ends this one
-    in its own words.
+    All meet at process 0's port first, so that one that never comes has a name; see
+    `rampup.loop.meeting`.
 
     Args:
         coordinator_address: host and port of process 0; without it, and what follows,
@@ -66,7 +67,7 @@ def join(
         heartbeat_timeout: seconds after which JAX ends a process that hears nothing.
 
     Raises:
-        ConfigError: the arguments do not fit together, or process 0 cannot listen.
+        ConfigError: a process did not come, or the arguments do not fit together.
 
     Example:
         >>> join(distributed="off")
@@ -92,10 +93,9 @@ def join(
         return
     devices = local_device_ids()
     me = f"process {launch.number} of {launch.count}"
-    with announced(
-        f"{me} waits for the others at {launch.address}; after"
-        f" {initialization_timeout} s JAX ends it"
-    ):
+    with announced(f"{me} waits for {launch.address}") as waiting:
+        meet(launch, initialization_timeout, waiting)
+        waiting.words = f"{me} connects to the others at {launch.address}"
         try:
             jax.distributed.initialize(
                 coordinator_address=launch.address,
@@ -111,8 +111,6 @@ def join(
             raise ConfigError(
                 f"{me} could not join the others at {launch.address}:"
                 f" {' '.join(str(error).split())[:300]}",
-                fix="its port must be free in process 0, and JAX must have no devices"
-                " yet",
                 key="coordinator_address",
             ) from None
 

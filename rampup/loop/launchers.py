@@ -94,10 +94,6 @@ def find_launch(
         )
     if ":" not in address.rpartition("]")[2]:  # [::1] is an address without a port
         address = f"{address}:{os.environ.get('JAX_COORDINATOR_PORT') or DEFAULT_PORT}"
-    if not address.rpartition(":")[2].isdecimal():
-        raise ConfigError(
-            f"{address}: the port must be a number", key="coordinator_address"
-        )
     return Launch(count, number, address)
 
 

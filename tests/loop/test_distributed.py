@@ -24,6 +24,7 @@ from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError, DataError
 from rampup.lm.train import train
+from rampup.loop import distributed
 from rampup.loop.distributed import StopConsensus, join, leaving_on_error
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
@@ -52,11 +53,9 @@ def run_command(words, folder, opened):
     return main(words)
 
 
-def start(
-    folder, *, number, devices, each=(), folders=None, runs=None, port=None, **keys
-):
+def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
     """Start `rampup train` in processes, each with settings of `each`, in one of
-    `folders`, and called by one of `runs`; process 0 has a port.
+    `folders`, and called by one of `runs`.
     """
     settings = (
         SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
@@ -67,7 +66,7 @@ def start(
         f"--fake-devices={devices // number}",
         *command_line(settings),
     ]
-    words.append(f"coordinator_address=localhost:{port or free_port()}")
+    words.append(f"coordinator_address=localhost:{free_port()}")
     logs = folder.parent / f"{folder.name}-logs"
     return [
         processes.start(
@@ -510,14 +509,44 @@ def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
         check_joined()
 
 
-def test_the_port_of_process_0_is_a_number():
-    """Another one is refused before JAX waits for it."""
-    with pytest.raises(ConfigError, match="localhost:ssh: the port must be a number"):
-        join(coordinator_address="localhost:ssh", num_processes=2, process_id=1)
+@pytest.mark.parametrize(
+    ("address", "number", "words"),
+    [
+        (
+            "no.such.host.invalid:1",
+            1,
+            "waits for no.such.host.invalid:1: no answer",
+        ),
+        ("localhost:{free}", 1, "waits for localhost:{free}: no answer"),
+        ("localhost:{used}", 0, "waits for localhost:{used}: it cannot listen"),
+        ("localhost:ssh", 1, "localhost:ssh: the port must be a number"),
+    ],
+)
+def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys):
+    """A process that cannot reach process 0 says so while it waits and at the end; a
+    process 0 that cannot listen says so at once.
+    """
+    monkeypatch.setattr(engine_processes, "_QUIET_SECONDS", 0.2)
+    with socket.create_server(("", 0)) as used:
+        ports = {"free": free_port(), "used": used.getsockname()[1]}
+        with pytest.raises(ConfigError) as caught:
+            join(
+                coordinator_address=address.format(**ports),
+                num_processes=2,
+                process_id=number,
+                initialization_timeout=1,
+            )
+    assert words.format(**ports) in str(caught.value)
+    if number == 1 and "waits" in words:
+        assert (
+            f"rampup: process {number} of 2 {words.format(**ports)}"
+            in capsys.readouterr().err
+        )
 
 
-def test_what_jax_refuses_is_one_sentence():
+def test_what_jax_refuses_is_one_sentence(monkeypatch):
     """Here that JAX has made its devices before: with the address and the key."""
+    monkeypatch.setattr(distributed, "meet", lambda *args: None)
     jax.devices()
     with pytest.raises(
         ConfigError, match=r"process 0 of 2 could not join .* localhost:1: .*before"
@@ -601,39 +630,24 @@ def run_impatiently(first, words, folder, opened):
     the others for four seconds.
     """
     join.__kwdefaults__["initialization_timeout"] = 4
-    engine_processes._QUIET_SECONDS = 0.2
-    number = next(word for word in words if word.startswith("process_id="))
-    own = int(number.partition("=")[2]) + first
-    words = [word for word in words if word != number]
-    return run_command([*words, f"process_id={own}"], folder, opened)
+    *words, number = words
+    name, _, number = number.partition("=")
+    return run_command([*words, f"{name}={int(number) + first}"], folder, opened)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_command_ends_if_a_process_never_comes(tmp_path, first):
-    """Whichever it is: the others say that they wait, JAX ends them in time, and they
-    write nothing.
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(0, "process 2 of 3 did not come to localhost:"), (1, ": no answer")],
+)
+def test_the_command_ends_in_words_if_a_process_never_comes(tmp_path, first, words):
+    """Whichever it is: the others end with code 2, in time and without a stack trace,
+    and write nothing.
     """
     runs = [functools.partial(run_impatiently, first)] * 2
     folder = tmp_path / "runs"
-    started = start(folder, number=2, devices=2, runs=runs, num_processes=3)
-    for n, output in enumerate(finish(started, folder)):
-        assert started[n].exitcode not in (None, 0), output
-        assert f"rampup: process {n + first} of 3 waits for the others at" in output
-        assert "after 4 s JAX ends it" in output
+    for output in run(folder, code=2, number=2, devices=2, runs=runs, num_processes=3):
+        assert words in output
+        assert "stack trace" not in output
+        assert "Traceback" not in output
     assert not folder.exists()
-
-
-@pytest.mark.slow
-def test_a_port_that_is_in_use_is_one_sentence(tmp_path):
-    """Process 0 cannot listen there, and says so at once."""
-    folder = tmp_path / "runs"
-    runs = [functools.partial(run_impatiently, 0)] * 2
-    with socket.create_server(("", 0)) as used:
-        port = used.getsockname()[1]
-        started = start(folder, number=2, devices=2, runs=runs, port=port)
-        printed, _ = finish(started, folder)
-    assert started[0].exitcode == 2, printed
-    assert f"could not join the others at localhost:{port}:" in printed
-    assert "its port must be free in process 0" in printed
-    assert started[1].exitcode not in (None, 0)

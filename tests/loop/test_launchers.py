@@ -28,6 +28,7 @@ from helpers.tiny import TINY, command_line
 from jax._src.clusters import cloud_tpu_cluster, k8s_cluster, ompi_cluster
 
 from rampup.errors import ConfigError
+from rampup.loop import distributed
 from rampup.loop.distributed import join
 from rampup.loop.launchers import local_device_ids
 
@@ -212,6 +213,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda **arguments: found.append(arguments)
     )
+    monkeypatch.setattr(distributed, "meet", lambda *_: None)
     return found
 
 
