@@ -771,7 +771,6 @@ def _checked(job: MaxTextJob) -> Iterator[Ruling]:
             (VOCAB_TILING, END, "max_target_length"),
             f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']}"
             f" = {show(tokens)} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
-            division=(int(tokens), job[VOCAB_TILING]),
         )
     if job["quantization"] in FP8 and passes > 1:
         said = f"{passes} must be 1 with quantization={job['quantization']}"
@@ -861,7 +860,6 @@ def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
             f"MaxText's ramp ignores {ACCUMULATION}={passes}, but splits each batch into"
             f" that many parts: {product_text(job, START)} and"
             f" {product_text(job, INCREMENT)} must be multiples of it",
-            division=(max(job.global_size(START), 1), 1),
         )
     if job.is_piped and job.builds_ramp:
         yield job.broken(

@@ -152,7 +152,6 @@ def _rules(job: MaxTextRlJob) -> Iterator[Ruling]:
             (BATCH, "num_prompts", "num_batches", "train_fraction"),
             f"{given:,} prompts of all epochs must fill a batch of {BATCH}={job.batch:,}"
             " (prompts); the data set is empty after its last, short batch is dropped",
-            division=(given, 1),
         )
 
 

@@ -955,7 +955,6 @@ def _pipeline_rules(job: MegatronJob) -> Iterator[Ruling]:
                 f" but there are {count} microbatches from step {phase.start_step:,}"
                 f" (batch {phase.global_batch_size:,} / {job.unit}); nothing checks it"
                 " before that step",
-                division=(job.final, max(job.unit, 1) * job.stages),
                 found_by="run",
             )
 

@@ -31,7 +31,7 @@ class Violation:
     message: str  # the rule, the arithmetic with its names, and the fix
     nearest: tuple[
         Any, ...
-    ] = ()  # legal values of the first key near the given one, smallest first
+    ] = ()  # legal values of the first key, if the message does not say them
     # that system's own check, before the run; or only the run, which fails
     found_by: FoundBy = "validator"
 

@@ -836,7 +836,6 @@ def _new_workers(job: VerlJob) -> Iterator[Ruling]:
                 (new, old),
                 f"{new} must be set: {old}={job[old]:,} passes the check, but nothing"
                 " reads it and the workers stop silently",
-                division=(share, 1),
             )
 
 

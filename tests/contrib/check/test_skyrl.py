@@ -183,7 +183,7 @@ NUMBERS = [
     # The example of the guide: its error has 5,120 samples, SkyRL's has prompts.
     ({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1},
      {"rules": ["policy_mini_divides_train"], "validator": "rejects",
-      "message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300; nearest {TRAIN}: 900, 1200"}),
+      "message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300"}),
     # With a token budget the number of passes is unknown, and the rules of micro sizes
     # still apply.
     (TOKENS, {"ok": True, "accumulation_steps": "absent"}),
@@ -198,7 +198,7 @@ NUMBERS = [
     (LEGACY, {"note": "weights wrongly"}),
     # SkyRL's check requires equal nodes and devices with colocate_policy_ref
     # (train/utils/utils.py, validate_cfg).
-    (SPLIT, {"validator": "rejects", "rules": ["colocated_ref_num_gpus_per_node"], "message": "nearest " + REF_GPUS + ": 4"}),
+    (SPLIT, {"validator": "rejects", "rules": ["colocated_ref_num_gpus_per_node"], "message": REF_GPUS}),
     ({**SPLIT, REF_GPUS: 4}, {"ok": True}),
     ({**SPLIT, "trainer.placement.colocate_policy_ref": False}, {"ok": True}),
     ({**SPLIT, "trainer.algorithm.use_kl_loss": False}, {"ok": True}),
