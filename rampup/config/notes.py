@@ -189,8 +189,8 @@ def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     if listed:
         shown = ", ".join(listed[:8]) + ", ..." * (len(listed) > 8)
         notes.append(
-            "steps of training that a growth costs while AdamW's second moment still has"
-            f" the noise of the smaller batch: {shown}"
+            "steps of training that a growth costs far below the noise scale, while AdamW's"
+            f" second moment still has the noise of the smaller batch: {shown}"
         )
     if short:
         shown = ", ".join(short[:8]) + ", ..." * (len(short) > 8)
