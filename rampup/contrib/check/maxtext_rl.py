@@ -23,7 +23,6 @@ from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.tunix import PromptJob
 from rampup.contrib.check.verdict import counted
-from rampup.plan.numbers import divisors
 
 BATCH = "batch_size"
 GENERATIONS = "rl.num_generations"
@@ -143,7 +142,6 @@ def _rules(job: MaxTextRlJob) -> Iterator[Ruling]:
                 [key],
                 f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for"
                 " automatic",
-                candidates=(AUTO, *divisors(job.batch)),
             )
     if not job.training_steps:
         given = job.epoch_prompts * job["num_epoch"]

@@ -702,8 +702,6 @@ def _pipeline_notes(job: MegatronJob) -> Iterator[str]:
             f"{' and '.join(job.uneven)}: how layers are split is not checked, and the"
             " bubble is that of equal stages"
         )
-    if job.chunks > 1 and job.stages == 1:
-        yield "there is one pipeline stage: its layer chunks change nothing"
     if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
         yield (
             f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are"

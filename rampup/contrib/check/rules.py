@@ -1,5 +1,4 @@
-"""The rule engine: a system as its numbers, its words and its rules, and the nearest
-legal values of broken rules.
+"""The rule engine: a system as its numbers, its words and its rules.
 
 The rules of a system are a function that yields what each of them says about a job. A
 rule is written with the methods of `Job`: `multiple`, `at_least`, `equal`,
@@ -26,10 +25,7 @@ from rampup.contrib.check.reading import Source
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Conversion, FoundBy, Run, Term, Violation
 from rampup.errors import RampupError
-from rampup.plan.numbers import to_yaml_number
 from rampup.plan.plan import RampPlan
-
-MAX_TRIED = 256
 
 # A side of a comparison: a key, a constant, or a number with the text that names it.
 Side: TypeAlias = str | int | Term
@@ -40,14 +36,10 @@ class Ruling:
     """What a rule of another system says about one job."""
 
     name: str  # the id of the rule, such as `maxtext.ramp_grows`
-    # The keys to change; nearest values are those of the first.
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # the keys to change
     holds: bool
     message: str  # the rule, the arithmetic and the numbers
     found_by: FoundBy = "validator"
-    # Values of the first key to try, nearest first: none where the message says what the
-    # number must be.
-    candidates: Iterable[Any] = ()
 
 
 class Job:
@@ -265,30 +257,17 @@ def broken_names(dialect: Dialect, job: Job) -> set[str]:
 
 
 def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
-    """Return every rule that a job breaks, with legal values of its first key where the
-    rule has candidates.
-
-    Legal values are found by trial: a value is offered only if the file with it
-    satisfies the rule and breaks no other.
-    """
-    rulings = [ruling for ruling in dialect.rules(job) if not ruling.holds]
-    broken = {ruling.name for ruling in rulings}
-    words = {"True": "true", "False": "false", "None": "null"}
-
-    def violation(rule: Ruling) -> Violation:
-        nearest = _nearest_values(dialect, job, rule, broken)
-        shown = ", ".join(words.get(str(value), str(value)) for value in nearest)
-        return Violation(
-            rule=rule.name,
-            keys=rule.keys,
-            message=f"{rule.message}; nearest {rule.keys[0]}: {shown}"
-            if nearest
-            else rule.message,
-            nearest=nearest,
-            found_by=rule.found_by,
+    """Return every rule that a job breaks."""
+    return tuple(
+        Violation(
+            rule=ruling.name,
+            keys=ruling.keys,
+            message=ruling.message,
+            found_by=ruling.found_by,
         )
-
-    return tuple(map(violation, rulings))
+        for ruling in dialect.rules(job)
+        if not ruling.holds
+    )
 
 
 # The derived numbers that say what an optimizer step learns from; all others say how it
@@ -371,48 +350,3 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
         except RampupError:
             continue
     return None
-
-
-def _nearest_values(
-    dialect: Dialect, job: Job, rule: Ruling, broken: set[str]
-) -> tuple[Any, ...]:
-    """Return up to one legal value of a rule's first key below the given one and one
-    above; of the `broken` rules, others than this one may stay broken.
-    """
-    key = rule.keys[0]
-    before = job[key]
-    is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
-    found: dict[bool, Any] = {}  # by whether it is below the given one
-    for value in rule.candidates:
-        is_below = is_number and value is not None and value < before
-        if value == before or is_below in found:
-            continue
-        try:
-            changed = dialect.job(job.settings.with_value(key, value))
-            still_broken = broken_names(dialect, changed)
-        except RampupError:
-            continue
-        if still_broken <= broken - {rule.name}:
-            found[is_below] = value
-            if False in found and (True in found or not is_number):
-                break
-    return tuple(
-        to_yaml_number(value) if isinstance(value, Fraction) else value
-        for _, value in sorted(found.items(), reverse=True)
-    )
-
-
-def around(
-    value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0
-) -> list[Fraction]:
-    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest
-    first.
-    """
-    exact, width = Fraction(value) - origin, Fraction(step)
-    if width <= 0:
-        return []
-    low = exact // width
-    return sorted(
-        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
-        key=lambda n: abs(n - Fraction(value)),
-    )

@@ -28,10 +28,7 @@ class Violation:
 
     rule: str  # its id, such as `skyrl.policy_mini_divides_train`
     keys: tuple[str, ...]  # the keys to change, in that system's words
-    message: str  # the rule, the arithmetic with its names, and the fix
-    nearest: tuple[
-        Any, ...
-    ] = ()  # legal values of the first key, if the message does not say them
+    message: str  # the rule and the arithmetic with its names
     # that system's own check, before the run; or only the run, which fails
     found_by: FoundBy = "validator"
 
@@ -108,7 +105,6 @@ class Verdict:
                     "rule": v.rule,
                     "keys": list(v.keys),
                     "message": v.message,
-                    "nearest": list(v.nearest),
                 }
                 for v in self.violations
             ],
