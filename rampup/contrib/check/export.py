@@ -77,8 +77,9 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
     for expected, row in itertools.zip_longest(wanted, found):
         run.require(
             expected == row,
-            "export",
-            f"a phase would be [step, batch, sample] {row} instead of {expected}",
+            "batch_size_schedule",
+            f"a phase of its own ramp would be [step, batch, sample] {row} instead of"
+            f" {expected}",
         )
     if lost := numbers.get("lost_samples_at_ramp_end"):
         notes.append(
@@ -248,38 +249,17 @@ def _per_device(run: _Run, samples: int, passes: int = 1) -> Any:
 
 def _maxtext_ramp(run: _Run) -> dict[str, Any]:
     """Return the keys of a ramp that grows by the same number in phases of equal
-    shares.
+    shares. That they run the phases of the plan is checked behind it.
     """
-    plan, config = run.plan, run.config
-    start, growth = plan.ramp.sizes[0], plan.ramp.sizes[1] - plan.ramp.sizes[0]
-    shares = len(plan.ramp.phases) - 1
-    # MaxText counts every phase from zero, n steps of size b for a share of (n - 1)
-    # * b < share <= n * b samples.
-    least, most = 0, plan.ramp.ramp_samples * shares
-    for before, phase in run.changes():
-        size, after = before.global_batch_size, phase.global_batch_size
-        run.require(
-            growth > 0 and after - size == growth,
-            "batch_size_schedule",
-            f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows by"
-            " the same number in every phase",
-        )
-        assert before.num_steps is not None
-        least = max(least, (before.num_steps - 1) * size * shares)
-        most = min(most, before.num_steps * size * shares)
-        run.require(
-            least < most,
-            "batch_size_schedule",
-            f"{before}, has {before.num_steps:,} steps, but its phases have equal"
-            " shares of global_rampup_samples, each counted from zero, as with"
-            " rampup_carry_overshoot=false",
-        )
-    wanted = config.global_rampup_samples if config.enable_rampup_batch_size else most
+    sizes, phases = run.plan.ramp.sizes, run.plan.ramp.phases[:-1]
+    # MaxText counts every phase from zero: n steps of size b for a share of at most n * b
+    # samples.
+    share = min((phase.num_steps or 1) * phase.global_batch_size for phase in phases)
     return {
         "enable_rampup_batch_size": True,
-        "per_device_batch_size_start": _per_device(run, start),
-        "per_device_batch_size_increment": _per_device(run, growth),
-        "global_rampup_samples": wanted if least < wanted <= most else most,
+        "per_device_batch_size_start": _per_device(run, sizes[0]),
+        "per_device_batch_size_increment": _per_device(run, sizes[1] - sizes[0]),
+        "global_rampup_samples": share * len(phases),
     }
 
 

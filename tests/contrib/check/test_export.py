@@ -216,14 +216,14 @@ def test_notes_say_what_the_system_does_otherwise():
         (
             "0:8 80:24 800:64",
             "maxtext",
-            "batch_size_schedule",
-            "phase 2, from sample 800, grows from 24 to 64",
+            "per_device_batch_size_increment",
+            "= 28 must be a multiple of per_device_batch_size_increment=8",
         ),
         (
             "0:8 80:16 96:24",
             "maxtext",
             "batch_size_schedule",
-            "phase 1, from sample 80, has 1 steps",
+            r"a phase of its own ramp would be .* \[2, 16, 16\] instead of \[10, 16, 80\]",
         ),
         (
             "0:8 80:16 160:8",
