@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -21,7 +20,7 @@ from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.contrib.check.base_files import find_in_repository
 from rampup.contrib.check.known import load_table, load_unread
-from rampup.contrib.check.launch import Launch, Reading, known_end, load_launch, option
+from rampup.contrib.check.launch import Launch, Reading, known_end, load_launch
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
@@ -57,14 +56,6 @@ AT_STEP = "at_step"  # where a run stands
 AXIS_GROUPS: dict[str, list[str]] = load_table("maxtext", "axes")
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
-# The names of models whose files MaxText ships: a family, and kinds and sizes such as
-# `8b`, `8x7b`, `16e` and `a3b`. These files set no batch sizes.
-_MODELS = re.compile(
-    r"(?i)default|(?:llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok)[\d.]*"
-    r"(?:-(?:oss|k2|coder|next|omni|vl|custom|test|tiny|pt|2dfsdp|batchsplit|thinking"
-    r"|\d{4}|[ae]?\d[\dx.]*[bkmte]))+"
-)
-
 BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
 UNREAD = load_unread("maxtext")
 LAUNCH = load_launch(
@@ -81,7 +72,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     chosen = dict(setting.split("=", 1) for setting in reading.overrides)
-    given = _read_machine(reading) | dict(reading.leaves)
+    given = dict(reading.leaves)
+    command = reading.command
+    if command is not None and command.devices:  # those of a manifest
+        given.setdefault("num_devices", command.locate(command.devices))
     bases = _read_bases(reading, launch, given, chosen.get(BASE, ""))
     answered = {*chosen, BASE, *launch.entries, *bases.own}
     looked_up = {
@@ -107,13 +101,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     settings = type_settings(reading, launch, defaults)
     notes = [*settings.notes]
     model = settings.values.get("model_name", "default")
-    folder = Path(reading.path).parent
-    if (folder / "configs" / "models" / f"{model}.yml").is_file():
-        notes.append(f"model_name={model}: configs/models/{model}.yml is not read.")
-    elif not _MODELS.fullmatch(model):
+    if model != "default":
         notes.append(
-            f"model_name={model} is no model of MaxText; what its own file sets is not"
-            " read."
+            f"model_name={model}: the file of the model is not read; those of MaxText"
+            " set no batch sizes."
         )
     if bases.files[1:] and reading.command is not None:
         notes.append(f"{', '.join(bases.files[1:])}: its base file, which is read.")
@@ -151,8 +142,13 @@ def _read_bases(
         place = reading.command.locate(next(named, ""))
     folder = Path(reading.path).parent
     while isinstance(place.value, str) and place.value.strip():
-        beside = (folder / place.value, *_copies(place.value, reading.path))
-        file = next((path for path in beside if os.path.isfile(path)), None)
+        beside = [folder / place.value]
+        # Or within the repository: the path may be one of another machine.
+        parts = known_end(place.value).strip("/").split("/")
+        if reading.path != COMMAND_LINE and ".." not in parts:
+            for first in range(max(len(parts) - 1, 1)):
+                beside += find_in_repository(reading.path, "/".join(parts[first:]))
+        file = next((path for path in beside if path.is_file()), None)
         if file is None:
             return _Bases(leaves, own, files, _find_shipped(place, launch))
         if os.path.realpath(file) in files:
@@ -185,16 +181,6 @@ def _find_shipped(place: Located, launch: Launch) -> str:
     )
 
 
-def _copies(name: str, path: str) -> Iterator[Path]:
-    """Yield where a base file of a command may be in its repository, as far as its path
-    is that of this machine.
-    """
-    parts = [part for part in PurePosixPath(known_end(name)).parts if part != "/"]
-    if path != COMMAND_LINE and ".." not in parts:
-        for first in range(max(len(parts) - 1, 1)):
-            yield from find_in_repository(path, "/".join(parts[first:]))
-
-
 def known_keys(job: Any, key: str) -> Iterator[Ruling]:
     """Yield the rule that MaxText has all keys that are not in a base file of a
     fork.
@@ -215,50 +201,6 @@ def old_keys(job: Any) -> Iterator[str]:
             f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a"
             " newer one refuses them."
         )
-
-
-def _read_machine(reading: Reading) -> dict[str, Located]:
-    """Return the devices and slices that a manifest, xpk or the topology of
-    `train_compile` gives to a run; none if they do not say them.
-    """
-    topology = reading.leaves.get("compile_topology")
-    slices = reading.leaves.get("compile_topology_num_slices")
-    command = reading.command
-    if topology is not None and slices is not None:
-        place, number = topology, slices.value
-        each = _slice_devices(str(topology.value))
-    elif command is not None and command.devices:
-        place, number, each = command.locate(0), 1, command.devices
-    elif command is not None:
-        outer = command._replace(words=command.outer)
-        names = ("--tpu-type", "--tpu_type", "--device-type", "--device_type")
-        each = _slice_devices(option(outer, *names) or "")
-        text = option(outer, "--num-slices", "--num_slices") or "1"
-        place, number = outer.locate(0), int(text) if text.isdecimal() else 0
-    else:
-        return {}
-    if not isinstance(number, int) or each * number < 1:
-        return {}
-    sizes = {"num_devices": each * number, "num_slices": number}
-    return {
-        key: dataclasses.replace(place, value=size)
-        for key, size in sizes.items()
-        if size > 1 or key == "num_devices"
-    }
-
-
-def _slice_devices(machine: str) -> int:
-    """Return the devices of a TPU slice such as `v5p-128` or `tpu7x-4x4x4`; 0 for other
-    machines.
-    """
-    match = re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+(?:x\d+)*)", machine)
-    if match is None:
-        return 0
-    devices = math.prod(map(int, match[2].split("x")))
-    if match[2].isdecimal():  # v4 and v5p count two cores in a device
-        return devices // 2 if match[1] in ("v4", "v5p") else devices
-    # A topology counts chips, and each core of a TPU7x is a device.
-    return devices * 2 if match[1] == "tpu7x" else devices
 
 
 class BatchSizes(NamedTuple):
@@ -677,10 +619,6 @@ def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
         " rows, which no checkpoint contains, and is one batch behind: a checkpoint"
         " labelled s contains s + 1 batches and s are replayed"
     )
-    yield (
-        f"each of the {len(job.ramp_phases):,} batch sizes is compiled at its first"
-        " step; only the final one is lowered at the start"
-    )
 
 
 def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
@@ -704,11 +642,6 @@ def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
             f"model_name={job['model_name']} has its own number of layers; {job.layers}"
             " from base_num_decoder_layers was used here, so give"
             " base_num_decoder_layers=N if the model has another"
-        )
-    if job[ACCUMULATION] > 1:
-        yield (
-            f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline"
-            " to fill; the same microbatches in one pass would wait once"
         )
 
 

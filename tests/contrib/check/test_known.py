@@ -134,9 +134,6 @@ READ = [
     ("megatron", AXES | {"num_layers": 13}, "standalone_embedding_stage", (False, True), (["layers_over_stages"], []), "rules"),
     ("megatron", AXES | {"num_layers": 13}, "pipeline_model_parallel_split_rank", (None, 1), (["layers_over_stages"], []), "rules"),
     ("megatron", AXES | {"num_layers": 13}, "heterogeneous_layers_config_path", (None, "a.json"), (["layers_over_stages"], []), "rules"),
-    ("maxtext", {"num_devices": None, "compile_topology_num_slices": 2}, "compile_topology", ("v5e-16", "v5p-16"), (32, 16), "num_devices"),
-    ("maxtext", {"num_devices": None, "compile_topology": "v5e-16"}, "compile_topology_num_slices", (1, 2), (16, 32), "num_devices"),
-    ("maxtext", {"num_devices": None}, "internal_compile_num_devices", (8, 16), (8, 16), "num_devices"),
 ]  # fmt: skip
 
 
@@ -144,9 +141,7 @@ READ = [
 def test_two_values_of_a_key_that_decides_have_two_answers(
     system, base, name, values, answers, what
 ):
-    """The devices of a replica, of the experts and of a topology, and how layers are
-    split.
-    """
+    """The devices of a replica and of the experts, and how layers are split."""
     for value, answer in zip(values, answers, strict=True):
         config = {**SIZES[system], **base, name: value}
         config = {key: value for key, value in config.items() if value is not None}
