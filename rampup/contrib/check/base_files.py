@@ -264,11 +264,8 @@ class _BaseFiles:
                     self.beside[self.launch.canonical(below)] = value
                 return
         if name in self.launch.bases:
-            own = dict(self.launch.bases[name])
-            if (parent := own.pop(PARENT, None)) is not None:
-                self.add(parent, [], path)
             self.named.append(name)
-            self.shipped.update(own)
+            self.shipped.update(self.launch.bases[name])
         elif not required:
             self.missing.append(name)
         else:

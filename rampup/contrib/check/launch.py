@@ -126,7 +126,7 @@ _LAUNCHERS = (
     "accelerate.",
 )  # modules that start a program
 
-# In a table of base files: the name of the file that another one starts from.
+# The key of a file that names those from which it starts.
 PARENT = "defaults"
 
 # The sizes and defaults that each shipped base file sets, by its name.

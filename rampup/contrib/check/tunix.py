@@ -374,11 +374,6 @@ def _notes(job: TunixJob) -> Iterator[str]:
         )
     if job.chips:
         yield from job.sharding_note(job.fsdp)
-    if job.passes and job.passes > 1 and job.pass_prompts == 1:
-        yield (
-            f"each of the {job.passes:,} passes of an update has one prompt; a larger"
-            " train_micro_batch_size does the same in fewer passes, if it fits."
-        )
     if job[MAX_STEPS] and job.training_steps is not None:
         steps = job.training_steps * job.updates(job.policy)
         if job[MAX_STEPS] < steps:

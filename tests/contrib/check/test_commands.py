@@ -143,7 +143,7 @@ STARTS = (
     ),
     "export BATCH=64\nsrun --mpi=pmix bash -x examples/run.sh",
     "if ! BATCH=64 sh ./examples/run.sh; then exit 1; fi",
-    'ROOT=${0%/*}/../..\nexec "$ROOT/examples/run.sh" 64',
+    'ROOT=$(dirname $0)/../..\nexec "$ROOT/examples/run.sh" 64',
     "bash -c 'bash examples/run.sh 64'",
     "ray job submit --address=here -- bash examples/run.sh 64",
 )

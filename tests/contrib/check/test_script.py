@@ -40,7 +40,6 @@ SCRIPTS = {
         " ${E:-a b}"
     ),
     "nested defaults": "N=4\nrun ${A:-${B:-$((N * 2))}} ${N:-${X}}",
-    "changes": ("P=/a/b.c.d.b\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P%x} ${P#b}"),
     "arithmetic": (
         "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A*(B+1))) $((A>B))"
         " $((A != 7)) $((0)) $(( - A + B )); if ((A >= 7)); then run $A; fi"
@@ -106,8 +105,6 @@ GETOPTS = (
 )
 # Scripts with options of their own, loops and small programs, and their arguments.
 WITH_ARGUMENTS = {
-    "a document in a substitution": ("N=4\nCMD=$(cat <<'EOS'\nset -e  # it's (here\nN=5\nrun a $N\nEOS\n)\nbash -lc \"${CMD}\"\nC2=\"$(cat <<EOF\nrun b $N\nEOF\n)\"\nbash -c \"$C2\"", ""),
-    "long options": (LONG, "--n 4 a -v b --n=8 -- --n c"),
     "no options": (LONG, ""),
     "a value that is missing": ('N=1; while [ $# -gt 0 ]; do case $1 in --n) N=$2; shift; shift;; esac; done; run "$N" $#', "--n"),
     "until there is no argument": ('until [ -z "$1" ]; do case $1 in -b) B=$2; shift;; -n) N=$2; shift;; esac; shift; done; run $B $N', "-b 3 -n 4"),
@@ -116,9 +113,6 @@ WITH_ARGUMENTS = {
     "n of them": ('L=; while [ -n "$1" ]; do L="$1 $L"; shift; done; run $L', "x y z"),
     "arithmetic test": ("S=0; while (( $# )); do S=$((S + $1)); shift; done; run $S", "1 2 3 4"),
     "arithmetic count": ("S=0; while (($# > 1)); do S=$((S + $1)); shift 2; done; run $S $#", "1 2 3 4 5"),
-    "pattern of a word": ('while [[ "$1" == --* ]]; do k=${1#--}; declare "$k=$2"; shift 2; done; run "$lr" "$bs" "$@"', "--lr 2 --bs 8 rest"),
-    "key=value words": ('for a in "$@"; do k=${a%%=*}; v=${a#*=}; case $k in n) N=$v;; b) B=$v;; esac; done; run $N $B', "n=2 b=16 n=3"),
-    "for without in": ('for a; do case $a in --n=*) N="${a#*=}"; shift;; esac; done; run $N "$@"', "--n=2 x --n=4"),
     "options in a function": ('parse() { while [ $# -gt 0 ]; do case $1 in -n) N=$2; shift 2;; *) shift;; esac; done; }; parse "$@" -n 9; run $N $#', "-n 4 x"),
     "nested case": ('while [ $# -gt 0 ]; do case $1 in -m) case $2 in 7B) L=32;; 70B) L=80;; esac; shift;; esac; shift; done; run $L', "-m 7B -m 70B"),
     "over an array": ('A=(1 "2 3" 4); for a in "${A[@]}"; do B+=("x$a"); done; run "${B[@]}" ${#B[@]}', ""),
@@ -136,6 +130,12 @@ WITH_ARGUMENTS = {
 }  # fmt: skip
 # What is not read: its values are unknown, or the script is refused.
 UNREAD = {
+    "a document in a substitution": ("N=4\nCMD=$(cat <<'EOS'\nset -e  # it's (here\nN=5\nrun a $N\nEOS\n)\nbash -lc \"${CMD}\"\nC2=\"$(cat <<EOF\nrun b $N\nEOF\n)\"\nbash -c \"$C2\"", ""),
+    "long options": (LONG, "--n 4 a -v b --n=8 -- --n c"),
+    "pattern of a word": ('while [[ "$1" == --* ]]; do k=${1#--}; declare "$k=$2"; shift 2; done; run "$lr" "$bs" "$@"', "--lr 2 --bs 8 rest"),
+    "key=value words": ('for a in "$@"; do k=${a%%=*}; v=${a#*=}; case $k in n) N=$v;; b) B=$v;; esac; done; run $N $B', "n=2 b=16 n=3"),
+    "for without in": ('for a; do case $a in --n=*) N="${a#*=}"; shift;; esac; done; run $N "$@"', "--n=2 x --n=4"),
+    "ends of a text": ("P=/a/b.c.d.b\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P%x} ${P#b}", ""),
     "a document without an end": ("N=2\nbash <<EOF\nrun $N", ""),
     "indented document": ("N=2\nbash <<-EOF\n\trun $N\n\tEOF\nrun 3", ""),
     "counted": ("S=0; for ((i = 0; i < 5; i++)); do if ((i % 2)); then continue; fi; S=$((S + i)); done; run $S $i", ""),
@@ -206,7 +206,7 @@ FAMILIES = {
     "arguments": ('bash child.sh 1 "2 3"\nsh ./child.sh a b', {}),
     "own folder": ('D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nbash "$D/child.sh" 1\nbash $(dirname "$0")/child.sh 2', {}),
     "path of itself": (
-        'P=$(realpath "$0")\nbash "${P%/*}/child.sh" $(basename $0 .sh)\nD=`dirname $(readlink -f "$0")`; bash $D/sub/../child.sh',
+        'P=$(realpath "$0")\nbash "$(dirname "$P")/child.sh" $(basename $0 .sh)\nD=`dirname $(readlink -f "$0")`; bash $D/sub/../child.sh',
         {"sub/x.sh": ""}),
     "working directory": (
         'cd sub\nbash x.sh 1\n(cd .. && bash child.sh)\nbash $PWD/x.sh 2; cd "$(dirname "$0")"; bash child.sh',

@@ -66,7 +66,6 @@ NUMBERS = [
     ({**ALL_OWN, MESHES["rollout"]: "null", MESHES["reference"]: "null"}, {"devices_used": 2}),
     # Sequences that do not divide are given to every device in whole (rl/utils.py).
     ({TRAIN: 1, MESH: "(8, 1)", GENERATIONS: 2}, {"note": "2 sequences of a pass do not divide over fsdp=8"}),
-    ({TRAIN: 1}, {"note": "each of the 8 passes of an update has one prompt"}),
     ({MESH: None}, {"note": "the chips of the mesh are not known"}),
     ({"num_batches": 10, "train_fraction": 0.9, MAX_STEPS: 12}, {"training_steps": 9, "total_optimizer_steps": 12, "note": "before its 18 steps"}),
     ({"num_batches": 5, MAX_STEPS: 12}, {"total_optimizer_steps": 10, "note": "fewer than"}),

@@ -369,6 +369,8 @@ class Flow(Variables):
                 self.set(*match.groups())
             elif '"' in word and (match := ASSIGNMENT.fullmatch(self.text(word))):
                 self.assign(match[1], match[4])
+            elif "=" in word:
+                raise ScriptError(f"`{command} {word}` sets a name that is not known")
             if exports:
                 self.exported = self.exported | {match[1] if match else word}
 

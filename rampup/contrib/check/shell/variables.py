@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +230,7 @@ class Variables:
                 value, at = self.expand(raw, at)
                 if quoted and isinstance(value, list) and "*" in raw[start:at]:
                     value = " ".join(value)
-                yield value, quoted or raw.startswith("$'", start)
+                yield value, quoted
             elif letter == "\\" and (
                 not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")
             ):
@@ -252,15 +251,11 @@ class Variables:
                     at += 1
                 yield raw[start:at], True
 
-    def input(self, documents: Sequence[Document], *, empty: bool = True) -> str | None:
-        """Return what the last here-document or here-string gives a command to read;
-        `empty` as in `text`.
-        """
+    def input(self, documents: Sequence[Document]) -> str:
+        """Return what the last here-document gives a command to read."""
         if not documents:
-            return None
+            return ""
         last = documents[-1]
-        if not last.end:
-            return self.text(last.text, empty=empty) + "\n"
         if last.quoted:
             return last.text
         return self.text(last.text.replace('\\"', '\\\\"'), quoted=True)
@@ -273,7 +268,7 @@ class Variables:
         part = raw[at:end]
         if match := re.fullmatch(r"\$\(\((.*)\)\)", part, re.DOTALL):
             return self.arithmetic(match[1]), end
-        if part.startswith(("$'", "$[")):  # escapes, and an old form of arithmetic
+        if part.startswith("$["):  # an old form of arithmetic
             return mark(part), end
         if part[0] == "`" or part.startswith("$("):
             printed = self.substitute(part.removeprefix("$")[1:-1])
@@ -312,8 +307,7 @@ class Variables:
             words = self.expanded(last)
             if not words or words[0] in self.functions:
                 return None
-            given = self.input(last.parts, empty=False)
-            printed = print_output(words, given, folder)
+            printed = print_output(words, folder)
             return printed and printed.rstrip("\n")
 
     def expanded(self, node: Node) -> list[str]:
@@ -343,9 +337,10 @@ class Variables:
             return self.default(name, value, found[0], rest[found.end() :])
         if not rest:
             return value
+        # What other forms make of a value is not followed.
         if isinstance(value, str):
-            return self.modify(value, rest)
-        return OpenList([mark(name)])  # a part of a list
+            return value if MARKER.fullmatch(value) else mark("${" + body + "}")
+        return OpenList([mark(name)])
 
     def default(self, name: str, value: Any, sign: str, raw: str) -> Any:
         """Return `${NAME:-raw}` and the like."""
@@ -360,26 +355,6 @@ class Variables:
         if sign[-1] == "=":
             self.assign(name, other)
         return other
-
-    def modify(self, value: str, rest: str) -> str:
-        """Return a text without what `${NAME#...}` or `${NAME%...}` drops; what other
-        forms make of it is unknown.
-        """
-        parts = re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL)
-        pattern = self.text(parts[2]) if parts else ""
-        if parts is None or has_unknown(value + pattern):
-            return value if MARKER.fullmatch(value) else mark("${...}")
-        sign = parts[1]
-        places = [*range(len(value) + 1)]
-        if sign in ("##", "%"):
-            places.reverse()
-        for place in places:
-            head, tail = value[:place], value[place:]
-            if sign[0] == "#" and fnmatchcase(head, pattern):
-                return tail
-            if sign[0] == "%" and fnmatchcase(tail, pattern):
-                return head
-        return value
 
     # Arithmetic.
 
