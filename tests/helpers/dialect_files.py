@@ -100,6 +100,10 @@ def boundary_test(system, base, rows, *, exact=False):
         assert valid.ok, rules(valid)
         assert (rules(invalid) == rule.split()) if exact else (rule in rules(invalid))
         assert (invalid.validator, invalid.run) == (validator, "fails")
+        flat = {
+            key: value for key, value in (base | breaks).items() if value is not None
+        }
+        check_nearest(system, nested(flat), [], invalid)
 
     return test
 
@@ -114,3 +118,22 @@ def numbers_test(check, rows):
         expect(check(given), **wanted)
 
     return test
+
+
+def check_nearest(system, config, settings, found):
+    """Assert that every nearest value fixes its rule and breaks no other."""
+    before = {violation.rule for violation in found.violations}
+    for violation in found.violations:
+        for value in violation.nearest:
+            key = violation.keys[0]
+            others = [
+                setting for setting in settings if not setting.startswith(f"{key}=")
+            ]
+            given = [
+                *others,
+                (
+                    f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+                ),
+            ]
+            after = {other.rule for other in verdict(system, config, *given).violations}
+            assert after <= before - {violation.rule}, (violation, value, after)

@@ -26,6 +26,7 @@ from rampup.contrib.check.rules import (
     Dialect,
     PretrainingJob,
     Ruling,
+    around,
     ends_before_ramp,
     few_samples_per_pass,
     found_by_run,
@@ -649,6 +650,23 @@ FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
 
 
+def _sizes_near(job: MaxTextJob, key: str) -> list[Fraction]:
+    """Return the candidates of a size per device, which is a fraction."""
+    value = max(job[key], Fraction(0))
+    found = {*around(value, job.unit), *around(value, Fraction(1, job.num_devices))}
+    if job.ramps and key == END:
+        found.update(around(value, job[INCREMENT], origin=job[START]))
+    return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
+
+
+def _increments_near(job: MaxTextJob) -> Iterator[Fraction]:
+    """Yield increments that divide the growth of the batch, the nearest first."""
+    span, value = Fraction(job[END] - job[START]), job[INCREMENT]
+    if span > 0:
+        found = (span / n for n in range(1, 257))
+        yield from sorted(found, key=lambda n: abs(n - value))
+
+
 def _rules(job: MaxTextJob) -> Iterator[Ruling]:
     """Yield what MaxText's configuration and its run ask."""
     yield from known_keys(job, END)
@@ -666,6 +684,7 @@ def _checked(job: MaxTextJob) -> Iterator[Ruling]:
             "ramp_grows",
             (END, START),
             f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
+            candidates=_sizes_near(job, END),
         )
     elif job.ramps and job.remainder:
         where = ""
@@ -676,6 +695,7 @@ def _checked(job: MaxTextJob) -> Iterator[Ruling]:
             (INCREMENT, START, END),
             f"{growth} = {show(job[END] - job[START])} must be a multiple of"
             f" {INCREMENT}={show(job[INCREMENT])}{where}",
+            candidates=_increments_near(job),
         )
     tokens = job[END] * job["max_target_length"]
     if job[END] > 0 and float(job[END]) * job["max_target_length"] % job[VOCAB_TILING]:
@@ -684,6 +704,7 @@ def _checked(job: MaxTextJob) -> Iterator[Ruling]:
             (VOCAB_TILING, END, "max_target_length"),
             f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']}"
             f" = {show(tokens)} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
+            division=(int(tokens), job[VOCAB_TILING]),
         )
     if job["quantization"] in FP8 and passes > 1:
         said = f"{passes} must be 1 with quantization={job['quantization']}"
@@ -703,11 +724,13 @@ def _pipeline_rules(job: MaxTextJob) -> Iterator[Ruling]:
         is_free and job.layers % max(job.layer_product, 1) == 0
     )
     if not fits or min(job.layer_product, job.layers) < 1:
+        near = around(job.layers, max(job.layer_product, 1))
         yield job.broken(
             "pipeline_layers",
             (LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
             f"{LAYERS}={job.layers:,} must be"
             f" {'a multiple of ' * is_free}{product(factors).text}",
+            candidates=[int(n) for n in near if n >= 1],
         )
     count = Term(f"{MICROBATCHES}={job.microbatches:,}", job.microbatches)
     note = ", or -1 for automatic"
@@ -728,6 +751,7 @@ def _pipeline_rules(job: MaxTextJob) -> Iterator[Ruling]:
                 (END, MICROBATCHES),
                 Term(batch, rows),
                 count,
+                candidates=_sizes_near(job, END),
             )
 
 
@@ -742,6 +766,7 @@ def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
             ["num_devices"],
             f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops"
             " at its mesh",
+            candidates=[int(n) for n in around(job.num_devices) if n >= 1],
         )
     if micro < 1:
         yield job.broken(
@@ -749,6 +774,7 @@ def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
             [END],
             f"{product_text(job, END)} is truncated to {micro} samples: the step"
             " silently trains on nothing",
+            candidates=_sizes_near(job, END),
         )
     if job.ramps and job.grows:
         yield from _ramp_rules(job)
@@ -768,6 +794,7 @@ def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
             f"MaxText's ramp ignores {ACCUMULATION}={passes}, but splits each batch into"
             f" that many parts: {product_text(job, START)} and"
             f" {product_text(job, INCREMENT)} must be multiples of it",
+            division=(max(job.global_size(START), 1), 1),
         )
     if job.is_piped and job.builds_ramp:
         yield job.broken(
@@ -775,7 +802,8 @@ def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
             (RAMP, "ici_pipeline_parallelism"),
             f"the pipeline is built for the final batch of {micro} samples only; the"
             f" ramp's first one of {job.global_size(START)} cannot be given that shape,"
-            " and the first step fails; only a constant batch runs",
+            " and the first step fails",
+            candidates=(False,),
         )
     if job["eval_interval"] > 0:
         yield from _eval_rule(job)
@@ -794,6 +822,7 @@ def _ramp_rules(job: MaxTextJob) -> Iterator[Ruling]:
             [START],
             f"{product_text(job, START)} is truncated to {first} samples: the ramp never"
             " starts",
+            candidates=_sizes_near(job, START),
         )
     if not job.remainder and increment < 1:
         yield job.broken(
@@ -801,6 +830,7 @@ def _ramp_rules(job: MaxTextJob) -> Iterator[Ruling]:
             [INCREMENT],
             f"{product_text(job, INCREMENT)}, truncated to {increment}, must be at least"
             " 1: MaxText divides by zero, hangs, or keeps the first batch indefinitely",
+            candidates=_increments_near(job),
         )
 
 
@@ -809,6 +839,7 @@ def _over_mesh(job: MaxTextJob, name: str, key: str, rows: int) -> Iterator[Ruli
     devices.
     """
     if rows % job.loading_shards:
+        near = _increments_near(job) if key == INCREMENT else _sizes_near(job, key)
         yield job.broken(
             name,
             [key],
@@ -816,6 +847,7 @@ def _over_mesh(job: MaxTextJob, name: str, key: str, rows: int) -> Iterator[Ruli
             f" batch is sharded over, data * stage * fsdp * expert ="
             f" {job.loading_shards}; MaxText does not check it, and the first such step"
             " fails",
+            candidates=near,
         )
 
 
@@ -833,11 +865,13 @@ def _eval_rule(job: MaxTextJob) -> Iterator[Ruling]:
             " shape the pipeline is built"
         )
     if rows < 1 or not fits:
+        near = around(job[EVAL] or job[END], job.unit)
         yield job.broken(
             "eval_batch",
             (EVAL, "eval_interval"),
             f"{product_text(job, key)} ({rows} rows of evaluation) must be {rule};"
             " MaxText does not check it",
+            candidates=[0, job[END], *near],
         )
 
 

@@ -23,6 +23,7 @@ from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.tunix import PromptJob
 from rampup.contrib.check.verdict import counted
+from rampup.plan.numbers import divisors
 
 BATCH = "batch_size"
 GENERATIONS = "rl.num_generations"
@@ -142,6 +143,7 @@ def _rules(job: MaxTextRlJob) -> Iterator[Ruling]:
                 [key],
                 f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for"
                 " automatic",
+                candidates=(AUTO, *divisors(job.batch)),
             )
     if not job.training_steps:
         given = job.epoch_prompts * job["num_epoch"]
@@ -150,6 +152,7 @@ def _rules(job: MaxTextRlJob) -> Iterator[Ruling]:
             (BATCH, "num_prompts", "num_batches", "train_fraction"),
             f"{given:,} prompts of all epochs must fill a batch of {BATCH}={job.batch:,}"
             " (prompts); the data set is empty after its last, short batch is dropped",
+            division=(given, 1),
         )
 
 

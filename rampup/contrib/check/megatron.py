@@ -702,6 +702,8 @@ def _pipeline_notes(job: MegatronJob) -> Iterator[str]:
             f"{' and '.join(job.uneven)}: how layers are split is not checked, and the"
             " bubble is that of equal stages"
         )
+    if job.chunks > 1 and job.stages == 1:
+        yield "there is one pipeline stage: its layer chunks change nothing"
     if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
         yield (
             f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are"
@@ -890,6 +892,7 @@ def _pipeline_rules(job: MegatronJob) -> Iterator[Ruling]:
                 f" but there are {count} microbatches from step {phase.start_step:,}"
                 f" (batch {phase.global_batch_size:,} / {job.unit}); nothing checks it"
                 " before that step",
+                division=(job.final, max(job.unit, 1) * job.stages),
                 found_by="run",
             )
 

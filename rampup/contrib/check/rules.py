@@ -1,4 +1,5 @@
-"""The rule engine: a system as its numbers, its words and its rules.
+"""The rule engine: a system as its numbers, its words and its rules, and the nearest
+legal values of broken rules.
 
 The rules of a system are a function that yields what each of them says about a job. A
 rule is written with the methods of `Job`: `multiple`, `at_least`, `equal`,
@@ -8,6 +9,8 @@ or `broken` for a rule of another kind that a job breaks.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +28,13 @@ from rampup.contrib.check.reading import Source
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Conversion, FoundBy, Run, Term, Violation
 from rampup.errors import RampupError
+from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 from rampup.plan.plan import RampPlan
+
+MAX_TRIED = 256
+_NUM_MULTIPLES = 64
+_MAX_RATIO = 16
+
 
 # A side of a comparison: a key, a constant, or a number with the text that names it.
 Side: TypeAlias = str | int | Term
@@ -36,10 +45,17 @@ class Ruling:
     """What a rule of another system says about one job."""
 
     name: str  # the id of the rule, such as `maxtext.ramp_grows`
-    keys: tuple[str, ...]  # the keys to change
+    # The keys to change; nearest values are those of the first that has any.
+    keys: tuple[str, ...]
     holds: bool
     message: str  # the rule, the arithmetic and the numbers
     found_by: FoundBy = "validator"
+    # Values of the first key to try, nearest first, and after them whole numbers; None
+    # if no value is to be proposed.
+    candidates: Iterable[Any] | None = ()
+    # The two numbers that it compares, such as dividend and divisor: whole numbers to
+    # try are made from them.
+    division: tuple[int, int] | None = None
 
 
 class Job:
@@ -88,6 +104,7 @@ class Job:
             keys=tuple(keys),
             holds=test(one.number, other.number),
             message=f"{one.text} {words} {other.text}{note}",
+            division=(one.number, other.number),
             **options,
         )
 
@@ -126,7 +143,7 @@ class Job:
         """
         if names:
             said = f"{', '.join(names[:4])} must be {why}"
-            yield self.broken("known_keys", [key], said)
+            yield self.broken("known_keys", [key], said, candidates=None)
 
     @property
     def outcome(self) -> Run:
@@ -257,17 +274,41 @@ def broken_names(dialect: Dialect, job: Job) -> set[str]:
 
 
 def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
-    """Return every rule that a job breaks."""
-    return tuple(
-        Violation(
-            rule=ruling.name,
-            keys=ruling.keys,
-            message=ruling.message,
-            found_by=ruling.found_by,
+    """Return every rule that a job breaks, each with legal values of its first key that
+    has any.
+
+    Legal values are found by trial: a value is offered only if the file with it
+    satisfies the rule and breaks no other.
+    """
+    rulings = [*dialect.rules(job)]
+    broken = {ruling.name for ruling in rulings if not ruling.holds}
+    divisions = [ruling.division for ruling in rulings if ruling.division]
+
+    def attempts(rule: Ruling) -> Iterator[tuple[str, Iterable[Any]]]:
+        yield rule.keys[0], rule.candidates or ()
+        for key in rule.keys if rule.candidates is not None else ():
+            if dialect.launch.entries[key].key.kind == "int":
+                yield key, _whole_numbers(job[key], divisions)
+
+    def violation(rule: Ruling) -> Violation:
+        found = (
+            (key, _nearest_values(dialect, job, rule.name, key, tried, broken))
+            for key, tried in attempts(rule)
         )
-        for ruling in dialect.rules(job)
-        if not ruling.holds
-    )
+        first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
+        words = {"True": "true", "False": "false", "None": "null"}
+        shown = ", ".join(words.get(str(value), str(value)) for value in nearest)
+        return Violation(
+            rule=rule.name,
+            keys=(first, *(key for key in rule.keys if key != first)),
+            message=f"{rule.message}; nearest {first}: {shown}"
+            if nearest
+            else rule.message,
+            nearest=nearest,
+            found_by=rule.found_by,
+        )
+
+    return tuple(violation(ruling) for ruling in rulings if not ruling.holds)
 
 
 # The derived numbers that say what an optimizer step learns from; all others say how it
@@ -350,3 +391,80 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
         except RampupError:
             continue
     return None
+
+
+def _nearest_values(
+    dialect: Dialect,
+    job: Job,
+    rule: str,
+    key: str,
+    candidates: Iterable[Any],
+    broken: set[str],
+) -> tuple[Any, ...]:
+    """Return up to one legal value of a key below the given one and one above;
+    of the `broken` rules, others than `rule` may stay broken.
+    """
+    before = job[key]
+    is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
+    found: dict[bool, Any] = {}  # by whether it is below the given one
+    for value in candidates:
+        is_below = is_number and value is not None and value < before
+        if value == before or is_below in found:
+            continue
+        try:
+            changed = dialect.job(job.settings.with_value(key, value))
+            still_broken = broken_names(dialect, changed)
+        except RampupError:
+            continue
+        if still_broken <= broken - {rule}:
+            found[is_below] = value
+            if False in found and (True in found or not is_number):
+                break
+    return tuple(
+        to_yaml_number(value) if isinstance(value, Fraction) else value
+        for _, value in sorted(found.items(), reverse=True)
+    )
+
+
+_divisors = functools.cache(divisors)
+
+
+def _whole_numbers(
+    value: int | None, divisions: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return positive whole numbers that divisibility rules are likely to accept,
+    nearest to `value` first: those close to it, powers of 2, the divisors of each
+    dividend, and multiples of the divisors. `divisions` are dividend and divisor of the rules.
+    """
+    near = max(value or 1, 1)
+    pairs = [pair for pair in divisions if min(pair) >= 1 and max(pair) <= MAX_COUNT]
+    steps = {1, near, *(right for _, right in pairs)}
+    found = {2**power for power in range(13)}
+    found.update(divisor for left, _ in pairs for divisor in _divisors(left))
+    for step in (*steps, math.lcm(*steps)):
+        middle = near // step * step
+        most = _NUM_MULTIPLES * step
+        found.update(range(middle - most, middle + most + 1, step))
+    # A value far away is bad advice.
+    largest = max(near, *(max(pair) for pair in pairs), 64) * _MAX_RATIO
+    given = 1 if value is None else value
+    return sorted(
+        (n for n in found if 1 <= n <= min(largest, MAX_COUNT)),
+        key=lambda n: (abs(n - given), n),
+    )
+
+
+def around(
+    value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0
+) -> list[Fraction]:
+    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest
+    first.
+    """
+    exact, width = Fraction(value) - origin, Fraction(step)
+    if width <= 0:
+        return []
+    low = exact // width
+    return sorted(
+        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
+        key=lambda n: abs(n - Fraction(value)),
+    )

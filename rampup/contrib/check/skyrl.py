@@ -59,14 +59,16 @@ MEGATRON = {
     model: tuple(f"trainer.{model}.{size}" for size in _SIZES) for model in MODELS
 }
 SEQUENCE = {model: f"trainer.{model}.sequence_parallel_size" for model in MODELS}
-ENGINE_KEYS = tuple(
-    f"generator.inference_engine.{name}"
-    for name in (
-        "num_engines",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-    )
+_ENGINE_SIZES = (
+    "num_engines",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)
+ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
+OLD_ENGINE_KEYS = (
+    "generator.num_inference_engines",
+    *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]),
 )
 LAUNCH = load_launch(
     "skyrl",
@@ -147,8 +149,11 @@ class SkyRLJob(RolloutJob):
             for model, size in self.model_sizes.items()
         }
         self.engine_devices: int | None = None
-        if self.settings.given & {*ENGINE_KEYS}:
-            self.engine_devices = math.prod(self[key] for key in ENGINE_KEYS)
+        if self.settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
+            pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
+            self.engine_devices = math.prod(
+                self[new] if self[old] is None else self[old] for new, old in pairs
+            )
 
     def has_megatron(self, model: str) -> bool:
         """Return whether Megatron runs a model, which is never the critic."""
@@ -248,8 +253,9 @@ def _rules(job: SkyRLJob) -> Iterator[Ruling]:
         yield job.broken(
             "strategy",
             [STRATEGY],
-            "trainer.strategy=deepspeed must be fsdp or megatron: only SkyRL before"
-            " January 2026 has it",
+            "trainer.strategy=deepspeed must be another: only SkyRL before January 2026"
+            " has it",
+            candidates=["fsdp"],
         )
     yield from job.unknown(
         job.unknown_keys,
@@ -371,6 +377,7 @@ def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
             "megatron_has_no_critic",
             (STRATEGY, CRITIC),
             f"trainer.strategy=megatron trains no critic: {CRITIC} must be null",
+            candidates=["fsdp"],
         )
     for model in job.models[1:]:
         if job[COLOCATE] and job.settings.given & set(DEVICES[model]):

@@ -28,7 +28,10 @@ class Violation:
 
     rule: str  # its id, such as `skyrl.policy_mini_divides_train`
     keys: tuple[str, ...]  # the keys to change, in that system's words
-    message: str  # the rule and the arithmetic with its names
+    message: str  # the rule, the arithmetic with its names, and the fix
+    nearest: tuple[
+        Any, ...
+    ] = ()  # legal values of the first key near the given one, smallest first
     # that system's own check, before the run; or only the run, which fails
     found_by: FoundBy = "validator"
 
@@ -105,6 +108,7 @@ class Verdict:
                     "rule": v.rule,
                     "keys": list(v.keys),
                     "message": v.message,
+                    "nearest": list(v.nearest),
                 }
                 for v in self.violations
             ],

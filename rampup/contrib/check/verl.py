@@ -677,7 +677,7 @@ def _rules(job: VerlJob) -> Iterator[Ruling]:
     losses = _NAMES["losses"]
     if job[LOSS] not in losses and (job[LOSS] != SUM or job.of.old_workers):
         said = f"{LOSS}={job[LOSS]} must be one of {', '.join(losses)}"
-        yield job.broken("loss_is_known", [LOSS], said)
+        yield job.broken("loss_is_known", [LOSS], said, candidates=losses)
     yield from job.unknown(
         job.unknown_keys,
         TRAIN,
@@ -773,6 +773,7 @@ def _check_model(job: VerlJob, name: str) -> Iterator[Ruling]:
             f"{prefix}sequence_parallel_needs_packing",
             (packing, sequence),
             f"{sequence}={job[sequence]:,} needs {packing}=true",
+            candidates=[True],
         )
 
 
@@ -790,6 +791,7 @@ def _one_of_two(job: VerlJob, kind: str) -> Iterator[Ruling]:
             f"{kind}_micro_given",
             [new],
             f"{new} must be set (or a token budget used, {DYNAMIC})",
+            candidates=(8, 4, 2, 1),  # a good start, of those that divide
         )
     if job[old] is not None and value is not None:
         yield job.broken(
@@ -797,6 +799,7 @@ def _one_of_two(job: VerlJob, kind: str) -> Iterator[Ruling]:
             (old, new),
             f"{old}={job[old]:,} and {new}={value:,} must not both be set; the first is"
             " deprecated",
+            candidates=[None],
         )
 
 
@@ -809,6 +812,7 @@ def _new_workers(job: VerlJob) -> Iterator[Ruling]:
             (DYNAMICS["rollout"], DYNAMIC),
             f"{DYNAMICS['rollout']}={str(rollout).lower()} must equal"
             f" {DYNAMIC}={str(actor).lower()}; the workers stop without a message",
+            candidates=[actor],
         )
     for name in job.trained:
         yield from _mini_divides(job, name)
@@ -832,6 +836,7 @@ def _new_workers(job: VerlJob) -> Iterator[Ruling]:
                 (new, old),
                 f"{new} must be set: {old}={job[old]:,} passes the check, but nothing"
                 " reads it and the workers stop silently",
+                division=(share, 1),
             )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.commands import run_json
-from helpers.dialect_files import cases, expect, nested, verdict
+from helpers.dialect_files import cases, check_nearest, expect, nested, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def test_check_json_has_the_documented_keys(capsys, file):
     )
     code, found = run_json(capsys, "check", file(INVALID), "--from", "skyrl")
     assert (code, found["validator"], found["run"]) == (2, "rejects", "fails")
-    assert set(found["violations"][0]) == {"rule", "keys", "message"}
+    assert set(found["violations"][0]) == {"rule", "keys", "message", "nearest"}
     assert (
         main(["check", file(INVALID), "--from", "skyrl"]) == 2
     )  # as text: a verdict on standard output, no traceback
@@ -315,6 +315,7 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
         assert str(error)
         return
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
+    check_nearest(system, flat, [], found)
     assert all(
         violation.message and violation.keys and entries.keys() >= {*violation.keys}
         for violation in found.violations
@@ -357,6 +358,7 @@ def test_verdict_equals_every_reference_case(system, case):
             if not name.startswith("original")
         },
     )
+    check_nearest(system, case["config"], facts, found)
 
 
 X = "\u00d7"

@@ -170,8 +170,8 @@ NUMBERS = [
     ({**ramp(1, 1, 4, 15), "num_devices": 1},
      {"run": "drops", "lost_samples_at_ramp_end": 3, "manager_ramp_samples": 17, "note": f"3 {LOST}"}),
     ({**ramp(1, 1, 4, 36), "num_devices": 1}, {"run": "runs", "lost_samples_at_ramp_end": 0}),
-    # Increments divide the growth of the batch.
-    (ramp(4, 3, 12), {"message": f"12 - 4 = 8 must be a multiple of {SIZE}_increment=3"}),
+    # The nearest increments divide the growth of the batch.
+    (ramp(4, 3, 12), {"message": f"12 - 4 = 8 must be a multiple of {SIZE}_increment=3; nearest {SIZE}_increment: 2, 4"}),
     # Stages, repeats, microbatches and bubble; a note reports uneven microbatches.
     (PIPED8, {**PIPED_NUMBERS, "pipeline_microbatch_samples": 4, "bubble_fraction": 3 / 35}),
     ({**PIPELINE, SIZE: 2, PIPED: 16},

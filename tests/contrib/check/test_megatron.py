@@ -154,7 +154,7 @@ NUMBERS = [
     (WORLD | {PP: 4, TP: 2}, {"data_parallel_size": 8, "num_microbatches": [64]}),
     (WORLD | {PP: 2, CP: 4, TP: 8}, {"data_parallel_size": 1, "num_microbatches": [512]}),
     (WORLD | {"global_batch_size": 48, TP: 4, "world_size": 6},
-     {"rules": ["world_divisible"], "message": "the world size 6 must be a multiple of"}),
+     {"rules": ["world_divisible"], "message": "nearest world_size: 4, 8"}),
     # A quoted schedule, a flag before another option, and tokens as thresholds.
     ("--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8",
      {"thresholds_samples": [[0, 8], [500, 16]]}),

@@ -110,6 +110,12 @@ BOUNDARIES = [
         "rejects",
     ),
     ("engines_fill_the_devices", {ENGINES: 4}, {ENGINES: 3}, "rejects"),
+    (
+        "engines_fill_the_devices",
+        {"generator.num_inference_engines": 4},
+        {"generator.num_inference_engines": 5},
+        "rejects",
+    ),
     ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "rejects"),
     ("no_tail_is_cut", {GPUS: 8}, {GPUS: 24, MICRO: 1}, "accepts"),
     ("colocated_ref_devices", {REF_GPUS: 4}, {REF_GPUS: 2}, "accepts"),
@@ -177,7 +183,7 @@ NUMBERS = [
     # The example of the guide: its error has 5,120 samples, SkyRL's has prompts.
     ({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1},
      {"rules": ["policy_mini_divides_train"], "validator": "rejects",
-      "message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300"}),
+      "message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300; nearest {TRAIN}: 900, 1200"}),
     # With a token budget the number of passes is unknown, and the rules of micro sizes
     # still apply.
     (TOKENS, {"ok": True, "accumulation_steps": "absent"}),
@@ -190,11 +196,9 @@ NUMBERS = [
     ({"trainer.policy.sequence_parallel_size": 3}, {"note": "rounded down"}),
     ({"trainer.placement.colocate_all": True}, {"note": "does not size the inference engines"}),
     (LEGACY, {"note": "weights wrongly"}),
-    # The names that the engines' sizes had in 2025 are named, and not compared.
-    ({"generator.num_inference_engines": 3}, {"ok": True, "note": "num_inference_engines=3 sizes the inference engines of SkyRL of 2025"}),
     # SkyRL's check requires equal nodes and devices with colocate_policy_ref
     # (train/utils/utils.py, validate_cfg).
-    (SPLIT, {"validator": "rejects", "rules": ["colocated_ref_num_gpus_per_node"], "message": REF_GPUS}),
+    (SPLIT, {"validator": "rejects", "rules": ["colocated_ref_num_gpus_per_node"], "message": "nearest " + REF_GPUS + ": 4"}),
     ({**SPLIT, REF_GPUS: 4}, {"ok": True}),
     ({**SPLIT, "trainer.placement.colocate_policy_ref": False}, {"ok": True}),
     ({**SPLIT, "trainer.algorithm.use_kl_loss": False}, {"ok": True}),
