@@ -111,11 +111,10 @@ train_micro_batch_size: 4
 rollout_micro_batch_size: 16
 rl: {num_generations: 8, num_iterations: 1}
 """)
-# Not in the files: trlX gets the number of processes from its launcher, and MaxText the
-# number of devices from the machine.
+# Not in the files: trlX gets the number of processes from its launcher.
 stated = {
     "trlx": ["num_processes=8", "num_prompts=6400"],
-    "maxtext_rl": ["num_devices=8", "num_prompts=1600"],
+    "maxtext_rl": ["num_prompts=1600"],
 }
 verdicts = {
     system: rampup.contrib.check.check_file(

@@ -167,6 +167,15 @@ def _refuse_open_words(command: Command) -> None:
                 path=path,
                 line=line,
             )
+        if re.fullmatch(r"\s+#.*", word):
+            raise ConfigError(
+                "a backslash before a blank and a comment does not continue the line:"
+                " the comment's words are arguments, and the next line is a command of"
+                " its own",
+                fix="move the comment",
+                path=path,
+                line=line,
+            )
 
 
 def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
@@ -239,9 +248,15 @@ def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
 
 
 def _command_notes(command: Command) -> Iterator[str]:
-    """Yield the words that are not known, and are lost between a command and its
-    system.
+    """Yield what is lost between a command and its system: words after its end, and
+    words that are not known.
     """
+    if command.cut:
+        said = (
+            f"the command ends in line {command.cut}, where a comment or a blank"
+            " follows the backslash"
+        )
+        yield f"{said}; the lines below it are not part of it."
     # A word after an option is its value, unless its name is that of options.
     unknown: dict[str, None] = {}
     for before, word in itertools.pairwise(command.words):

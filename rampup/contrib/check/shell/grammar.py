@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rampup.errors import ConfigError
-
 OPERATOR = re.compile(
     r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]"
 )
@@ -30,10 +28,11 @@ _ENDS = (
     ";&",
     ";;&",
 )
-# A backslash before a comment, which ends a command, and a next line that looks like its
-# next words.
+# A backslash before a comment or a blank, which ends a command, and a next line that
+# looks like its next words.
 _CUT = re.compile(
-    r"[ \t]*\\\r?\n(?:[ \t]*#[^\n]*\n)+(?=[ \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))"
+    r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=["
+    r" \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))"
 )
 
 
@@ -43,10 +42,10 @@ class ScriptError(Exception):
 
 @dataclass(slots=True)
 class Document:
-    """A here-document, which a command gets as input."""
+    """The text that a command gets as input."""
 
-    end: str  # the word that ends it
     text: str = ""
+    end: str = ""  # the word that ends a here-document; empty for a here-string
     quoted: bool = False  # whether the text is as it stands, without expansions
 
 
@@ -57,6 +56,9 @@ class Node(NamedTuple):
     line: int
     words: list[str]
     parts: list[Any]  # of a command, its `Document`s
+    cut: int = (
+        0  # the line in which a backslash before a comment or a blank ends the command
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -255,7 +257,9 @@ class Parser:
         return body
 
     def simple(self, line: int) -> Node:
-        """Return a simple command; redirections are dropped, here-documents kept."""
+        """Return a simple command; redirections are dropped, here-documents and
+        here-strings kept.
+        """
         node = Node("command", line, [], [])
         is_test, end = False, self.at
         ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
@@ -274,18 +278,22 @@ class Parser:
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
             end = self.at
-        is_blank = any(word.startswith(("\\ ", "\\\t")) for word in node.words)
-        if is_blank or _CUT.match(self.text, end):
-            # Also in quotes, where a text that is no script is passed over.
-            raise ConfigError(
-                f"cannot read the shell script: line {self.here(end)}: a blank or a comment"
-                " follows a backslash, which ends the command there",
-                fix="remove the blank, or move the comment",
-            )
+        # Where the last word ends, or before a last word that is only the blank behind
+        # a backslash.
+        end -= (
+            len(node.words[-1])
+            if node.words and not node.words[-1].strip("\\ \t")
+            else 0
+        )
+        cut = _CUT.match(self.text, end)
+        if cut:
+            return node._replace(cut=self.here(end))
         return node
 
     def redirect(self, documents: list[Any]) -> bool:
-        """Drop a redirection, but add a here-document; return whether there was one."""
+        """Drop a redirection, but add a here-document or a here-string; return whether
+        there was one.
+        """
         if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
             return False
         self.at = match.end()
@@ -301,6 +309,8 @@ class Parser:
                 )
             )
             documents.append(self.documents[-1])
+        elif match[1] == "<<<":
+            documents.append(Document(target))
         return True
 
 

@@ -87,6 +87,9 @@ class Command(NamedTuple):
     tasks: str = ""  # how many processes run it, by Slurm or MPI
     environment: Mapping[str, str] = MappingProxyType({})  # the variables that it sees
     devices: int = 0  # those that the manifest around it asks for
+    # the line in which a backslash before a comment or a blank ends it, though more
+    # seems to follow
+    cut: int = 0
 
     def locate(self, value: Any) -> Located:
         """Return a value that the command sets, and where the command stands."""
@@ -249,6 +252,7 @@ class _Reader(Flow):
                 outer=self.outer,
                 tasks=self.tasks,
                 environment={name: self.get(name) for name in exported} | own,
+                cut=node.cut,
             )
             self.commands.append(command)
             for text, parameters in self.find_texts(words, node):
@@ -270,7 +274,7 @@ class _Reader(Flow):
                 continue
             if _SHELL_OPTION.fullmatch(before) or self.is_script(word):
                 yield word, list(words[place + 2 :])
-        text = self.input(node.parts)
+        text = self.input(node.parts) or ""
         if self.is_script(text):
             yield text, []
 
