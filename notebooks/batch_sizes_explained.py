@@ -283,7 +283,8 @@ axis.legend(frameon=False)
 plt.show()
 
 # %%
-draw_batch(ramps["MaxText"].plan)
+same_run = rampup.Config(**ramps["MaxText"].conversion.values)
+draw_batch(rampup.build_plan(same_run))
 
 # %% [markdown]
 # ## The same arithmetic as a plan
@@ -397,15 +398,15 @@ plt.show()
 
 # %%
 # @title The memory of one device, in GiB
-DEVICE_GIB = "0.003"  # @param {type:"string"}
+DEVICE_GIB = "0.002"  # @param {type:"string"}
 
 (folder / "tiny.yml").write_text("""
 steps: 40
 enable_rampup_batch_size: true
-per_device_batch_size_start: 2
-per_device_batch_size_increment: 2
-per_device_batch_size: 4
-global_rampup_samples: 40
+per_device_batch_size_start: 4
+per_device_batch_size_increment: 4
+per_device_batch_size: 8
+global_rampup_samples: 80
 base_emb_dim: 32
 base_num_decoder_layers: 1
 base_mlp_dim: 64

@@ -33,7 +33,7 @@ PRINTS = {
         "found 1 device(s): CPU",
         "nearest: 16, 32\n",
         "packed: 15.0%",
-        "fits: 4\n",
+        "fits: 2\n",
     ],
     "rl": [
         "learned: True\n",
