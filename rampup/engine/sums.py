@@ -227,12 +227,18 @@ def check_trained(params: Any) -> None:
 
 
 def differing_leaves(
-    before: Any, after: Any, fact: Callable[[Any], Any], **names: Any
+    before: Any,
+    after: Any,
+    fact: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+    **names: Any,
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield name and facts of each leaf whose facts differ in two trees, None if it is
     absent; `names` are for `keystr`.
     """
-    trees = [jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)]
+    trees = [
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf) for tree in (before, after)
+    ]
     old, new = (
         {jax.tree_util.keystr(path, **names): fact(leaf) for path, leaf in leaves}
         for leaves in trees

@@ -172,14 +172,19 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     checkpoint = absolute_path(folder) / str(step)
     stored = ocp.StandardCheckpointHandler().metadata(checkpoint / "state").tree
 
-    def shape(leaf: Any) -> tuple[int, ...] | None:
+    def is_empty(part: Any) -> bool:
+        return part is None or (isinstance(part, (tuple, list, dict)) and not part)
+
+    def shape(leaf: Any) -> tuple[int, ...] | str | None:
+        if is_empty(leaf):
+            return "empty"
         return None if getattr(leaf, "shape", None) is None else tuple(leaf.shape)
 
     found = [
         f"{name} is {'absent' if old is None else old} in the checkpoint and"
         f" {'absent' if new is None else new} here"
         for name, old, new in differing_leaves(
-            stored, abstract, shape, simple=True, separator="/"
+            stored, abstract, shape, is_empty, simple=True, separator="/"
         )
     ]
     if found:

@@ -90,6 +90,28 @@ def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplo
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (optax.adam(0.1), optax.adamw(0.1)),
+        (optax.adamw(0.1), optax.adam(0.1)),
+        (optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1))),
+        (optax.nadam(0.1), optax.adamw(0.1)),
+    ],
+)
+def test_optimizers_that_differ_in_empty_states_are_refused(before, after, tmp_path):
+    """They have the same arrays, so Orbax would fail in its own words."""
+    options = CheckpointOptions(async_checkpointing=False)
+    with Checkpoints(tmp_path, options) as checkpoints:
+        checkpoints.save(4, new_state(before), {})
+        saved = find_checkpoint(tmp_path)
+        checkpoints.restore(saved, new_state(before))
+        with pytest.raises(
+            ResumeMismatchError, match=r"opt_state/\d is .*empty.*the kind of optimizer"
+        ):
+            checkpoints.restore(saved, new_state(after))
+
+
 def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkeypatch):
     """That of another version of rampup is refused with both numbers, and the state of
     another optimizer does not fit.

@@ -59,6 +59,8 @@ _NAMES = {
 }
 # The sizes that tell a program that trains with GRPO from one that does not.
 _OF_GRPO = (GENERATIONS, ITERATIONS, MINI, TRAIN, ROLLOUT, LOGPS)
+# The sizes of sections by the names that they have there.
+_AT_HOME = {key.rpartition(".")[2]: key for key in (*_OF_GRPO, MAX_STEPS, ACCUMULATION)}
 # The classes of Tunix and the keys that their arguments stand for. An argument of
 # another call, or an attribute, with the name of a size of GRPO counts as well.
 _CLASSES = {
@@ -191,6 +193,13 @@ def _questions(reading: Reading) -> Iterator[ConfigError]:
     path, overrides = reading.path, reading.overrides
     given = {text.partition("=")[0] for text in overrides} | reading.leaves.keys()
     is_python = path.endswith((".py", ".ipynb"))
+    for name in sorted(given & _AT_HOME.keys()):
+        yield ConfigError(
+            f"{name} is not of any section, so Tunix has no such setting",
+            fix=f"give it as {_AT_HOME[name]}",
+            key=name,
+            path=path,
+        )
     override = reading.leaves.get(OVERRIDE)
     if override is not None and override.value and f"{OVERRIDE}=null" not in overrides:
         yield ConfigError(

@@ -420,3 +420,13 @@ def test_the_command_line_knows_tunix(tmp_path):
     words = [sys.executable, "-m", "rampup", "check", str(path), "--devices", "8"]
     run = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "4 of 8 chips" in run.stdout
+
+
+def test_a_size_outside_of_its_section_is_refused():
+    """Tunix has no such setting, so its default would count."""
+    sizes = {"mini_batch_size": 4, "train_micro_batch_size": 2}
+    with pytest.raises(ConfigError) as caught:
+        verdict("tunix", nested(BASE) | sizes)
+    for name in sizes:
+        assert f"{name} is not of any section" in str(caught.value)
+        assert f"give it as rl_training_config.{name}" in str(caught.value)
