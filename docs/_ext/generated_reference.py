@@ -215,7 +215,9 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     for action in parser._actions:
         if action.dest in ("help", "json") or action.help == argparse.SUPPRESS:
             continue
-        lines.append(f"| {_argument(action)} | {_escape(str(action.help))} |")
+        # A column separator ends a cell, also within code.
+        name = _argument(action).replace("|", "\\|")
+        lines.append(f"| {name} | {_escape(str(action.help))} |")
     return lines
 
 

@@ -325,8 +325,9 @@ def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -
         if planned != has:
             raise ConfigError(
                 f"the plan has {key}={planned}, but the mesh has {names} = {has}",
-                fix=f"make the plan with {key}={has}, or give"
-                " batch_axes=rampup.BatchAxes(...) if other axes take the rows",
+                fix=f"make the plan with {key}={has}, as build_plan(config, num_devices)"
+                " does for the mesh's devices, or give batch_axes=rampup.BatchAxes(...)"
+                " if other axes take the rows",
                 key=key,
                 nearest=(has,),
             )
