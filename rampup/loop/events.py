@@ -45,7 +45,7 @@ class LearningRateChanged(Event):
     """A run of a configuration resumes with other keys of its learning rate."""
 
     step: int  #: the last step before the checkpoint
-    keys: tuple[str, ...]  #: those that have changed, as `key: old -> new`
+    keys: tuple[str, ...]  #: those that have changed, each with both values
 
 
 class PhaseStarted(Event):
