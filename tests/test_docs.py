@@ -30,8 +30,8 @@ TRAINED = command_line(
     TINY
     | {
         "global_rampup_samples": 20,
-        "steps": 12,
-        "checkpoint_period": 4,
+        "steps": 60,  # so that the noise scale is known
+        "checkpoint_period": 20,
         "measure_gradient_noise": True,
     }
 )
