@@ -149,8 +149,8 @@ def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microba
             [c for c in answer.collectives if c.kind == "collective-permute"]
         )
         rows = sum(leaf.nbytes for leaf in jax.tree.leaves(programs._row)) * 4 * batch
-        # The program has them twice: as they came, and in the order of the loop.
-        totals.append(answer.memory.total - 2 * rows)
+        # The compiler pads 129 tokens to 256, and has them two and a half times.
+        totals.append(answer.memory.total - 5 * rows)
         assert [c.in_loop for c in gradients(answer) if c.kind == "all-reduce"] == [
             False,
             False,
