@@ -1001,7 +1001,10 @@ def test_a_list_in_a_row_is_one_array_as_in_a_step():
     for wrong, words in (
         ([*rows[:6], {"x": [1.0], "y": 2}], r"row 6 of .*\['x'\] is of shape \[1\]"),
         ([{"x": "a", "y": 1}] * 4, r"batch\['x'\] .* row 0 of .* has a text"),
-        ({"x": [[1, 2], [3, 4]], "y": [1, 2]}, "a dict cannot be indexed by row.*arrays by their names"),
+        (
+            {"x": [[1, 2], [3, 4]], "y": [1, 2]},
+            "a dict cannot be indexed by row.*arrays by their names",
+        ),
     ):
         with pytest.raises(DataError, match=words):
             rampup.check_loss(loss, jnp.float32(0.5), wrong)

@@ -32,8 +32,8 @@ SYSTEMS = (
     "tunix",
 )  # each is a module
 READABLE = (
-    "files and launch scripts of MaxText, MaxText RL, Megatron-LM, SkyRL, veRL,"
-    " trlX and Tunix"
+    "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL,"
+    " veRL, trlX and Tunix"
 )
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100

@@ -7,6 +7,7 @@ many problems, when a phase's step comes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -31,7 +32,7 @@ from rampup.contrib.check.rules import (
     ends_before_ramp,
     few_samples_per_pass,
 )
-from rampup.contrib.check.settings import Settings, type_settings
+from rampup.contrib.check.settings import Settings, resolve_reference, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import unknown_names
 from rampup.contrib.check.verdict import (
@@ -51,18 +52,29 @@ from rampup.plan.split import BatchSplitter
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
 MICRO, GLOBAL = "micro_batch_size", "global_batch_size"
-TENSOR, STAGES, CONTEXT = (
-    f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")
+DECREASE = "decrease_batch_size_if_needed"
+MODEL_AXES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
 )
+TENSOR, STAGES, CONTEXT = MODEL_AXES
+SEQUENCE = "ds_sequence_parallel_size"
 # The axes whose devices share a sample, with their names in messages.
-AXES = {TENSOR: "tensor", STAGES: "pipeline", CONTEXT: "context"}
+AXES = {TENSOR: "tensor", STAGES: "pipeline", CONTEXT: "context", SEQUENCE: "sequence"}
 EXPERT_TENSOR, EXPERT = (f"expert_{axis}_parallel_size" for axis in ("tensor", "model"))
 VIRTUAL = "virtual_pipeline_model_parallel_size"
+PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 LAYERS = "num_layers"
 PARTITION = "pp_partition_method"
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+EXTRAS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 VERSION = "megatron_version"
 AT_STEP = "at_step"  # where a run stands
-_DEVICES = ("nnodes", "nproc_per_node")
+_DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
 # Launchers whose options have names of their own.
 _LAUNCHERS = {
@@ -78,8 +90,8 @@ UNEVEN: list[str] = _NAMES["uneven"]
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read Megatron's arguments: YAML (flat or in sections; names with underscores or
-    dashes), a script or a command.
+    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with
+    underscores or dashes), a script or a command.
     """
     reading = read_source(source, overrides, launch)
     settings = [setting.partition("=") for setting in reading.overrides]
@@ -94,22 +106,25 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     # What a script does not say about the devices is one question: the size of the job.
     if any(name in leaves and _is_open(leaves[name]) for name in _DEVICES):
         leaves = {name: at for name, at in leaves.items() if name not in _DEVICES}
-    # A ramp depends on the samples and tokens of the run.
+    # A ramp depends on the samples and tokens of the run, and the number of chunks on
+    # that of layers.
     entries = KEYS
-    if not {RAMP, SCHEDULE}.isdisjoint({*leaves, *chosen}):
+    if not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*leaves, *chosen}):
         entries = {
             name: dataclasses.replace(entry, optional=False)
             for name, entry in KEYS.items()
         }
     own = _own_options(reading)
-    launch = dataclasses.replace(launch, entries=entries, decides=_SIZES)
+    launch = dataclasses.replace(
+        launch, entries=entries, decides=_LAYOUTS if own is None else _SIZES
+    )
     written = [f"{_known_name(name)}{sign}{value}" for name, sign, value in settings]
     reading = dataclasses.replace(
         reading,
         leaves=leaves,
         overrides=written,
     )
-    foreign = own - KEYS.keys() - chosen.keys()
+    foreign = (own or set()) - KEYS.keys() - chosen.keys()
     looked_up = {name: place for name, place in leaves.items() if name in foreign}
     return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
 
@@ -120,12 +135,14 @@ def _known_name(name: str) -> str:
     return known if known in KEYS and name[:1] != "-" else name
 
 
-def _own_options(reading: Reading) -> set[str]:
+def _own_options(reading: Reading) -> set[str] | None:
     """Return the keys that Megatron itself looks up, and refuses if it does not have
-    them: those behind its program, not those of the launcher, or all of a file.
+    them: those behind its program, not those of the launcher, or all of a flat file.
+    None for a file of NeMo.
     """
     if reading.command is None:
-        return {canonical(name) for name in reading.leaves}
+        names = {canonical(name) for name in reading.leaves}
+        return None if names & {"devices", "num_nodes"} else names
     words = reading.command.words
     behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
     options = (word.partition("=")[0] for word in behind if word.startswith("--"))
@@ -136,19 +153,14 @@ def _by_megatrons_names(
     reading: Reading, chosen: Collection[str]
 ) -> dict[str, Located]:
     """Return the keys of a YAML file by Megatron's names; a key with two values is
-    refused, and a file of NeMo.
+    refused.
     """
     found: dict[str, Located] = {}
     for written, place in reading.leaves.items():
         name = canonical(written)
-        if name in ("num_nodes", "devices"):
-            raise ConfigError(
-                f"{written} is NeMo's, whose files the rules do not follow",
-                fix="give the options of Megatron-LM, and world_size=N",
-                key=written,
-                path=reading.path,
-                line=place.line,
-            )
+        with contextlib.suppress(ConfigError):  # another key of Megatron's own name
+            value = resolve_reference(place.value, written, reading.leaves, {})
+            place = dataclasses.replace(place, value=value)
         first = found.setdefault(name, place)
         if name in KEYS and name not in chosen and first.value != place.value:
             raise ConfigError(
@@ -237,12 +249,14 @@ def _normalize(name: str, located: Located) -> tuple[str, Located]:
     return name, dataclasses.replace(located, value=value)
 
 
-# Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`.
+# Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in
+# YAML, meshes of several kinds of devices.
 _OPTION = re.compile(r"--\S|-[tpdcev]{1,2}p$")
 _SIZES = re.compile(
     r"[tpdcev]{1,2}p"
     r"|\w*(?:batch_size|parallel_size|num_layers|hetero|num_stages|num_microbatch|accumulation_steps|interleav)\w*"
 )
+_LAYOUTS = re.compile(r"enable_hetero\w*|hetero_\w*mesh\w*")
 
 
 def read_options(command: Command) -> dict[str, Located]:
@@ -290,6 +304,7 @@ class Threshold(NamedTuple):
 
     text: str  # as written
     samples: int  # the threshold, exact, truncated to whole samples
+    as_run: int  # the same as Megatron's floating-point product gives it
     size: int  # global batch size from the threshold on
 
 
@@ -310,6 +325,7 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     return Threshold(
         text=text,
         samples=exact[0] // (seq_length or 1),
+        as_run=int(float(found[0][1]) * factors[0]) // (seq_length or 1),
         size=exact[1],
     )
 
@@ -321,9 +337,9 @@ class MegatronJob(PretrainingJob):
 
     system = "megatron"
     expressed = (
-        *(MICRO, GLOBAL, RAMP, SCHEDULE, VIRTUAL),
+        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK),
         *(*AXES, *_DEVICES_GIVEN, LAYERS, VERSION, "seq_length"),
-        *("train_iters", "train_samples"),
+        *("train_iters", "max_steps", "train_samples"),
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -347,14 +363,20 @@ class MegatronJob(PretrainingJob):
         """Count devices, replicas (at least one, also if the world size breaks a rule),
         and samples of passes and batches.
         """
+        sizes = {
+            axis: self[axis]
+            for axis in AXES
+            if axis in MODEL_AXES or axis in self.settings.given
+        }
         # The devices of a replica, with their arithmetic.
         self.replica = product(
-            {f"{name} parallel size": self[axis] for axis, name in AXES.items()}
+            {f"{AXES[axis]} parallel size": size for axis, size in sizes.items()}
         )
         self.model_parallel = self.replica.number
         self.world: int | None = self["world_size"]
-        if self.world is None and self["nproc_per_node"] is not None:
-            self.world = (self["nnodes"] or 1) * self["nproc_per_node"]
+        for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
+            if self.world is None and self[per_host] is not None and self[per_host] > 0:
+                self.world = (self[hosts] or 1) * self[per_host]
         self.replicas: int = self["data_parallel_size"]
         if self.replicas is None:
             if self.world is None:
@@ -390,7 +412,16 @@ class MegatronJob(PretrainingJob):
         self.uneven = [key for key in UNEVEN if self[key]]
         # Whether layers are known, and split evenly over the stages.
         self.even = self.num_layers is not None and not self.uneven
-        self.chunks = max(self[VIRTUAL] or 1, 1)
+        # The key that divides the layers of a stage into chunks.
+        given = (key for key in (VIRTUAL, PER_CHUNK) if self[key] is not None)
+        self.chunk_key = next(given, "")
+        self.chunks = 1
+        if self.chunk_key == VIRTUAL:
+            self.chunks = max(self[VIRTUAL], 1)
+        elif self.chunk_key and self.num_layers is not None:
+            # The embedding and the loss take the slot of a layer.
+            slots = self.num_layers + sum(self[key] for key in EXTRAS)
+            self.chunks = max(slots // (self.stages * self[PER_CHUNK]), 1)
         self.interleaved = self.chunks > 1 and self.stages > 1
 
     def _read_linear_ramp(self) -> None:
@@ -413,6 +444,14 @@ class MegatronJob(PretrainingJob):
         self.start, self.increment, self.ramp_samples = (
             self.triple if len(self.triple) == 3 else (0, 0, 0)
         )
+        is_rounded = self.final % max(self.unit, 1) != 0 and not self.has_schedule
+        if self[DECREASE] and (self.has_linear or is_rounded):
+            raise ConfigError(
+                f"{DECREASE} rounds batches down to multiples of {self.unit:,}, and the"
+                " rules do not follow it",
+                fix=f"add {DECREASE}=false, and give such batches",
+                key=DECREASE,
+            )
         # Whether rules about the relation of the three can use them.
         self.ordered = min(self.start, self.increment) > 0 and self.ramp_samples >= 0
         # The batch after each number of increments, if the numbers make a ramp.
@@ -482,7 +521,7 @@ class MegatronJob(PretrainingJob):
         """Return the optimizer steps of the run; 0 if they are not known."""
         if self["train_samples"] and self.ramp is not None:
             return max(self.ramp.step_of_sample(int(self["train_samples"])), 1)
-        return self["train_iters"] or 0
+        return max(self["train_iters"] or self["max_steps"] or 0, 0)
 
     def summary(self) -> str:
         """Return the numbers of an optimizer step in one line."""
@@ -580,7 +619,7 @@ class MegatronJob(PretrainingJob):
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
             "ici_tensor_parallelism": self[TENSOR],
-            "ici_context_parallelism": self[CONTEXT],
+            "ici_context_parallelism": self[CONTEXT] * self[SEQUENCE],
             "ici_pipeline_parallelism": self.stages,
             "microbatch_size": self.micro,
             "steps": steps,
@@ -620,6 +659,11 @@ class MegatronJob(PretrainingJob):
 def _notes(job: MegatronJob) -> Iterator[str]:
     """Yield what is special to the file, its ramp, and its version and pipeline."""
     given = job.settings.given
+    if "devices" in given and not {"num_nodes", "world_size"} & given:
+        yield (
+            "num_nodes is not in the file: one node is taken, as NeMo does; add"
+            " num_nodes=N if the launcher sets it."
+        )
     if foreign := job.keys_of("megatron", None):
         yield (
             "Megatron-LM stops at options that it does not have, such as"
@@ -641,7 +685,7 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             " one step later; at every change it saves a checkpoint; the learning rate"
             " follows samples and is not scaled with the batch"
         )
-    is_megatron_lm = {PARTITION, "deepspeed"}.isdisjoint(given)
+    is_megatron_lm = {"num_nodes", "devices", PARTITION, "deepspeed"}.isdisjoint(given)
     if job[RAMP] is not None and is_megatron_lm:
         yield _version_note(job)
     yield from _pipeline_notes(job)
@@ -655,14 +699,18 @@ def _schedule_notes(job: MegatronJob) -> Iterator[str]:
             " them as tokens (give seq_length=N)"
         )
     for pair in job.thresholds:
-        size = pair.text.rpartition(":")[2]
+        threshold, _, size = pair.text.partition(":")
+        if pair.samples != pair.as_run:
+            yield (
+                f"threshold {threshold} is {pair.samples:,} samples exactly and"
+                f" {pair.as_run:,} in Megatron's floating-point product"
+            )
         if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
             yield f"{pair.text}: the size is silently truncated to {pair.size}"
     if job.ramp is not None:
         yield from _skipped({entry.size for entry in job.thresholds}, job.ramp)
         yield Always(
-            "thresholds are exact: Megatron's floating-point product may be one sample"
-            " less; evaluation uses one micro batch per replica unless"
+            "evaluation uses one micro batch per replica unless"
             " eval_global_batch_size is given"
         )
 
@@ -758,6 +806,9 @@ def _device_rules(job: MegatronJob) -> Iterator[Ruling]:
     if job["num_experts"]:
         keys = (EXPERT, "num_experts")
         yield job.multiple("experts_shared", keys, "num_experts", EXPERT)
+    if job["no_pipeline_parallel"]:
+        keys = (STAGES, "no_pipeline_parallel")
+        yield job.equal("no_pipeline", keys, STAGES, 1, " with no_pipeline_parallel")
 
 
 def _ramp_rules(job: MegatronJob, final: Term, unit: Term) -> Iterator[Ruling]:
@@ -822,6 +873,13 @@ def _schedule_rules(job: MegatronJob, unit: Term) -> Iterator[Ruling]:
             f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size"
             " it would contradict",
         )
+    if job[DECREASE]:
+        yield job.broken(
+            "schedule_excludes_decrease",
+            (DECREASE, SCHEDULE),
+            f"{DECREASE} must not be given with {SCHEDULE}",
+            candidates=(False,),
+        )
     if job.unreadable or not job.thresholds:
         texts = [repr(text[:40]) for text in job.unreadable[:5]]
         yield job.broken(
@@ -877,11 +935,16 @@ def _pipeline_rules(job: MegatronJob) -> Iterator[Ruling]:
         yield job.at_least("chunks_need_stages", (STAGES, VIRTUAL), STAGES, 2, note)
     if job.even:
         yield job.multiple("layers_over_stages", (LAYERS, STAGES), LAYERS, STAGES)
-    if job.even and job[VIRTUAL] is not None and job[LAYERS] % job.stages == 0:
+    if job.even and job.chunk_key and job[LAYERS] % job.stages == 0:
         layers = job[LAYERS] // job.stages
         share = f"({LAYERS}={job[LAYERS]}) / ({STAGES}={job.stages}) = {layers} layers"
-        keys = (LAYERS, VIRTUAL)
-        yield job.multiple("layers_over_chunks", keys, Term(share, layers), VIRTUAL)
+        size = job[job.chunk_key]
+        yield job.multiple(
+            "layers_over_chunks",
+            (LAYERS, VIRTUAL, PER_CHUNK),
+            Term(share, layers),
+            Term(f"{job.chunk_key}={size}", size),
+        )
     if job.interleaved:
         counts = zip(job.coming, job.num_microbatches or (), strict=False)
         for phase, count in [row for row in counts if row[1] % job.stages][:1]:

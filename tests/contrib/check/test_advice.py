@@ -44,6 +44,7 @@ def write(tmp_path, name, text):
 
 NOTES = [
     ("megatron", RAMP | {"train_samples": 100}, "ends in step 50, before the ramp does in step 186: its last batch is 2 samples, and 16 are never"),
+    ("megatron", {"trainer": {"devices": 8, "num_nodes": 1, "max_steps": 50}, "model": {"micro_batch_size": 1, "global_batch_size": 64, "rampup_batch_size": [8, 8, 100000]}}, "ends in step 50, before the ramp"),
     ("maxtext", MAXTEXT_RAMP | {"steps": 10}, "ends in step 10, before the ramp does"),
     ("megatron", STEPS | {"train_samples": 800}, "ends in step 100, before the ramp does in step 219: its last batch is 8 samples, and 32 are never"),
     ("megatron", STEPS | {"train_iters": 150}, "ends in step 150, before the ramp does in step 219: its last batch is 16 samples, and 32 are never"),

@@ -125,11 +125,15 @@ def test_every_name_like_that_of_a_size_is_accounted_for(system):
 AXES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 # Keys that were known and not read: two values, and the two answers.
 READ = [
+    ("megatron", {}, "ds_sequence_parallel_size", (1, 2), (16, 8), "data_parallel_size"),
+    ("megatron", AXES, "ds_sequence_parallel_size", (1, 4), (4, 1), "data_parallel_size"),
+    ("megatron", {}, "ds_sequence_parallel_size", (2, 3), ([], ["world_divisible", "batch_divisible"]), "rules"),
     ("megatron", {}, "expert_model_parallel_size", (8, 3), ([], ["experts_over_devices"]), "rules"),
     ("megatron", AXES, "expert_model_parallel_size", (4, 8), ([], ["experts_over_devices"]), "rules"),
     ("megatron", AXES | {"expert_model_parallel_size": 8}, "expert_tensor_parallel_size", (1, 2), ([], ["experts_over_devices"]), "rules"),
     ("megatron", {"expert_model_parallel_size": 8}, "num_experts", (64, 60), ([], ["experts_shared"]), "rules"),
     ("megatron", {"expert_model_parallel_size": 8}, "num_moe_experts", (64, 60), ([], ["experts_shared"]), "rules"),
+    ("megatron", AXES, "no_pipeline_parallel", (False, True), ([], ["no_pipeline"]), "rules"),
     ("megatron", AXES, "encoder_num_layers", (12, 13), ([], ["layers_over_stages"]), "rules"),
     ("megatron", AXES | {"num_layers": 13}, "standalone_embedding_stage", (False, True), (["layers_over_stages"], []), "rules"),
     ("megatron", AXES | {"num_layers": 13}, "pipeline_model_parallel_split_rank", (None, 1), (["layers_over_stages"], []), "rules"),

@@ -109,7 +109,8 @@ MODEL=(--tensor-model-parallel-size 2 --swiglu)
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES:-2} pretrain_gpt.py \\
     ${TRAINING_ARGS[@]} ${MODEL[@]}
 """
-# One ramp as a script, a command line, YAML with underscores or dashes, and in sections.
+# One ramp as a script, a command line, YAML with underscores or dashes, and NeMo's
+# YAML.
 FORMATS = (
     SCRIPT,
     (
@@ -125,21 +126,28 @@ FORMATS = (
         " --rampup-batch-size: 24 24 600\n  --train-samples: 10_000\n "
         " --tensor-model-parallel-size: 2\nworld_size: 12\n"
     ),
+    (
+        "trainer: {num_nodes: 2, devices: 6}\nmodel: {micro_batch_size: 4,"
+        " global_batch_size: 120, rampup_batch_size: [24, 24, 600],"
+        " tensor_model_parallel_size: 2}\n"
+    ),
 )
 NUMBERS = [
     *((text, {"ok": True, "data_parallel_size": 6, "num_microbatches": [1, 2, 3, 4, 5], "ramp_steps": 14}) for text in FORMATS),
-    # The exact threshold is used, and not Megatron's product; a size is truncated, with a
-    # note.
+    # The exact threshold is used, and a note names Megatron's; both truncate a size,
+    # with a note.
     *((STEPS | REPLICAS | {"step_batch_size_schedule": f"0:8 {entry}"}, {"thresholds_samples": [[0, 8], [exact, 16]], **notes})
       for entry, exact, notes in (
-          ("2.01K:16", 2010, {"note": "thresholds are exact"}), ("8.2B:16.9", 8_200_000_000, {"note": "truncated to 16"}),
-          ("8.2B:16", 8_200_000_000, {"no_note": "truncated"}),
-          ("117.25B:16", 117_250_000_000, {"no_note": "truncated"}))),
+          ("2.01K:16", 2010, {"note": "2,009 in Megatron"}), ("8.2B:16.9", 8_200_000_000, {"note": "truncated to 16"}),
+          ("8.2B:16", 8_200_000_000, {"note": "8,199,999,999 in Megatron"}),
+          ("117.25B:16", 117_250_000_000, {"no_note": "in Megatron's floating-point"}))),
     # Entries are sorted, which a note reports; commas separate as spaces do.
     (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, ORDERED),
     (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, ORDERED),
     # The linear ramp is ignored beside a schedule.
     (STEPS | {"rampup_batch_size": [16, 8, 500], **REPLICAS}, {**ORDERED, "note": "rampup_batch_size is ignored"}),
+    # Rounding down changes no multiple of 16 = 2 * 8.
+    (CONSTANT | REPLICAS | {"global_batch_size": 64, "decrease_batch_size_if_needed": True}, {"num_microbatches": [4]}),
     # Exact arithmetic decides, and a note says that Megatron's division may not.
     (RAMP | REPLICAS, {"ramp_steps": 21, "note": "floating-point division"}),
     # The second size, 272, stops the run, and the message names its step.
@@ -196,39 +204,17 @@ def test_devices_and_conversion_are_refused_with_a_reason():
     assert "batch_size_schedule" in legacy.conversion.values
     assert "batch_size_schedule" not in head.conversion.values
     assert "rampup_batch_size" in head.conversion.left_out
-    for config in (DECREASED, CONSTANT | REPLICAS):
-        with pytest.raises(ConfigError, match="rounds batches down to multiples of"):
+    constant = CONSTANT | REPLICAS | {"global_batch_size": 65}
+    for config in (DECREASED, constant):
+        with pytest.raises(ConfigError, match="rounds batches down to multiples of 1"):
             verdict("megatron", config | {"decrease_batch_size_if_needed": True})
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            {"trainer": {"devices": 6}, "model": CONSTANT},
-            r"trainer\.devices is NeMo's, whose files the rules do not follow",
-        ),
-        (
-            CONSTANT | REPLICAS | {"ds_sequence_parallel_size": 2},
-            "ds_sequence_parallel_size=2 divides the devices of a replica",
-        ),
-        (
-            CONSTANT | REPLICAS | {"no_pipeline_parallel": True},
-            "pipeline_model_parallel_size must be 1",
-        ),
-        (
-            STAGES4 | REPLICAS | {"num_layers": 16, PER_CHUNK: 2},
-            f"{PER_CHUNK}=2 divides the layers .* as {VP}=N does",
-        ),
-    ],
+GLOBAL, MICRO, DECREASE = (
+    "global_batch_size",
+    "micro_batch_size",
+    "decrease_batch_size_if_needed",
 )
-def test_layouts_that_the_rules_do_not_follow_are_asked_about(config, said):
-    """NeMo's files, the axes of Megatron-DeepSpeed, and chunks by their layers."""
-    with pytest.raises(ConfigError, match=said):
-        verdict("megatron", config)
-
-
-GLOBAL, MICRO = "global_batch_size", "micro_batch_size"
 LINEAR, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
 BOUNDARIES = [
     ("batch_divisible", CONSTANT, {**CONSTANT, GLOBAL: 65}, "rejects"),
@@ -242,12 +228,13 @@ BOUNDARIES = [
       for numbers in ([0, 8, 500], [16, 0, 500], [16, 8, -1])],
     ("ramp_divides_by_zero", {**RAMP, LINEAR: [16, 8, 1]}, {**RAMP, LINEAR: [16, 8, 0]}, "accepts"),
     ("ramp_divides_by_zero", RAMP, {**RAMP, LINEAR: [48, 8, 500]}, "accepts"),
-    ("ramp_grows", RAMP, {**RAMP, LINEAR: [56, 8, 500]}, "rejects"),
+    ("ramp_grows", {**RAMP, "max_steps": 100}, {**RAMP, LINEAR: [56, 8, 500]}, "rejects"),
     ("ramp_increment_divides", {**RAMP, LINEAR: [16, 16, 500]}, {**RAMP, LINEAR: [16, 24, 500]}, "rejects"),
     ("ramp_phases_divisible", RAMP, {**RAMP, LINEAR: [20, 4, 500]}, "accepts"),
     ("ramp_phases_divisible", RAMP, {**RAMP, LINEAR: [16, 4, 500]}, "accepts"),
     ("ramp_counts_samples", {**RAMP, "train_samples": 100}, {**RAMP, "train_iters": 100}, "rejects"),
     ("schedule_excludes_global_batch", STEPS, {**STEPS, GLOBAL: 32}, "rejects"),
+    ("schedule_excludes_decrease", STEPS, {**STEPS, DECREASE: True}, "rejects"),
     ("schedule_starts_at_0", STEPS, {**STEPS, SCHEDULE: "1:8 100:16"}, "rejects"),
     ("schedule_entries", {**STEPS, SCHEDULE: "0:8 1_000:16"}, {**STEPS, SCHEDULE: "0:8 1,000:16"}, "rejects"),
     ("schedule_entries", STEPS, {**STEPS, SCHEDULE: "0:8 1G:16"}, "rejects"),
@@ -264,7 +251,7 @@ BOUNDARIES = [
     ("chunks_positive", INTERLEAVED, {**INTERLEAVED, VP: 0}, "rejects"),
     # Only an even split must divide.
     ("layers_over_stages", {**STAGES4, "num_layers": 15, EMBEDDING: True}, {**STAGES4, "num_layers": 15}, "rejects"),
-    ("layers_over_stages", {**STAGES4, "num_layers": 14, EMBEDDING: True, LOSS: True},
+    ("layers_over_stages", {**STAGES4, "num_layers": 14, EMBEDDING: True, LOSS: True, PER_CHUNK: 2},
      {**STAGES4, "num_layers": 14}, "rejects"),
     ("layers_over_stages", {**STAGES4, "num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, {**STAGES4, "num_layers": 9},
      "rejects"),
