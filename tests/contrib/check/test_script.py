@@ -111,6 +111,7 @@ WITH_ARGUMENTS = {
     "a word as a test": ('A=; while [ "$1" ]; do A="$A.$1"; shift; done; run $A', "1 2 3"),
     "not empty": ('while [ "$1" != "" ]; do case "$1" in a) A=1;; b) A=$((A + 1));; esac; shift; done; run $A', "a b b"),
     "n of them": ('L=; while [ -n "$1" ]; do L="$1 $L"; shift; done; run $L', "x y z"),
+    "here-strings": ('N=2\nbash <<< "run a $N"\nbash <<< \'run b\'', ""),
     "arithmetic test": ("S=0; while (( $# )); do S=$((S + $1)); shift; done; run $S", "1 2 3 4"),
     "arithmetic count": ("S=0; while (($# > 1)); do S=$((S + $1)); shift 2; done; run $S $#", "1 2 3 4 5"),
     "options in a function": ('parse() { while [ $# -gt 0 ]; do case $1 in -n) N=$2; shift 2;; *) shift;; esac; done; }; parse "$@" -n 9; run $N $#', "-n 4 x"),

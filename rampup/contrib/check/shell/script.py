@@ -274,7 +274,7 @@ class _Reader(Flow):
                 continue
             if _SHELL_OPTION.fullmatch(before) or self.is_script(word):
                 yield word, list(words[place + 2 :])
-        text = self.input(node.parts) or ""
+        text = self.input(node.parts)
         if self.is_script(text):
             yield text, []
 
