@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -84,10 +85,12 @@ def call_loss(
     try:
         results = loss_fn(*args)
     except (TypeError, ValueError, NameError) as error:
+        if not _is_of_jax(error):
+            raise
         # What JAX says does not name the contract.
         error.add_note(
-            "If this is an error of JAX: `keys` has one random key per row, so take"
-            " jax.vmap over rows and keys, or keys[0]. The axes of the mesh are"
+            "In a loss, `keys` has one random key per row, so take jax.vmap over rows"
+            " and keys, or keys[0]. The axes of the mesh are"
             f" {', '.join(map(str, axes))}, and a step adds up over the replicas by"
             " itself: leave out the collectives of a pmap, and of a shard_map `mesh=`,"
             " the axes of the replicas and those of one device, or give"
@@ -95,6 +98,15 @@ def call_loss(
         )
         raise
     return check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Return whether JAX raised an error, and not the loss itself. JAX takes its own
+    frames out of a traceback, and then leaves a note.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith("jax.") or hasattr(error, "__notes__")
 
 
 def check_results(

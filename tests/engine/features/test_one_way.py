@@ -63,6 +63,7 @@ def test_an_error_of_the_loss_arrives_as_it_is_after_one_call(name, kind):
     with pytest.raises(kind, match="the shard_map of my mesh is broken") as caught:
         first_step(name, loss)
     assert type(caught.value) is kind
+    assert "reduce_once" not in "".join(getattr(caught.value, "__notes__", ()))
     assert len(calls) == 1
 
 
@@ -99,6 +100,7 @@ def test_a_number_of_rows_in_the_loss_is_an_error(name, how):
         with pytest.raises((ValueError, TypeError)) as caught:
             first_step(name, loss, check_loss=False)
     assert not isinstance(caught.value, ConfigError)
+    assert "reduce_once=False" in "".join(caught.value.__notes__)
 
 
 def product_over_tensor(mesh=None, names=("tensor",), **options):
