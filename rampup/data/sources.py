@@ -180,7 +180,7 @@ class ItemRows:
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
-        return f"row {row} of {self.items!r:.100}"
+        return f"row {row} of {a_type(self.items)} of length {len(self.items):,}"
 
 
 class SyntheticRows:

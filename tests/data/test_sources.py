@@ -146,6 +146,12 @@ def test_rows_by_number_are_a_source():
     assert next(step.batches(tuple(np.ones((16, 3))))).chunks[0].shape == (1, 8, 3)
 
 
+def test_a_row_is_named_by_the_type_and_length_of_its_source():
+    """Not by a part of its content, which says nothing and may be long."""
+    assert as_source([{"x": 1}] * 2000).describe(3) == "row 3 of a list of length 2,000"
+    assert as_source(range(6)).describe(0) == "row 0 of a range of length 6"
+
+
 @pytest.mark.parametrize("way", ["microbatches", "step", "stream"])
 def test_a_position_is_no_step_number(way):
     """Every way to batches says what `start` is."""
