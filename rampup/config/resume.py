@@ -105,8 +105,9 @@ def plan_to_resume(
         f" ({'; '.join(changed)})"
     )
     fix = (
-        "restore the keys, or set on_plan_change=continue_by_samples to continue with"
-        " the new sizes by samples consumed"
+        "restore the keys, as `rampup train RUN_DIR` does, or set"
+        " on_plan_change=continue_by_samples to continue with the new sizes by samples"
+        " consumed"
     )
     raise ResumeMismatchError(
         f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}",

@@ -59,6 +59,15 @@ def run_in_folder(
             is_shared = config.enable_checkpointing
             held.enter_context(own_run(folder, only_existing=True, shared=is_shared))
             saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
+        if saved is None and config.num_devices not in (AUTO, jax.device_count()):
+            raise ConfigError(
+                f"num_devices={config.num_devices}, but JAX finds {jax.device_count()}"
+                " here",
+                fix="set num_devices=-1 to train on those; `rampup train --fake-devices"
+                " N` simulates N on a CPU",
+                key="num_devices",
+                nearest=(AUTO, jax.device_count()),
+            )
         run = make(saved)
         made = str(run_folder(base, name)) if is_primary() else ""
         folder = as_path(broadcast_from_process0("folder", made))

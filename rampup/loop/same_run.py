@@ -64,7 +64,8 @@ def check_same_run(
         record,
         identity,
         f"{place} is of another run",
-        f"set these back, or {ANOTHER_FOLDER}",
+        "set these back, as `rampup train RUN_DIR` does for a configuration, or"
+        f" {ANOTHER_FOLDER}",
     )
 
 

@@ -342,6 +342,7 @@ def test_plan_to_resume_refuses_another_ramp_with_both_tables():
         "0:16 160:32 800:64 -> 0:16 160:48",
         "from sample 160: 32",
         "from sample 160: 48",
+        "restore the keys, as `rampup train RUN_DIR` does, or",
     ):
         assert text in str(caught.value)
     assert caught.value.key == "on_plan_change"

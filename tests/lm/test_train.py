@@ -259,7 +259,8 @@ def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
     kept = load_config(tmp_path / "run" / "config.yml")
     assert kept == config(tmp_path, steps=4, num_devices=8)
     with pytest.raises(
-        ResumeMismatchError, match="base_mlp_dim: 32 in the checkpoint, 96 here"
+        ResumeMismatchError,
+        match=r"(?s)base_mlp_dim: 32 in the checkpoint, 96 here.* `rampup train RUN_DIR`",
     ):
         train(config(tmp_path, steps=8, base_mlp_dim=96))
     with pytest.raises(
@@ -270,7 +271,8 @@ def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
     with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
         train(config(tmp_path, steps=8, gradient_clipping_threshold=0))
     assert load_config(tmp_path / "run" / "config.yml") == kept
-    summary = train(config(tmp_path, steps=8))
+    # A run may have been on other devices before.
+    summary = train(config(tmp_path, steps=8, num_devices=4))
     assert (summary.resumed_from, summary.steps) == (4, 8)
     assert [line["step"] for line in metrics(tmp_path)] == list(range(8))
     assert load_config(tmp_path / "run" / "config.yml").steps == 8
@@ -300,6 +302,7 @@ def test_run_and_rows_are_known_without_a_folder(tmp_path):
     ("change", "error", "key"),
     [
         ({"ici_context_parallelism": 2}, ConfigError, "ici_context_parallelism"),
+        ({"num_devices": 4}, ConfigError, "num_devices"),
         (
             {"expansion_factor_real_data": 0.5, "per_device_batch_size": 3},
             ConfigError,
