@@ -105,6 +105,13 @@ def test_wrong_usage_is_a_json_error(words, key, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("words", ["", "6B 300B", "--train_tokens 300B", "a.yml"])
+def test_suggest_names_what_is_missing(words, capsys):
+    """Without arguments, and with wrong ones."""
+    assert main(["suggest", *words.split()]) == 2
+    assert "arguments are required: --train-tokens" in capsys.readouterr().err
+
+
 @pytest.mark.core
 def test_help_and_version(capsys):
     """Help names every command once, what is optional apart, and each command's help its

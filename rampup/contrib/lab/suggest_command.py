@@ -8,21 +8,21 @@ from typing import Any
 
 from rich.console import Console
 
-from rampup.cli.common import Result, arg, usage_error
+from rampup.cli.common import Result, arg
 from rampup.contrib.lab.scaling_laws import ADVISED, suggest_batch
 from rampup.show.console import make_table
 from rampup.show.format import format_si
 
 SUGGEST = {
     "--params": arg("N", "parameters of the model without its embeddings, such as 6B"),
-    "--train-tokens": arg("D", "tokens of a pre-training run, such as 300B"),
+    "--train-tokens": arg(
+        "D", "tokens of a pre-training run, such as 300B", required=True
+    ),
 }
 
 
 def suggest(args: argparse.Namespace) -> Result:
     """Suggest batch sizes for pre-training by scaling laws."""
-    if args.train_tokens is None:
-        raise usage_error("give --train-tokens, the tokens of the run")
     found = suggest_batch(args.train_tokens, args.params)
     return Result(facts=found, show=lambda console: print_batch_range(found, console))
 
