@@ -289,6 +289,7 @@ class _Rounding:
         return found
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a loss may be no finite number
 def _report(trials: Trials) -> LossReport:
     """Return what does not add up in some trials, with hints."""
     try:

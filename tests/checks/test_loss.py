@@ -681,6 +681,15 @@ def test_a_loss_that_depends_on_the_split_is_reported_by_its_kind(kind, name):
     assert named in str(report)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])
+def test_a_loss_without_finite_numbers_is_checked_without_warnings(number):
+    """NumPy's own words about the numbers of a broken loss would help nobody."""
+    loss = whole(lambda p, b: ((errors(p, b) + 1) * number).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rampup.check_loss(loss, PARAMS, BATCH)
+
+
 def test_double_precision_is_checked_closely(float64):
     """With float64, a penalty is found that float32 would round away."""
     loss, batch = (
