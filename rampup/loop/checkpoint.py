@@ -59,7 +59,9 @@ class CheckpointOptions:
 
     Attributes:
         checkpoint_period: steps between checkpoints; None = write none.
-        max_to_keep: older checkpoints are deleted; None keeps all.
+        max_to_keep: how many checkpoints stay, the newest; older ones are deleted. By
+            default, None, all stay, while `rampup train` keeps 3
+            (`max_num_checkpoints_to_keep`).
         identity: JSON values that must be the same in a checkpoint and in the run that
             resumes it.
         extra_metadata: extra metadata stored with each checkpoint and not validated on
