@@ -316,6 +316,13 @@ def phrases_of_hours(studies: Mapping[str, Study]) -> dict[str, str]:
     def at_most(study: Study) -> str:
         return f"{math.ceil(hours_saved(study, DESIGNED_FOR)[2] * 100)}%"
 
+    single = [
+        pays(interval(study.saved(schedule, variant, machine).values()))
+        for study in studies.values()
+        for schedule in study.schedules
+        for variant in ("rule", "rule, moment divided")
+        for machine in MACHINES
+    ]
     moved, same_verdict = [], True
     for study in studies.values():
         for machine in MACHINES:
@@ -332,6 +339,8 @@ def phrases_of_hours(studies: Mapping[str, Study]) -> dict[str, str]:
         "expected on average": by_shape(
             studies, lambda study: f"{statistics.mean(expected(study)):.1%}"
         ),
+        "single ramps that pay": f"Of {len(single)} intervals of single ramps, {sum(single)} "
+        + ("passes" if sum(single) == 1 else "pass"),
         "slope": by_shape(studies, lambda study: f"{study.slope:.3f}"),
         "earlier slope": by_shape(studies, lambda study: f"{study.earlier_slope:.3f}"),
         "moved by that slope": f"by {spread(moved, '.1f')} points, and"
@@ -393,7 +402,8 @@ def phrases_beside_constants(studies: Mapping[str, Study]) -> dict[str, str]:
         + f" and {best_on(MACHINES[-1])}",
         "against fewer": f"{len(above)} of {len(cells)} are above zero, all against"
         f" {' or '.join(sorted(set(above)))}, and {below} below",
-        "wrong machines": f"batches of {' and '.join(map(str, sizes))} lose "
+        "wrong machines": f"With b2 of {B2} for all, constant batches of"
+        f" {' and '.join(map(str, sizes))} lose "
         + " and ".join(
             f"{spread(shares, '.0%')} on 1 + B/{machine}"
             for machine, shares in lost.items()
@@ -431,7 +441,7 @@ def phrases_of_constants(studies: Mapping[str, Study]) -> dict[str, str]:
         gaps += [sorted(each)[1] - min(each) for each in sweeps.values()]
     near = sum(gap < 0.01 for gap in gaps)
     return {
-        "samples of 64": "64 needs "
+        "samples of 64": f"with b2 of {B2}, 64 needs "
         + by_shape(studies, lambda study: f"{samples_of(study, 64):.1f} times"),
         "b2 of 64": "64 ends "
         + by_shape(studies, lambda study: plain(by_half_life(study, 64))),

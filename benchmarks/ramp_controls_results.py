@@ -392,9 +392,12 @@ def fastest(study: Study, machine: int) -> tuple[int, float]:
 
 
 def lost_by(study: Study, machine: int, sizes: Iterable[int]) -> list[float]:
-    """Return which share more hours constant batches take than the best one."""
+    """Return which share more hours constant batches take than the best one, all with
+    the same b2.
+    """
     times = hours_to_the_smallest(study, machine)
-    return [times[size, B2] / min(times.values()) - 1 for size in sizes]
+    best = min(time for (_, b2), time in times.items() if b2 == B2)
+    return [times[size, B2] / best - 1 for size in sizes]
 
 
 def hours_saved(study: Study, machine: int, **how: Any) -> tuple[float, float, float]:

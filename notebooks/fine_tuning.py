@@ -382,4 +382,5 @@ rampup.merge_model(model, state)  # the model with its trained adapters
 
 # %% [markdown]
 # **So:** measure for a minute before you train for hours. Then take the largest batch
-# whose waste you accept, and no larger one than the chip makes faster.
+# whose waste you would accept if it were twice as large, and no larger one than the chip
+# makes faster.

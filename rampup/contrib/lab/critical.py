@@ -8,8 +8,9 @@ differences.
 
 A window can only show what it changes. The *gain* is what it lowers the loss of the
 smallest branch. A branch that ends worse by a share w of it has wasted about that share
-of its samples, so it needs w / (1 - w) more tokens. The tolerance is a sixth of the
-gain: 20% more tokens.
+of its samples, so it needs w / (1 - w) more tokens. At a constant rate that can be far
+too low: a larger batch leaves less noise in the weights, which hides what it loses. The
+tolerance is a sixth of the gain: 20% more tokens.
 """
 
 from __future__ import annotations

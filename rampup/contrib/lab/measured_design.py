@@ -95,7 +95,8 @@ def design_ramp(
         What `rampup design --json` prints, an estimate, of which `assumptions` says
         what it rests on. Each of `candidates` has a `batch_size_schedule` for the
         configuration; `hours_saved` is what the ramp gains against the best constant
-        batch, as a share of its hours, and `most_hours_saved` the bound of the model.
+        batch, as a share of its hours, and `most_hours_saved` the bound of the model for
+        steps that take a + cB.
 
     Raises:
         ConfigError: no length of the run, nothing to choose from, or measurements of
