@@ -86,7 +86,7 @@ def read_hydra(
             chosen = setting.partition("=")[2]
         else:
             others.append(setting)
-    reading = read_source(source, others, launch).rename(launch.canonical)
+    reading = read_source(source, others, launch)
     bases = _BaseFiles(launch, reading.path)
     if reading.command is not None:
         bases.start(reading.command, chosen)
@@ -260,8 +260,7 @@ class _BaseFiles:
                 if PARENT in found:
                     self.follow(found.pop(PARENT), file.parent, package)
                 for key, value in found.items():
-                    below = f"{package}.{key}" if package else key
-                    self.beside[self.launch.canonical(below)] = value
+                    self.beside[f"{package}.{key}" if package else key] = value
                 return
         if name in self.launch.bases:
             self.named.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -96,27 +95,6 @@ class Reading:
             if (match := _SETTING.fullmatch(word)) and match[1] in signs
         }
 
-    def rename(self, canonical: Callable[[str], str]) -> Reading:
-        """Return the same with the canonical names of keys; two names of one with
-        different values are refused.
-        """
-        leaves: dict[str, Located] = {}
-        for name, value in self.leaves.items():
-            known = canonical(name)
-            before = leaves.get(known, value).value
-            if before != value.value:
-                said = (
-                    f"{known} is given twice, as {before!r} and as {value.value!r}"
-                    f" ({name}); leave one out"
-                )
-                raise ConfigError(said, key=known, path=value.path, line=value.line)
-            leaves[known] = value
-        settings = [setting.partition("=") for setting in self.overrides]
-        overrides = [
-            f"{canonical(name)}{equals}{text}" for name, equals, text in settings
-        ]
-        return dataclasses.replace(self, leaves=leaves, overrides=overrides)
-
 
 _SETTING = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
@@ -133,6 +111,13 @@ PARENT = "defaults"
 Bases = Mapping[str, Mapping[str, Any]]
 
 
+def parse_known(text: str, path: str) -> Any:
+    """Return the value of a text in YAML; as it is, one with a part that the script
+    does not say.
+    """
+    return text if unknown_names(text) else parse_scalar(text, path)
+
+
 def read_words(command: Command) -> dict[str, Located]:
     """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and
     `~key`.
@@ -147,8 +132,8 @@ def read_words(command: Command) -> dict[str, Located]:
             value = match[3].strip()
             if re.fullmatch(r"'.*'|\".*\"", value, re.DOTALL):
                 value = value[1:-1]
-            elif not unknown_names(value):
-                value = parse_scalar(value, command.path)
+            else:
+                value = parse_known(value, command.path)
         located[match[2]] = command.locate(value)
     return located
 

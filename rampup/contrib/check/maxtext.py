@@ -31,7 +31,7 @@ from rampup.contrib.check.rules import (
     few_samples_per_pass,
     found_by_run,
 )
-from rampup.contrib.check.settings import Settings, type_settings
+from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.values import show_unknown
 from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
@@ -71,7 +71,7 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     command names. Files of models are not read: those of MaxText set no batch sizes,
     and a note names another one.
     """
-    reading = read_source(source, overrides, launch).rename(launch.canonical)
+    reading = rename(read_source(source, overrides, launch), launch)
     chosen = dict(setting.split("=", 1) for setting in reading.overrides)
     given = dict(reading.leaves)
     command = reading.command
@@ -159,7 +159,7 @@ def _read_bases(
                 path=str(file),
             )
         files.append(os.path.realpath(file))
-        below = read_source(file, (), launch).rename(launch.canonical).leaves
+        below = rename(read_source(file, reading.overrides, launch), launch).leaves
         own |= below
         leaves = {**below, **leaves}
         place, folder = below.get(BASE, Located(value="", path="")), file.parent

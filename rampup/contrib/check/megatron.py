@@ -7,7 +7,6 @@ many problems, when a phase's step comes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,13 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rampup.config.yaml import Located, parse_scalar
+from rampup.config.yaml import Located
 from rampup.contrib.check.known import load_table, load_unread
 from rampup.contrib.check.launch import (
     Launch,
-    Reading,
     load_entries,
     load_launch,
+    parse_known,
 )
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
@@ -32,7 +31,7 @@ from rampup.contrib.check.rules import (
     ends_before_ramp,
     few_samples_per_pass,
 )
-from rampup.contrib.check.settings import Settings, resolve_reference, type_settings
+from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import unknown_names
 from rampup.contrib.check.verdict import (
@@ -93,19 +92,19 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with
     underscores or dashes), a script or a command.
     """
-    reading = read_source(source, overrides, launch)
-    settings = [setting.partition("=") for setting in reading.overrides]
-    chosen = {_known_name(name): value for name, _, value in settings}
-    if reading.command is None:
-        leaves = _by_megatrons_names(reading, chosen)
+    reading = rename(read_source(source, overrides, launch), launch)
+    command, chosen = reading.command, reading.answered
+    is_nemo = False
+    if command is None:
+        leaves = {name: _normalize(name, at) for name, at in reading.leaves.items()}
+        is_nemo = not leaves.keys().isdisjoint({"devices", "num_nodes"})
+        own = set() if is_nemo else set(leaves)
     else:
-        leaves = _with_devices(reading.command, reading.leaves, chosen)
-        if _starts_swift(reading.command):
+        leaves = _with_devices(command, reading.leaves, chosen)
+        own = set(map(canonical, _own_options(command)))
+        if _starts_swift(command):
             said = "ms-swift starts this: the rules are those of Megatron-LM."
             reading = dataclasses.replace(reading, notes=(*reading.notes, said))
-    # What a script does not say about the devices is one question: the size of the job.
-    if any(name in leaves and _is_open(leaves[name]) for name in _DEVICES):
-        leaves = {name: at for name, at in leaves.items() if name not in _DEVICES}
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
     # that of layers.
     entries = KEYS
@@ -114,74 +113,26 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             name: dataclasses.replace(entry, optional=False)
             for name, entry in KEYS.items()
         }
-    own = _own_options(reading)
     launch = dataclasses.replace(
-        launch, entries=entries, decides=_LAYOUTS if own is None else _SIZES
+        launch, entries=entries, decides=_LAYOUTS if is_nemo else _SIZES
     )
-    written = [f"{_known_name(name)}{sign}{value}" for name, sign, value in settings]
-    reading = dataclasses.replace(
-        reading,
-        leaves=leaves,
-        overrides=written,
-    )
-    foreign = (own or set()) - KEYS.keys() - chosen.keys()
+    settings = type_settings(dataclasses.replace(reading, leaves=leaves), launch)
+    foreign = own - KEYS.keys() - chosen
     looked_up = {name: place for name, place in leaves.items() if name in foreign}
-    return dataclasses.replace(type_settings(reading, launch), looked_up=looked_up)
+    return dataclasses.replace(settings, looked_up=looked_up)
 
 
-def _known_name(name: str) -> str:
-    """Return Megatron's name of a setting, or another one as it is."""
-    known = canonical(name)
-    return known if known in KEYS and name[:1] != "-" else name
-
-
-def _own_options(reading: Reading) -> set[str] | None:
-    """Return the keys that Megatron itself looks up, and refuses if it does not have
-    them: those behind its program, not those of the launcher, or all of a flat file.
-    None for a file of NeMo.
+def _own_options(command: Command) -> list[str]:
+    """Return the options as written that Megatron itself looks up, and refuses if it
+    does not have them: those behind its program, not those of the launcher.
     """
-    if reading.command is None:
-        names = {canonical(name) for name in reading.leaves}
-        return None if names & {"devices", "num_nodes"} else names
-    words = reading.command.words
-    behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
-    options = (word.partition("=")[0] for word in behind if word.startswith("--"))
-    return {canonical(word) for word in options} & reading.leaves.keys()
-
-
-def _by_megatrons_names(
-    reading: Reading, chosen: Collection[str]
-) -> dict[str, Located]:
-    """Return the keys of a YAML file by Megatron's names; a key with two values is
-    refused.
-    """
-    found: dict[str, Located] = {}
-    for written, place in reading.leaves.items():
-        name = canonical(written)
-        with contextlib.suppress(ConfigError):  # another key of Megatron's own name
-            value = resolve_reference(place.value, written, reading.leaves, {})
-            place = dataclasses.replace(place, value=value)
-        first = found.setdefault(name, place)
-        if name in KEYS and name not in chosen and first.value != place.value:
-            raise ConfigError(
-                f"{name} is given twice, as {first.value!r} and as"
-                f" {written}={place.value!r}",
-                fix=f"choose one with {name}=...",
-                key=name,
-                path=reading.path,
-                line=place.line,
-            )
-    return dict(_normalize(name, place) for name, place in found.items())
+    behind = itertools.dropwhile(lambda word: not word.endswith(".py"), command.words)
+    return [word.partition("=")[0] for word in behind if word.startswith("--")]
 
 
 def _is_open(place: Located) -> bool:
     """Return whether the script does not say a value."""
     return isinstance(place.value, str) and bool(unknown_names(place.value))
-
-
-def _number(text: str) -> int | str:
-    """Return a count, or as it is a text with what the script does not say."""
-    return int(text) if text.isdecimal() else text
 
 
 def _with_devices(
@@ -191,20 +142,21 @@ def _with_devices(
     manifest gives to it.
     """
     located = {**_read_launcher(command), **leaves}
-    if not _DEVICES_GIVEN.isdisjoint(chosen):
-        return located
-    # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each
-    # device.
-    is_launched = any(map(_LAUNCHER.search, command.words))
-    is_sized = not _DEVICES_GIVEN.isdisjoint(located)
-    if command.tasks and not is_sized and not is_launched:
-        located["world_size"] = command.locate(_number(command.tasks))
-    sizes = [located.get(name) for name in ("nnodes", "nproc_per_node")]
-    is_open = any(place is None or _is_open(place) for place in sizes)
-    if command.devices and is_open:
+    # What a script does not say about the devices is one question: the size of the job.
+    is_open = any(name in located and _is_open(located[name]) for name in _DEVICES)
+    if _DEVICES_GIVEN.isdisjoint(chosen):
+        # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for
+        # each device.
+        is_launched = any(map(_LAUNCHER.search, command.words))
+        is_sized = not _DEVICES_GIVEN.isdisjoint(located)
+        if command.tasks and not is_sized and not is_launched:
+            size = parse_known(command.tasks, command.path)
+            located["world_size"] = command.locate(size)
         # What the command leaves open, the cluster tells each pod.
-        kept = {name: at for name, at in located.items() if name not in _DEVICES}
-        return {"world_size": command.locate(command.devices), **kept}
+        if command.devices and (is_open or not located.keys() >= {*_DEVICES[:2]}):
+            located.setdefault("world_size", command.locate(command.devices))
+    if is_open:
+        return {name: at for name, at in located.items() if name not in _DEVICES}
     return located
 
 
@@ -224,7 +176,7 @@ def _read_launcher(command: Command) -> dict[str, Located]:
         found[EXPERT_TENSOR] = command.locate(1)  # its own default
         for key in ("nnodes", "nproc_per_node"):
             if value := command.environment.get(key.upper()):
-                found[key] = command.locate(_number(value))
+                found[key] = command.locate(parse_known(value, command.path))
     return found
 
 
@@ -239,14 +191,16 @@ def canonical(name: str) -> str:
     return ALIASES.get(plain, plain)
 
 
-def _normalize(name: str, located: Located) -> tuple[str, Located]:
-    """Return a key and its value in the form that the key takes: ramps as text."""
-    value = located.value
+def _normalize(name: str, place: Located) -> Located:
+    """Return the value of a key in a file in the form that the key takes: ramps as
+    text.
+    """
+    value = place.value
     if name == RAMP and isinstance(value, list):
         value = " ".join(map(str, value)) or "[]"
     elif name in (RAMP, SCHEDULE) and type(value) in (int, float):
         value = str(value)
-    return name, dataclasses.replace(located, value=value)
+    return dataclasses.replace(place, value=value)
 
 
 # Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in
@@ -273,9 +227,7 @@ def read_options(command: Command) -> dict[str, Located]:
         )
         values = [attached] if equals else list(following)
         name = canonical(written)
-        value = _option_value(name, values, command.path)
-        place = command.locate(value)
-        located.update([_normalize(name, place)])
+        located[name] = command.locate(_option_value(name, values, command.path))
     return located
 
 
@@ -288,7 +240,7 @@ def _option_value(name: str, values: Sequence[str], path: str) -> Any:
         return " ".join(parts or values[:1])
     if name in KEYS and KEYS[name].key.kind == "bool":
         return first.lower() != "false"  # what follows a flag is not its value
-    return first if unknown_names(first) else parse_scalar(first, path)
+    return parse_known(first, path)
 
 
 LAUNCH = load_launch(

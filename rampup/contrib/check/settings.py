@@ -4,6 +4,7 @@ error or a question for each key that is mistyped, misspelt, open or unknown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -342,6 +343,36 @@ def _find_misspelt(
                 path=located[name].path,
                 line=located[name].line,
             )
+
+
+def rename(reading: Reading, launch: Launch) -> Reading:
+    """Return a reading with the system's own names of keys. Two names of a key that the
+    rules read must not have different values, unless a setting chooses one.
+    """
+    overrides = list[str]()
+    for setting in reading.overrides:
+        name, equals, text = setting.partition("=")
+        if launch.known(name) and not name.startswith("-"):
+            name = launch.canonical(name)
+        overrides.append(f"{name}{equals}{text}")
+    renamed = dataclasses.replace(reading, leaves={}, overrides=overrides)
+    leaves = dict[str, Located]()
+    for written, place in reading.leaves.items():
+        name = launch.canonical(written)
+        with contextlib.suppress(ConfigError):  # another key of that name
+            value = resolve_reference(place.value, written, reading.leaves, {})
+            place = dataclasses.replace(place, value=value)
+        first = leaves.setdefault(name, place).value
+        is_key = name in launch.entries and name not in renamed.answered
+        if is_key and first != place.value:
+            raise ConfigError(
+                f"{name} is given twice, as {first!r} and as {written}={place.value!r}",
+                fix=f"choose one with {name}=...",
+                key=name,
+                path=place.path,
+                line=place.line,
+            )
+    return dataclasses.replace(renamed, leaves=leaves)
 
 
 def resolve_reference(
