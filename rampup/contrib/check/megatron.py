@@ -105,6 +105,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         if _starts_swift(command):
             said = "ms-swift starts this: the rules are those of Megatron-LM."
             reading = dataclasses.replace(reading, notes=(*reading.notes, said))
+        if not (reading.is_fork or reading.questions):
+            questions = tuple(_find_underscores(command))
+            reading = dataclasses.replace(reading, questions=questions)
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
     # that of layers.
     entries = KEYS
@@ -128,6 +131,25 @@ def _own_options(command: Command) -> list[str]:
     """
     behind = itertools.dropwhile(lambda word: not word.endswith(".py"), command.words)
     return [word.partition("=")[0] for word in behind if word.startswith("--")]
+
+
+def _find_underscores(command: Command) -> Iterator[ConfigError]:
+    """Yield an error for sizes of Megatron that are written with underscores, which its
+    arguments do not have.
+    """
+    words = [
+        word
+        for word in _own_options(command)
+        if "_" in word and canonical(word) in KEYS.keys() - _DEVICES_GIVEN
+    ]
+    if words:
+        yield ConfigError(
+            f"Megatron-LM has no options with underscores: {', '.join(words)}",
+            fix=f"write {', '.join(words).replace('_', '-')}",
+            key=canonical(words[0]),
+            path=command.path,
+            line=command.line or None,
+        )
 
 
 def _is_open(place: Located) -> bool:

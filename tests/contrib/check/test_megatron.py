@@ -356,3 +356,22 @@ def test_chosen_devices_of_hosts_are_asked_about():
         check_command(words.split(), "megatron")
     found = check_command(words.split(), "megatron", ["world_size=4"])
     expect(found, data_parallel_size=4)
+
+
+def test_sizes_with_underscores_are_refused_with_the_option_that_is_meant():
+    """Megatron's arguments have hyphens; a fork's, a launcher's and ms-swift's may not."""
+    start = "torchrun --nproc_per_node 8 pretrain_gpt.py --global-batch-size 64"
+    words = f"{start} --micro_batch_size 2 --seq_length=8 --lr 1".split()
+    with pytest.raises(ConfigError, match="no options with underscores") as caught:
+        check_command(words, "megatron")
+    assert str(caught.value).endswith("; write --micro-batch-size, --seq-length")
+    assert caught.value.key == MICRO
+    mended = [word.replace("micro_batch_size", "micro-batch-size") for word in words]
+    found = check_command(mended[:-3], "megatron")
+    expect(found, ok=True, num_microbatches=[4])
+    words[words.index("pretrain_gpt.py")] = "train_own.py"
+    with pytest.raises(ConfigError, match="a program of a fork") as caught:
+        check_command(words, "megatron")
+    assert caught.value.key == "megatron_version"
+    found = check_command(words, "megatron", ["megatron_version=legacy"])
+    expect(found, ok=True, num_microbatches=[4])
