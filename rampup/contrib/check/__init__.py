@@ -37,6 +37,7 @@ READABLE = (
 )
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100
+_DEVICES = ("devices", "nodes", "processes")  # units of keys that count devices
 
 
 class NoSystemError(ConfigError):
@@ -101,7 +102,9 @@ def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
     _refuse_foreign(source)
     if found := _recognize(source, overrides):
         return found
-    for system in SYSTEMS:  # what one of them says of it is a better reason
+    # What one of them says of it is a better reason; Megatron's programs have common
+    # names.
+    for system in sorted(SYSTEMS, key="megatron".__eq__):
         launch = load_dialect(system).launch
         if launch.program.search(_text(source)):
             read_source(source, overrides, launch)
@@ -233,9 +236,13 @@ def _check_source(
     notes: tuple[str, ...] = ()
     if devices is not None:
         if not dialect.devices:
+            keys = [
+                name for name, row in launch.entries.items() if row.unit in _DEVICES
+            ]
             raise ConfigError(
                 f"--devices is not for {system}",
-                fix="set its own keys of devices as key=value",
+                fix="set its own keys of devices as key=value, such as"
+                f" {', '.join(keys[:2])}",
                 key="devices",
             )
         moved = [*overrides, f"{dialect.devices}={devices}"]
@@ -261,21 +268,17 @@ def _keep(
     if not before.usable or not after.usable:
         return f"no update to keep on {devices:,} devices"
     kept = keep_update(dialect, before, after)
-    if kept is None:
-        return (
-            f"on {devices:,} devices no legal sizes keep the update of"
-            f" {before.derived()['num_devices']:,}: {before.summary()}"
-        )
-    if not kept:
+    if kept == {}:
         return f"on {devices:,} devices the update stays the same"
-    shown = " ".join(
-        f"{key}={to_yaml_number(value) if isinstance(value, Fraction) else value}"
-        for key, value in kept.items()
-    )
-    return (
-        f"on {devices:,} devices {shown} keeps the update of"
-        f" {before.derived()['num_devices']:,}: {before.summary()}"
-    )
+    keys = "no legal sizes keep"
+    if kept:
+        shown = (
+            f"{key}={to_yaml_number(value) if isinstance(value, Fraction) else value}"
+            for key, value in kept.items()
+        )
+        keys = f"{' '.join(shown)} keeps"
+    of_file = f" of {before.num_devices:,}" if before.num_devices else ""
+    return f"on {devices:,} devices {keys} the update{of_file}: {before.summary()}"
 
 
 def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:

@@ -69,6 +69,7 @@ class Job:
     system: str = ""  # the system, with which the names of its rules begin
     # the version of the system whose rules the job has, and how to choose another
     version: str = ""
+    num_devices: int = 0  # those of the run; 0 if they are not known
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -347,19 +348,7 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
         are no legal ones.
     """
     wanted = update_of(before.derived())
-
-    def keeps(job: Job) -> bool:
-        return (
-            job.usable
-            and update_of(job.derived()) == wanted
-            and not broken_names(dialect, job)
-        )
-
-    if keeps(after):
-        return {}
-    ratio = Fraction(
-        before.derived()["num_devices"], max(after.derived()["num_devices"], 1)
-    )
+    ratio = Fraction(before.num_devices, after.num_devices)
     parts = {Fraction(n) for n in range(1, _MAX_PARTS + 1)}
     parts |= {1 / part for part in parts}
 
@@ -368,26 +357,21 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
         factor = ratio / part if dialect.by_device else part
         return max(factor, 1 / factor)
 
+    keys = (*dialect.by_device, *dialect.by_pass)
+    given = [key for key in keys if key in after.settings.given and after[key]]
     for part in sorted(parts, key=change):
-        # What the passes take on, the devices need not have.
-        groups = ((dialect.by_device, ratio / part), (dialect.by_pass, part))
-        values = {
-            key: Fraction(after[key] * factor)
-            for keys, factor in groups
-            for key in keys
-            if key in after.settings.given and factor != 1
-        }
-        whole = {
-            key: int(value) if value.denominator == 1 else value
-            for key, value in values.items()
-        }
+        changed = after.settings
         try:
-            changed = after.settings
-            for key, value in whole.items():
+            for key in given:
+                # What the passes take on, the devices need not have.
+                factor = part if key in dialect.by_pass else ratio / part
+                size = to_yaml_number(Fraction(after[key] * factor))
                 entry = dialect.launch.entries[key].key
-                changed = changed.with_value(key, entry.convert(key, value))
-            if whole and keeps(dialect.job(changed)):
-                return whole
+                changed = changed.with_value(key, entry.convert(key, size))
+            job = dialect.job(changed)
+            is_kept = job.usable and update_of(job.derived()) == wanted
+            if is_kept and not broken_names(dialect, job):
+                return {k: changed[k] for k in given if changed[k] != after[k]}
         except RampupError:
             continue
     return None

@@ -336,6 +336,7 @@ class TunixJob(PromptJob):
         sizes = zip(axes, self.meshes["actor"], strict=False)
         self.fsdp: int = dict(sizes).get("fsdp", 1)
         self.chips = sum(math.prod(shape) for shape in self.meshes.values() if shape)
+        self.num_devices = self["num_devices"] or self.chips
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -363,9 +364,10 @@ def _notes(job: TunixJob) -> Iterator[str]:
         )
     devices = job["num_devices"]
     if not job.chips:
+        more = "num_devices=N, or " if devices is None else ""
         yield (
-            "the chips of the mesh are not known; give num_devices=N, or"
-            f" {MESHES['actor']}.shape='(1, 4)'."
+            f"the chips of the mesh are not known; give {more}"
+            f"{MESHES['actor']}.shape='(1, 4)'."
         )
     elif devices is None:
         yield (

@@ -39,7 +39,7 @@ from rampup.contrib.check.rollout import (
     group_note,
     rounded_replicas,
 )
-from rampup.contrib.check.rules import Dialect, Ruling, found_by_run
+from rampup.contrib.check.rules import Dialect, Ruling, broken_names, found_by_run
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Term, counted, product
 from rampup.errors import ConfigError
@@ -646,7 +646,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
             " is twice the gradient. token-mean divides by the tokens."
         )
     yield from _device_notes(job)
-    if job.padded_samples:
+    if job.padded_samples and not broken_names(DIALECT, job):
         added = counted(job.padded_samples, "short artificial sample")
         yield (
             f"the newer trainer adds {added} so that every mini batch is full; the loss"

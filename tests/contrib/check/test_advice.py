@@ -110,8 +110,38 @@ def test_devices_are_refused_where_they_are_no_setting(tmp_path):
     found = check_file(path, "megatron", devices=8)
     assert "does not say its devices" in found.notes[0]
     trlx = write(tmp_path, "t.yml", "train: {batch_size: 4}\nmethod: {chunk_size: 4}\n")
-    with pytest.raises(ConfigError, match="--devices is not for trlx"):
+    with pytest.raises(ConfigError, match=r"--devices is not for trlx.*num_processes"):
         check_file(trlx, "trlx", devices=8)
+
+
+@pytest.mark.parametrize(
+    ("system", "key"),
+    [
+        ("maxtext_rl", "ici_fsdp_parallelism"),
+        ("skyrl", "policy_num_gpus_per_node, trainer.placement.policy_num_nodes"),
+        ("verl", "trainer.n_gpus_per_node, trainer.nnodes"),
+    ],
+)
+def test_a_system_without_one_number_of_devices_names_its_keys(tmp_path, system, key):
+    """That are to be set instead."""
+    path = write(tmp_path, "config.yml", "{}")
+    with pytest.raises(ConfigError, match=f"key=value, such as .*{key}"):
+        check_file(path, system, devices=8)
+
+
+def test_an_update_that_no_sizes_keep_is_said_of_every_system(tmp_path):
+    """Of Tunix, whose sizes count no devices; and where a size is null."""
+    broken = {"batch_size": 1, "rl_training_config": {"mini_batch_size": 4}}
+    tunix = {"batch_size": 16, "actor_model_config": {"mesh": {"shape": "(2, 4)"}}}
+    for system, config, devices, said in (
+        ("tunix", tunix, 16, "on 16 devices the update stays the same"),
+        ("tunix", tunix, 4, "on 4 devices no legal sizes keep the update of 8: "),
+        ("tunix", {"batch_size": 16}, 4, "the update stays the same"),
+        ("tunix", broken, 4, "no legal sizes keep the update: "),
+        ("megatron", MEGATRON | {"micro_batch_size": None}, 16, "no legal sizes keep"),
+    ):
+        path = write(tmp_path, "config.yml", json.dumps(config))
+        assert said in check_file(path, system, devices=devices).notes[0]
 
 
 def test_two_files_differ_in_their_update_or_in_how_it_is_divided(capsys, tmp_path):

@@ -430,3 +430,29 @@ def test_a_size_outside_of_its_section_is_refused():
     for name in sizes:
         assert f"{name} is not of any section" in str(caught.value)
         assert f"give it as rl_training_config.{name}" in str(caught.value)
+
+
+LAUNCHER = """
+pgrep -af "run_trainer_node.py|run_inference_node.py|vllm" || true
+PYTHON_BIN=${PYTHON_BIN:-python3}
+"$PYTHON_BIN" -m tunix.experimental.distributed.runtime.main --port=1
+"""
+
+
+def test_a_launcher_of_the_distributed_runtime_is_refused_as_one_of_tunix(tmp_path):
+    """Not as one of Megatron, whose programs have such names too."""
+    path = tmp_path / "launcher.sh"
+    path.write_text(LAUNCHER)
+    with pytest.raises(
+        ConfigError, match=r"starts tunix\S+main, which.* of Tunix do not"
+    ):
+        check_file(path)
+
+
+def test_a_note_does_not_ask_for_devices_that_are_given():
+    """Without a mesh, its shape is what is missing."""
+    sizes = {BATCH: 16, GENERATIONS: 4}
+    known = verdict("tunix", nested(sizes), "num_devices=8")
+    expect(known, ok=True, note=f"give {MESH}='(1, 4)'", no_note=["num_devices=N"])
+    open_note = f"give num_devices=N, or {MESH}='(1, 4)'"
+    expect(verdict("tunix", nested(sizes)), note=open_note)

@@ -707,3 +707,12 @@ def test_keys_of_sections_are_looked_up_as_hydra_does(version, key):
     found = check_command([*command, key], "verl", stated)
     expect(found, rules=["known_keys"], message=f"{key.partition('=')[0]} must be")
     assert check_command([*command, f"+{key}"], "verl", stated).ok
+
+
+def test_no_padding_is_told_of_a_run_that_fails():
+    """It never comes to it."""
+    padded = {TRAIN: 24, RESPONSES: 4, MINI: 16}
+    expect(verl(padded), run="pads", note="short artificial samples")
+    broken = verl(padded | {MINI: 17})
+    expect(broken, run="fails", no_note=["short artificial samples"])
+    assert broken.derived["padded_samples"]
