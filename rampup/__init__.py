@@ -16,9 +16,10 @@ first used, so planning a run does not import jax.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
@@ -162,6 +163,16 @@ def load_name(package: str, homes: Mapping[str, str], name: str) -> Any:
     value = getattr(importlib.import_module(homes[name]), name)
     setattr(sys.modules[package], name, value)
     return value
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose public names are
+    imported from their modules in `homes` when they are first used.
+    """
+    names = sorted(homes)
+    return functools.partial(load_name, package, homes), lambda: names, names
 
 
 def __getattr__(name: str) -> Any:

@@ -2,24 +2,14 @@
 compiled step is right on this machine.
 """
 
-from __future__ import annotations
+from rampup import lazy_names
 
-from typing import Any
-
-from rampup import load_name
-
-_HOME = {
-    "LossProblem": "rampup.checks.loss",
-    "LossReport": "rampup.checks.loss",
-    "ParameterCheck": "rampup.checks.step",
-    "StepReport": "rampup.checks.step",
-}
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    return load_name(__name__, _HOME, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "LossProblem": "rampup.checks.loss",
+        "LossReport": "rampup.checks.loss",
+        "ParameterCheck": "rampup.checks.step",
+        "StepReport": "rampup.checks.step",
+    },
+)

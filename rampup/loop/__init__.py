@@ -2,23 +2,13 @@
 processes.
 """
 
-from __future__ import annotations
+from rampup import lazy_names
 
-from typing import Any
-
-from rampup import load_name
-
-_HOME = {
-    "Component": "rampup.loop.components",
-    "Summary": "rampup.loop.loop",
-    "ramp_to_continue": "rampup.loop.loop",
-}
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    return load_name(__name__, _HOME, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "Component": "rampup.loop.components",
+        "Summary": "rampup.loop.loop",
+        "ramp_to_continue": "rampup.loop.loop",
+    },
+)

@@ -5,11 +5,7 @@ The plan is pure arithmetic. jax is imported with the names that compute, when o
 them is first used.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from rampup import load_name
+from rampup import lazy_names
 
 _HOMES = {
     "rampup.contrib.rl.config": (
@@ -27,12 +23,4 @@ _HOMES = {
     "rampup.contrib.rl.train": "load",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    return load_name(__name__, _HOME, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
