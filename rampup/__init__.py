@@ -115,23 +115,17 @@ _HOME = {
 }
 # Names that fewer programs need, by the room that has them.
 _ROOMS = {
-    "rampup.errors": (
-        "BatchDivisibilityError ConfigError DataEndedError DataError DataWarning LossWarning MissingDependencyError PipelineShapeError RampDefinitionError ResumeMismatchError ResumeWarning"
-    ),
-    "rampup.plan": (
-        "AdamConstants AdamScaling Growth NoiseEstimate NoiseScale PlanPosition RateRule Seesaw Timetable"
-    ),
-    "rampup.data": ("BatchLoader BatchOptions"),
-    "rampup.engine": ("AdamSchedule LearningRate TrainStep"),
-    "rampup.checks": ("LossProblem LossReport ParameterCheck StepReport"),
-    "rampup.loop": ("Component Summary ramp_to_continue"),
-    "rampup.lm": ("LoadedRun Run"),
-    "rampup.plan.topology": ("Topology"),
-    "rampup.contrib.check": ("check_command check_file"),
-    "rampup.contrib.rl": ("RolloutPlan"),
-    "rampup.contrib.lab": (
-        "CriticalBatch Inspection design_ramp find_critical_batch_size inspect topology_devices"
-    ),
+    "rampup.errors": "BatchDivisibilityError ConfigError DataEndedError DataError DataWarning LossWarning MissingDependencyError PipelineShapeError RampDefinitionError ResumeMismatchError ResumeWarning",
+    "rampup.plan": "AdamConstants AdamScaling Growth NoiseEstimate NoiseScale PlanPosition RateRule Seesaw Timetable",
+    "rampup.data": "BatchLoader BatchOptions",
+    "rampup.engine": "AdamSchedule LearningRate TrainStep",
+    "rampup.checks": "LossProblem LossReport ParameterCheck StepReport",
+    "rampup.loop": "Component Summary ramp_to_continue",
+    "rampup.lm": "LoadedRun Run",
+    "rampup.plan.topology": "Topology",
+    "rampup.contrib.check": "check_command check_file",
+    "rampup.contrib.rl": "RolloutPlan",
+    "rampup.contrib.lab": "CriticalBatch Inspection design_ramp find_critical_batch_size inspect topology_devices",
 }
 _MODULES = (
     "checks",

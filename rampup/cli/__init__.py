@@ -75,24 +75,19 @@ GONE_OPTIONS = {
     "diff": "print both plans, and compare them with `diff`",
     "width": "an .svg or .pdf can be scaled, and `draw_*` return a figure to resize",
     "from": "`rampup check FILE` has the verdict on another system's file",
-    "o": (
-        'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
-        " -o FILE` draws a candidate, and tune's table has the memory of every size"
-    ),
+    "o": 'design draws no picture; `rampup plot CONFIG.yml batch_size_schedule="SCHEDULE"'
+    " -o FILE` draws a candidate, and tune's table has the memory of every size",
     "cost-per-prompt": "docs/guides/reinforcement_learning.md has the formulas",
-    "system": (
-        "docs/guides/check_other_systems.md has published starting sizes for"
-        " reinforcement learning"
-    ),
+    "system": "docs/guides/check_other_systems.md has published starting sizes for"
+    " reinforcement learning",
     "memory-gib": "`rampup tune` takes the memory of a device",
-    "tuned": ("multiply the tuned rate by the square root of the ratio of the batches"),
+    "tuned": "multiply the tuned rate by the square root of the ratio of the batches",
     "samples": "`rampup check FILE --step N` names where the run stands, in steps",
     "multiples": "--batches names the batches of the branches, in samples",
     "tolerance": "the critical batch is the one that needs 20% more tokens",
     "work": "the result of `rampup critical` is in RUN.critical next to the run",
-    "memory-options": (
-        "set a key that saves memory, such as remat_policy=full, and tune again"
-    ),
+    "memory-options": "set a key that saves memory, such as remat_policy=full, and tune"
+    " again",
 }
 
 

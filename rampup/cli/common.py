@@ -139,12 +139,11 @@ def count_devices(args: argparse.Namespace, config: HasDevices) -> int:
                 "--topology has a number of devices; leave --devices out", key="devices"
             )
         if config.num_devices not in (AUTO, topology.num_devices):
-            rule = (
-                f"num_devices={config.num_devices}, but topology={args.topology} has"
-                f" {topology.num_devices}"
-            )
             raise ConfigError(
-                rule, key="num_devices", nearest=(topology.num_devices, AUTO)
+                f"num_devices={config.num_devices}, but topology={args.topology} has"
+                f" {topology.num_devices}",
+                key="num_devices",
+                nearest=(topology.num_devices, AUTO),
             )
         return topology.num_devices
     if args.devices is not None:

@@ -175,11 +175,10 @@ class CliInputs:
     def read_config(self) -> Config:
         """Return the configuration in `file`."""
         if self.config is None and not self.file.is_file():
-            rule = (
+            raise usage_error(
                 f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its"
-                " metrics alone can be drawn: "
+                f" metrics alone can be drawn: rampup plot {self.runs[0]} -o FILE"
             )
-            raise usage_error(f"{rule}rampup plot {self.runs[0]} -o FILE")
         return load_config(
             self.config or self.file,
             self.overrides,

@@ -82,10 +82,8 @@ NEEDED = {
     "training_objective": ("causal_lm", "other objectives have masks of their own"),
     "te_moe_block": (
         False,
-        (
-            "it takes the smallest capacity of all microbatches, also of those that do"
-            " not run"
-        ),
+        "it takes the smallest capacity of all microbatches, also of those that do"
+        " not run",
     ),
     "expansion_factor_real_data": (
         -1,
@@ -108,20 +106,17 @@ ACCUMULATED = {
     "attention": "dot_product",
     "shard_optimizer_over_data": False,
     "num_experts": 1,
-}
-ACCUMULATED |= {
     "mtp_num_layers": 0,
     "use_indexer": False,
     "num_vocab_tiling": 1,
     "quantization": "",
     "dropout_rate": 0.0,
-}
-ACCUMULATED |= {
     "use_multimodal": False,
     "use_qk_clip": False,
     "record_internal_nn_metrics": 0,
+    "parameter_memory_host_offload": False,
+    "z_loss_multiplier": 0.0,
 }
-ACCUMULATED |= {"parameter_memory_host_offload": False, "z_loss_multiplier": 0.0}
 AUXILIARY = {
     key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")
 }
@@ -164,12 +159,10 @@ def install() -> Any:
             found[name] = getattr(importlib.import_module(module), name, None)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("maxtext."):
-                missing = (
-                    "rampup.contrib.maxtext runs MaxText, but the package"
-                    f" {error.name} is not installed"
-                )
                 raise MissingDependencyError(
-                    f"{missing}; install maxtext=={VERSION} and what it needs"
+                    "rampup.contrib.maxtext runs MaxText, but the package"
+                    f" {error.name} is not installed",
+                    fix=f"install maxtext=={VERSION} and what it needs",
                 ) from None
             found[name] = None
         own = found[name] and [
@@ -179,11 +172,11 @@ def install() -> Any:
             name == GRADIENTS and "scan" not in found[name].__code__.co_names
         ):
             here = importlib.import_module("maxtext").__version__
-            wanted = (
+            raise ConfigError(
                 f"{module}.{name}({arguments.replace(' ', ', ')}) of MaxText {VERSION}"
+                f" is not in the installed version, {here}, or has changed",
+                fix=f"rampup works with maxtext=={VERSION}",
             )
-            rule = f"{wanted} is not in the installed version, {here}, or has changed"
-            raise ConfigError(f"{rule}; rampup works with maxtext=={VERSION}")
     train = importlib.import_module(TRAIN)
     utils = importlib.import_module(UTILS)
     maxtexts = found[GRADIENTS]
@@ -314,17 +307,13 @@ def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
     if others or keys:
         return (
             "loop",
-            (
-                f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs"
-                " MaxText's own accumulation"
-            ),
+            f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs"
+            " MaxText's own accumulation",
         )
     return (
         "accumulate",
-        (
-            "it reduces the gradients over the data axis once per step, not once per"
-            " microbatch"
-        ),
+        "it reduces the gradients over the data axis once per step, not once per"
+        " microbatch",
     )
 
 

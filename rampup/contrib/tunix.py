@@ -85,9 +85,8 @@ class DataHooks(hooks.DataHooks):
         self.order = {"seed": seed, "num_epochs": num_epochs}
         self.eval_batches = eval_batches
         self._train: Iterator[Any] = iter(())
-        self._next: int | None = (
-            None  # the microbatch that `_train` yields next; None before the first
-        )
+        # the microbatch that `_train` yields next; None before the first
+        self._next: int | None = None
         self._eval: Iterator[Any] | None = None
 
     def load_next_train_batch(self, train_ctx: Any) -> Any:
@@ -131,20 +130,17 @@ def prepare(
     config = trainer.config
     tx = trainer.optimizer.tx
     if config.gradient_accumulation_steps is not None:
-        text = (
-            f"gradient_accumulation_steps={config.gradient_accumulation_steps} would"
-            " accumulate twice; leave it None"
-        )
         raise ConfigError(
-            f"{text}: rampup.multi_steps accumulates", key="gradient_accumulation_steps"
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} would"
+            " accumulate twice; leave it None: rampup.multi_steps accumulates",
+            key="gradient_accumulation_steps",
         )
     if config.max_steps not in (None, total):
-        text = (
-            f"max_steps={config.max_steps} must count microbatches: {total} for the"
-            f" {plan.total_steps} steps of the plan"
-        )
         raise ConfigError(
-            f"{text}, num_microbatches(plan)", key="max_steps", nearest=(total,)
+            f"max_steps={config.max_steps} must count microbatches: {total} for the"
+            f" {plan.total_steps} steps of the plan, num_microbatches(plan)",
+            key="max_steps",
+            nearest=(total,),
         )
     every = getattr(tx, "_every_k_schedule", None)
     # The first step of every phase, and the one before it.
@@ -159,12 +155,9 @@ def prepare(
         not isinstance(tx, optax.MultiSteps)
         or [int(every(jnp.int32(step))) for step in around] != wanted
     ):
-        rule = (
-            "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same"
-            " plan"
-        )
         raise ConfigError(
-            f"{rule}, which ends a step when the global batch is complete",
+            "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same"
+            " plan, which ends a step when the global batch is complete",
             key="optimizer",
         )
     if trainer.iter_steps:

@@ -23,9 +23,8 @@ from rampup.errors import (
 )
 
 Rows = Mapping[str, np.ndarray]
-_READ_TWICE = (
-    16  # rows of the first step: enough for a random flip of every tenth row to show
-)
+# rows of the first step: enough for a random flip of every tenth row to show
+_READ_TWICE = 16
 # Held while a source is read that several threads may not read: two loaders may have
 # the same one.
 _ONE_READS = threading.RLock()

@@ -105,35 +105,29 @@ class LoadedRun:
                 of range.
         """
         if self.model is None or self.context is None:
-            problem = (
-                f"{self.folder} is of a training loop of your own, so that rampup does"
-                " not know its model"
-            )
             raise ConfigError(
-                f"{problem} and cannot sample from it; call your model with `params`",
+                f"{self.folder} is of a training loop of your own, so that rampup does"
+                " not know its model and cannot sample from it",
+                fix="call your model with `params`",
                 key="run_name",
             )
         kind = getattr(self.config, "dataset_type", None)
         if kind == "tokens":
-            problem = (
-                f"the run has dataset_type={kind}: a tokenizer that rampup does not"
-                " know made its tokens"
-            )
-            fix = (
-                "turn text into tokens yourself and call `model` of rampup.load, or"
-                " train with dataset_type=text"
-            )
             raise ConfigError(
-                f"{problem}, so it cannot read or write text; {fix}",
+                f"the run has dataset_type={kind}: a tokenizer that rampup does not"
+                " know made its tokens, so it cannot read or write text",
+                fix="turn text into tokens yourself and call `model` of rampup.load, or"
+                " train with dataset_type=text",
                 key="dataset_type",
                 nearest=("text",),
             )
         if self.model.vocab_size < 256:
-            rule = (
+            raise ConfigError(
                 f"the run has vocab_size={self.model.vocab_size}, but text has 256"
-                " different bytes, each of which is a token"
+                " different bytes, each of which is a token",
+                key="vocab_size",
+                nearest=(256,),
             )
-            raise ConfigError(rule, key="vocab_size", nearest=(256,))
         limits = (
             (
                 1 <= num_tokens <= MAX_TOKENS,
@@ -157,20 +151,15 @@ class LoadedRun:
         start = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]
         tokens = np.zeros(len(start) + num_tokens, np.int32)
         tokens[: len(start)] = start
-        context, top_k, key = (
-            min(self.context, len(tokens)),
-            top_k or self.model.vocab_size,
-            jax.random.key(seed),
-        )
         found = _sample(
             self.model,
-            context,
-            top_k,
+            min(self.context, len(tokens)),
+            top_k or self.model.vocab_size,
             self.params,
             tokens,
             len(start),
             temperature,
-            key,
+            jax.random.key(seed),
         )
         continued = np.asarray(found)[len(start) :].tolist()
         if self.end_token in continued:
@@ -195,8 +184,11 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
         else path / CHECKPOINT_FOLDER
     )
     if not path.is_dir() or not checkpoint_steps(folder):
-        fix = "name the folder of a run or one of its checkpoints"
-        raise ConfigError(f"there is no checkpoint in {path}; {fix}", key="run_name")
+        raise ConfigError(
+            f"there is no checkpoint in {path}",
+            fix="name the folder of a run or one of its checkpoints",
+            key="run_name",
+        )
     if is_checkpoint:
         if problem := damage(path):
             raise ResumeMismatchError(f"the checkpoint {path} is damaged: {problem}")
@@ -255,7 +247,6 @@ def load(path: str | Path) -> LoadedRun:
         "opt_state": jax.eval_shape(tx.init, params),
     }
     state = TrainState(**restore_tree(folder, on_first_device(shapes)))
-    context = config.max_target_length
     return LoadedRun(
         folder=folder,
         step=step,
@@ -263,7 +254,7 @@ def load(path: str | Path) -> LoadedRun:
         state=state,
         config=config,
         model=model,
-        context=context,
+        context=config.max_target_length,
     )
 
 

@@ -461,12 +461,10 @@ class Run:
         def make(found: SavedCheckpoint | None) -> Run:
             if self.saved is None and found is not None:
                 folder = as_path(config.base_output_directory) / config.run_name
-                fix = (
-                    "start `rampup train` again, or give it to Run.from_config, to"
-                    " resume"
-                )
                 raise ConfigError(
-                    f"{folder} already has a checkpoint: {fix}", key="run_name"
+                    f"{folder} already has a checkpoint: start `rampup train` again, or"
+                    " give it to Run.from_config, to resume",
+                    key="run_name",
                 )
             return self
 
@@ -606,15 +604,13 @@ def evaluation_of(
     assert size is not None  # None only with eval_interval=-1
     available = len(eval_rows) // size
     if available == 0:
-        problem = (
+        raise DataError(
             f"evaluation needs a batch of {size} rows, but {len(eval_rows):,}"
-            " rows are held out"
+            " rows are held out",
+            fix="set a smaller eval_per_device_batch_size, more"
+            " grain_eval_files, or eval_interval=-1",
+            key="eval_per_device_batch_size",
         )
-        fix = (
-            "set a smaller eval_per_device_batch_size, more"
-            " grain_eval_files, or eval_interval=-1"
-        )
-        raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
     num_batches = (
         available if config.eval_steps == -1 else min(config.eval_steps, available)
     )
@@ -695,9 +691,8 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
         row = {
             "learning_rate_scale": segment.scale,
             "learning_rate": rate.at(phase.start_step),
-            "peak_learning_rate": (
-                config.learning_rate * segment.scale * level
-            ),  # without warm-up and decay
+            # without warm-up and decay
+            "peak_learning_rate": config.learning_rate * segment.scale * level,
         }
         if config.opt_type == "adamw":
             steps = math.log(0.5) / math.log(adam.b2) if adam.b2 else 0.0

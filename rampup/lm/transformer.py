@@ -73,18 +73,17 @@ _LAYER_SPECS = {
 }
 # The matrices of a layer for Muon: which dimensions are those of their input and of
 # their output, after that of the layers.
-_MATRICES = dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))) | {
-    "out": ((1, 2), (3,))
+_MATRICES = {
+    **dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))),
+    "out": ((1, 2), (3,)),
+    **dict.fromkeys(("gate", "up", "down"), ((1,), (2,))),
 }
-_MATRICES |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
 # The keys of base.yml and rl.yml for attributes of a model that are not named like
 # them.
 _KEYS = {
     "num_layers": "base_num_decoder_layers",
     "width": "base_emb_dim",
     "mlp_dim": "base_mlp_dim",
-}
-_KEYS |= {
     "num_heads": "base_num_query_heads",
     "tied": "logits_via_embedding",
     "param_dtype": "weight_dtype",
@@ -132,16 +131,15 @@ class Block(nn.Module):
         dense: dict[str, Any] = {"use_bias": False, **types}
 
         h_BTE = nn.RMSNorm(name="attention_norm", **types)(x_BTE)
-        q_BTHD = nn.DenseGeneral((model.num_heads, head_dim), name="query", **dense)(
-            h_BTE
-        )
-        k_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="key", **dense)(
-            h_BTE
-        )
-        v_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="value", **dense)(
-            h_BTE
-        )
-        q_BTHD, k_BTGD, v_BTGD = map(checkpoint_name, (q_BTHD, k_BTGD, v_BTGD), _QKV)
+        projected = [
+            nn.DenseGeneral((heads, head_dim), name=name, **dense)(h_BTE)
+            for name, heads in (
+                ("query", model.num_heads),
+                ("key", model.num_kv_heads),
+                ("value", model.num_kv_heads),
+            )
+        ]
+        q_BTHD, k_BTGD, v_BTGD = map(checkpoint_name, projected, _QKV)
         if mixer is None:
             mesh = None if model.activations is None else model.activations.mesh
             mixed_BTHD = attend(
@@ -185,19 +183,16 @@ class LanguageModel:
     num_kv_heads: int
     vocab_size: int
     tied: bool = False  # use the embedding as the output layer
-    dropout_rate: float = (
-        0.0  # fraction of the output of each part of a layer that training drops
-    )
+    # fraction of the output of each part of a layer that training drops
+    dropout_rate: float = 0.0
     dtype: str = "float32"  # of the activations
     param_dtype: str = "float32"
     remat_policy: str = "none"  # one of `REMAT_POLICIES`
     attention: str = "dot_product"  # see `attend`
-    num_vocab_tiling: int = (
-        1  # the loss holds the logits of one of these tiles of the vocabulary at a time
-    )
-    activations: NamedSharding | None = (
-        None  # (B, T, E) of one replica; None leaves it to the compiler
-    )
+    # the loss holds the logits of one of these tiles of the vocabulary at a time
+    num_vocab_tiling: int = 1
+    # (B, T, E) of one replica; None leaves it to the compiler
+    activations: NamedSharding | None = None
 
     @classmethod
     def from_config(cls, config: Any, **others: Any) -> LanguageModel:
@@ -381,17 +376,10 @@ class LanguageModel:
         whole = jax.lax.all_gather(weights, FSDP, axis=axis, tiled=True)
         return checkpoint_name(whole, GATHERED)
 
-    def logits(
-        self,
-        params: Mapping[str, Any],
-        tokens_BT: jax.Array,
-        keys_B: jax.Array | None = None,
-    ) -> jax.Array:
+    def logits(self, params: Mapping[str, Any], tokens_BT: jax.Array) -> jax.Array:
         """Return the logits (B, T, V) of every next token."""
-        return self.head(
-            params,
-            self.apply_layers(params["layers"], self.embed(params, tokens_BT), keys_B),
-        )
+        x_BTE = self.apply_layers(params["layers"], self.embed(params, tokens_BT))
+        return self.head(params, x_BTE)
 
     def loss(
         self,
@@ -480,12 +468,11 @@ class LanguageModel:
         for key, size, axes in rules:
             ways = math.prod(mesh.shape[axis] for axis in axes)
             if size % ways:
-                problem = (
-                    f"{key}={size} must be a multiple of the devices on the axes"
-                    f" {' and '.join(axes)}, {ways}"
-                )
                 raise ConfigError(
-                    problem, key=key, nearest=nearest_multiples(size, ways)
+                    f"{key}={size} must be a multiple of the devices on the axes"
+                    f" {' and '.join(axes)}, {ways}",
+                    key=key,
+                    nearest=nearest_multiples(size, ways),
                 )
         parts = 1 if self.tied else mesh.shape[TENSOR]
         if self.vocab_size % (parts * self.num_vocab_tiling):

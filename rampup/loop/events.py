@@ -71,9 +71,8 @@ class BatchSizeDecided(Event):
 
     step: int  #: the step
     changed: bool  #: whether the batch changes
-    outlook: (
-        str  #: the size with the reason for it, or with what the next larger one needs
-    )
+    #: the size with the reason for it, or with what the next larger one needs
+    outlook: str
 
 
 class StepDone(Event):

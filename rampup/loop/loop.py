@@ -110,9 +110,8 @@ class Summary:
     interrupted: bool  #: whether a signal ended the run early
     resumed_from: int  #: steps that earlier launches of the run had done
     seconds: float = 0.0  #: duration of this launch, compilation included
-    first_eval_loss: float | None = (
-        None  #: of the first evaluation of the run; None without evaluation
-    )
+    #: of the first evaluation of the run; None without evaluation
+    first_eval_loss: float | None = None
     final_eval_loss: float | None = None  #: of the last one
     batch_size_schedule: str | None = None  #: with `auto`, the schedule that was used
 

@@ -127,9 +127,8 @@ class MetricOptions:
 
 
 MetricOptions.__init__ = gone(  # type: ignore[method-assign]
-    describe_rows=(
-        "NonFiniteError has the steps, and `rampup plan --rows STEP` lists their rows"
-    ),
+    describe_rows="NonFiniteError has the steps, and `rampup plan --rows STEP` lists"
+    " their rows",
 )(MetricOptions.__init__)
 
 

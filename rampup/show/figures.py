@@ -163,11 +163,11 @@ def draw_timetable(
     read is refused, too.
     """
     if len(table.operations) > MAX_OPERATIONS:
-        problem = (
+        raise ConfigError(
             f"{len(table.operations):,} operations are too many to draw; the most is"
-            f" {MAX_OPERATIONS:,}"
+            f" {MAX_OPERATIONS:,}",
+            key="microbatches",
         )
-        raise ConfigError(problem, key="microbatches")
     span, stages = float(table.makespan), table.num_stages
     if width is None:
         width = min(max(MARGIN_INCHES + 0.28 * span, MIN_TIMETABLE), MAX_TIMETABLE)

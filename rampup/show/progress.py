@@ -158,9 +158,8 @@ class TrainProgress:
         # What the time left does not count: compilations, those of the first evaluation
         # among them.
         self._compile_seconds, self._has_evaluated = 0.0, False
-        self._decided: int | None = (
-            None  # the step of the last decision that was printed
-        )
+        # the step of the last decision that was printed
+        self._decided: int | None = None
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._bar = None if quiet else make_bar(self._console)
@@ -248,12 +247,10 @@ class TrainProgress:
                 )
                 self._console.print(f"evaluation {when}: {self.describe_result(event)}")
             case events.CheckpointDamaged():
-                text = (
-                    f"the checkpoint of step {event.steps:,} is corrupt:"
-                    f" {event.problem}; it was moved to {event.moved_to}"
-                )
                 self._console.print(
-                    f"{text}, and the run resumes from step {event.used:,}"
+                    f"the checkpoint of step {event.steps:,} is corrupt:"
+                    f" {event.problem}; it was moved to {event.moved_to}, and the run"
+                    f" resumes from step {event.used:,}"
                 )
             case events.StorageFailed():
                 self._console.print(f"{event.problem}; the run continues")

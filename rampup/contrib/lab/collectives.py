@@ -127,9 +127,8 @@ def _collective(
         ends = [i for i in others if i.opcode.endswith("-done")]
         arrays = next((i.arrays for i in ends if made.name in i.operands), arrays)
     if computation.name.startswith("all-reduce-scatter"):
-        kind = (
-            "reduce-scatter"  # how a TPU program writes one that it runs in its own way
-        )
+        # how a TPU program writes one that it runs in its own way
+        kind = "reduce-scatter"
     elif kind == "reduce-scatter":
         operands = computation.operands(made)
         arrays = tuple(array for operand in operands for array in operand.arrays)

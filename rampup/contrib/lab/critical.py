@@ -48,9 +48,8 @@ class BranchWindow:
     sizes: tuple[int, ...]  # the global batch size of each branch, ascending
     # samples between two evaluations, a whole number of optimizer steps of every branch
     interval: int
-    num_evaluations: (
-        int  # evaluations of a branch; the last one is at the end of the window
-    )
+    # evaluations of a branch; the last one is at the end of the window
+    num_evaluations: int
 
     @classmethod
     def of(

@@ -109,9 +109,8 @@ class Visit(NamedTuple):
     instruction: Instruction
     computation: Computation
     runs: int  # product of the trip counts of the loops around it that are known
-    open_loops: (
-        int  # loops around it whose trip count is not known, which `runs` leaves out
-    )
+    # loops around it whose trip count is not known, which `runs` leaves out
+    open_loops: int
     loops: tuple[str, ...]  # names of all loops around it, from outside in
 
 

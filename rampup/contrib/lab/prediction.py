@@ -56,10 +56,8 @@ class Comparison(NamedTuple):
         """Return how far off the prediction is so far, or why nothing is compared."""
         if self.other_settings:
             return (
-                (
-                    "the prediction is for other settings:"
-                    f" {'; '.join(self.other_settings)}"
-                ),
+                "the prediction is for other settings:"
+                f" {'; '.join(self.other_settings)}",
             )
         if not self.rows:
             return ("the run has not reached the first token count of its prediction",)

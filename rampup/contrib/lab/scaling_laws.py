@@ -135,29 +135,19 @@ LAWS = (
     ),
 )
 NOTES = (
-    (
-        "optimal: lowest loss for the tokens; critical: the batch that needs so many"
-        " more tokens for the same loss"
-    ),
-    (
-        f"recommended is the median of the column +{ADVISED}: the largest batch to"
-        " consider, and not the fastest; on paper, the fastest constant batch of 1B and"
-        " 8B parameters on 64 and 256 chips is 18% to 47% of it, which no run has tested"
-    ),
+    "optimal: lowest loss for the tokens; critical: the batch that needs so many"
+    " more tokens for the same loss",
+    f"recommended is the median of the column +{ADVISED}: the largest batch to"
+    " consider, and not the fastest; on paper, the fastest constant batch of 1B and"
+    " 8B parameters on 64 and 256 chips is 18% to 47% of it, which no run has tested",
     "steps are those of all tokens, the additional ones included",
-    (
-        "the laws were fitted on runs of other data, models and schedules; outside of"
-        " their range they extrapolate, and no rate is given"
-    ),
+    "the laws were fitted on runs of other data, models and schedules; outside of"
+    " their range they extrapolate, and no rate is given",
     "N of Kaplan et al. and of DeepSeek is without the embeddings",
-    (
-        "of Power Lines, the exponents are confirmed by other public texts, the factors"
-        " are not"
-    ),
-    (
-        "a run can start smaller: measured critical batches grow during training"
-        " (Merrill et al. 2025, arXiv 2505.23971)"
-    ),
+    "of Power Lines, the exponents are confirmed by other public texts, the factors"
+    " are not",
+    "a run can start smaller: measured critical batches grow during training"
+    " (Merrill et al. 2025, arXiv 2505.23971)",
 )
 EXCEEDS = (
     "the largest optimal batch is above the smallest critical one, because the laws"
@@ -230,8 +220,7 @@ def suggest_batch(
 
 def _count(value: str | int, key: str) -> int:
     if (number := parse_count(value, what=key, key=key)) < 1:
-        problem = f"{key}={value} must be at least 1"
-        raise ConfigError(problem, key=key, nearest=(1,))
+        raise ConfigError(f"{key}={value} must be at least 1", key=key, nearest=(1,))
     return number
 
 
