@@ -37,6 +37,7 @@ from rampup.contrib.lab.critical import (
     smoothed_loss,
 )
 from rampup.contrib.lab.design_model import format_schedule
+from rampup.contrib.lab.measurements import losses_of
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.sources import files_of
@@ -44,6 +45,7 @@ from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
 from rampup.engine.optimizer import LearningRate
 from rampup.errors import ConfigError, ResumeMismatchError
+from rampup.lm.load import named_checkpoint
 from rampup.lm.train import (
     RAMP_RECORD,
     TrainSetup,
@@ -53,13 +55,7 @@ from rampup.lm.train import (
     sample_order,
     unconstrained,
 )
-from rampup.loop.checkpoint import (
-    checkpoint_steps,
-    damage,
-    find_checkpoint,
-    read_record,
-    read_state,
-)
+from rampup.loop.checkpoint import checkpoint_steps, read_record, read_state
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
@@ -196,12 +192,7 @@ def find_critical_batch_size(
     config, record = _find_run(folder, step)
     step = record["step"]
     lines = [line for line in read_lines(folder / METRICS_FILE) if line["step"] < step]
-    curve = [
-        (line["consumed_samples"], line["loss"])
-        for line in lines
-        if isinstance(line.get("loss"), float)
-    ]
-    branches = _Branches(config, record, batches, tokens, curve)
+    branches = _Branches(config, record, batches, tokens, losses_of(lines))
     enable_compilation_cache(config.jax_cache_dir)
     window, length = branches.window, config.max_target_length
     report(
@@ -266,18 +257,7 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
             " enable_checkpointing=true that has done checkpoint_period steps",
             key="run",
         )
-    if step is None:
-        saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
-        assert saved is not None
-        record = saved.record
-    elif step in steps:
-        checkpoint = folder / CHECKPOINT_FOLDER / str(step)
-        if problem := damage(checkpoint):
-            raise ResumeMismatchError(
-                f"the checkpoint {checkpoint} is damaged: {problem}", key="step"
-            )
-        record = read_record(checkpoint)
-    else:
+    if step is not None and step not in steps:
         raise ConfigError(
             f"step={step}: {folder} has checkpoints of the steps"
             f" {', '.join(map(str, steps))}",
@@ -285,6 +265,8 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
             key="step",
             nearest=nearest_in(step, steps),
         )
+    named = folder if step is None else folder / CHECKPOINT_FOLDER / str(step)
+    record = read_record(named_checkpoint(named)[1])
     if RAMP_RECORD not in record or not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{folder} was trained by a loop of its own: only runs of `rampup train`"

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rampup.contrib.lab.hlo import Instruction, Program, Visit, times
+from rampup.contrib.lab.hlo import Array, Instruction, Program, Visit, times
 
 KINDS = {
     "all-reduce",
@@ -46,8 +47,7 @@ class Collective(NamedTuple):
     # the mesh axes along which the devices differ, or None if they are not known
     axes: tuple[str, ...] | None
     group_size: int  # devices that exchange with each other; 0 if it is not known
-    # type and dimensions of the parts, one for each array
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: tuple[Array, ...]  # type and dimensions of the parts
     op_name: str  # the operation of the traced function
     between_slices: bool  # whether it goes over the data-center network
 
@@ -96,22 +96,27 @@ def collective_rows(
     """Return the collectives of a run for JSON, equal ones together; the largest total
     first.
     """
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    alike = defaultdict[tuple[Any, ...], list[Collective]](list)
     for c in collectives:
-        key = (c.kind, c.axes, c.group_size, c.in_loop, c.between_slices)
-        if key not in rows:
-            rows[key] = {
-                "kind": c.kind,
-                "axes": None if c.axes is None else list(c.axes),
-                "group_size": c.group_size,
-                "count": 0,
-                "bytes": 0,
-                "in_loop": c.in_loop,
-                "between_slices": c.between_slices,
-            }
-        rows[key]["count"] += c.count(loop_trips)
-        rows[key]["bytes"] += c.count(loop_trips) * c.num_bytes
-    return sorted(rows.values(), key=lambda row: -row["bytes"])
+        alike[c.kind, c.axes, c.group_size, c.in_loop, c.between_slices].append(c)
+    rows = [
+        {
+            "kind": kind,
+            "axes": None if axes is None else list(axes),
+            "group_size": group_size,
+            "count": sum(c.count(loop_trips) for c in group),
+            "bytes": total_bytes(group, loop_trips),
+            "in_loop": in_loop,
+            "between_slices": between_slices,
+        }
+        for (kind, axes, group_size, in_loop, between_slices), group in alike.items()
+    ]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def total_bytes(collectives: Iterable[Collective], loop_trips: Sequence[int]) -> int:
+    """Return the bytes that a device exchanges in a run."""
+    return sum(c.num_bytes * c.count(loop_trips) for c in collectives)
 
 
 def _collective(
@@ -123,9 +128,9 @@ def _collective(
         arrays = arrays[:1]
     elif made.opcode.endswith("-start"):
         # Its result has the operands too; that of its second half has not.
-        others = computation.instructions.values()
-        ends = [i for i in others if i.opcode.endswith("-done")]
-        arrays = next((i.arrays for i in ends if made.name in i.operands), arrays)
+        for other in computation.instructions.values():
+            if other.opcode.endswith("-done") and made.name in other.operands:
+                arrays = other.arrays
     if computation.name.startswith("all-reduce-scatter"):
         # how a TPU program writes one that it runs in its own way
         kind = "reduce-scatter"
@@ -141,7 +146,7 @@ def _collective(
         loops=visit.loops,
         axes=_axes(groups, mesh),
         group_size=len(groups[0]) if groups else 0,
-        shapes=tuple((array.dtype, array.dims) for array in arrays),
+        shapes=arrays,
         op_name=made.op_name,
         between_slices=made.opcode == "send",
     )
@@ -174,28 +179,22 @@ def _groups(instruction: Instruction, num_devices: int) -> list[np.ndarray]:
     _, _, text = instruction.attributes.partition(name)
     # A colon would name a part of an axis.
     if match := re.match(r"mesh\[([^\]]*)\] \{([^:}]*)\}", text):
-        mesh = re.findall(r"'([^']*)'=(\d+)", match[1])
-        named = re.findall(r"'([^']*)'", match[2])
-        sizes = [int(size) for _, size in mesh]
-        moved = [k for k, (axis, _) in enumerate(mesh) if axis in named]
-        kept = [k for k in range(len(mesh)) if k not in moved]
-        ids = np.arange(math.prod(sizes)).reshape(sizes)
-        size = math.prod(sizes[k] for k in moved)
-        return list(ids.transpose(kept + moved).reshape(-1, size))
-    if match := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        count, size = map(int, match[1].split(","))
-        return list(_range(match[2]).reshape(count, size))
-    if text.startswith("{}") and not is_permute:
+        axes = re.findall(r"('[^']*')=(\d+)", match[1])
+        sizes = [int(size) for _, size in axes]
+        moved = [k for k, (axis, _) in enumerate(axes) if axis in match[2]]
+        order = [k for k in range(len(axes)) if k not in moved] + moved
+        shape = [-1, math.prod(sizes[k] for k in moved)]
+    elif match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, sizes, order = map(_numbers, match.groups(""))
+    elif text.startswith("{}") and not is_permute:
         return [np.arange(num_devices)]
-    lists, end, _ = text.partition("}}")
-    parts = re.findall(r"\{([\d, ]+)", lists) if end else []
-    return [np.array([int(n) for n in part.split(",")]) for part in parts]
-
-
-def _range(text: str) -> np.ndarray:
-    """Return the numbers of `[4,2]T(1,0)`: a range in that shape, transposed."""
-    shape, _, order = text.partition("T")
-    sizes = [int(n) for n in re.findall(r"\d+", shape)]
-    axes = [int(n) for n in re.findall(r"\d+", order)]
+    else:
+        lists, end, _ = text.partition("}}")
+        parts = re.findall(r"\{([\d, ]+)", lists) if end else []
+        return [np.array(_numbers(part)) for part in parts]
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose(axes or None).reshape(-1)
+    return list(ids.transpose(order or None).reshape(shape))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

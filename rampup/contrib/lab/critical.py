@@ -131,9 +131,7 @@ def smoothed_difference(
     for share, one, two in zip(_shares(len(curve)), curve, other, strict=False):
         weight, number = sum(one.weights), len(one.losses)
         differences = [x - y for x, y in zip(one.losses, two.losses, strict=True)]
-        mean = (
-            sum(w * d for w, d in zip(one.weights, differences, strict=True)) / weight
-        )
+        mean = Evaluation(tuple(differences), one.weights).mean
         squares = sum(
             (w * (d - mean)) ** 2 for w, d in zip(one.weights, differences, strict=True)
         )
@@ -206,18 +204,11 @@ def judge(
     shown something else.
     """
     gain, gain_error = smoothed_difference([checkpoint], [curves[0][-1]])
-    if not math.isfinite(gain):
-        results, critical = find_critical(window, curves, 0.0)
-        return Verdict(
-            branches=results,
-            critical=critical,
-            tolerance=0.0,
-            gain=None,
-            decisive=False,
-        )
+    is_finite = math.isfinite(gain)
     progress = _progress(window.num_evaluations)
     # A gain that is not clear may be as large as its error.
-    tolerance = TOLERANCE_SHARE * max(gain, gain_error) * progress
+    largest = max(gain, gain_error) if is_finite else 0.0
+    tolerance = TOLERANCE_SHARE * largest * progress
     results, critical = find_critical(window, curves, tolerance)
     # A batch that has clearly lost may be known less precisely.
     errors = [
@@ -225,14 +216,14 @@ def judge(
         for branch in results
         if branch.standard_error is not None and not _has_lost(branch, tolerance)
     ]
-    is_clear = gain > CLEAR_ERRORS * gain_error
+    is_clear = is_finite and gain > CLEAR_ERRORS * gain_error
     if is_clear:
         results = tuple(_with_overhead(each, gain * progress) for each in results)
     return Verdict(
         branches=results,
         critical=critical,
         tolerance=tolerance,
-        gain=gain,
+        gain=finite_or_none(gain),
         decisive=is_clear and DECISIVE_ERRORS * max(errors) <= tolerance,
     )
 
@@ -247,10 +238,9 @@ def _has_lost(branch: BranchResult, tolerance: float) -> bool:
 def samples_for_gain(
     curve: Iterable[tuple[int, float]],
     consumed_samples: int,
-    gain: float = DEFAULT_GAIN,
 ) -> int:
-    """Return after how many samples the loss of a run is lower by `gain`, by its second
-    half; 0 if that does not say it.
+    """Return after how many samples the loss of a run is lower by `DEFAULT_GAIN`, by
+    its second half; 0 if that does not say it.
     """
     second_half = [
         (n, loss)
@@ -262,9 +252,9 @@ def samples_for_gain(
     _, slope, _ = weighted_line([(math.log(n), loss, 1.0) for n, loss in second_half])
     # A slope that promises the gain only after a hundred times the samples promises
     # nothing.
-    if slope >= 0 or gain / -slope >= math.log(100):
+    if slope >= 0 or DEFAULT_GAIN / -slope >= math.log(100):
         return 0
-    return math.ceil(consumed_samples * math.expm1(gain / -slope))
+    return math.ceil(consumed_samples * math.expm1(DEFAULT_GAIN / -slope))
 
 
 def _progress(num_evaluations: int) -> float:

@@ -109,15 +109,14 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
         "gradient noise scale measured by the run:"
         f" {'none' if noise is None else f'{noise} samples'}"
     )
-    notes = []
     if (implied := found.implied_noise_scale) is not None:
-        notes.append(
+        note = (
             f"from the critical batch follows a noise scale of {implied:,.3g} samples."
             " Either can be wrong: the measured one describes plain SGD, and branches"
             " are short and have no anneal. Whole runs would settle it; until then, the"
             " smaller of the two wastes fewer tokens"
         )
-    print_notes(notes, console)
+        print_notes([note], console)
     if found.decisive:
         console.print(f"kept in {found.file}")
 
@@ -131,10 +130,9 @@ def _print_decision(found: CriticalBatch, run: str, console: Console) -> None:
         f" {relation[found.bound]}{found.critical_batch_size:,} samples, the largest"
         f" whose loss is within {found.tolerance:.4g} of every smaller one"
     )
-    if found.bound == "at_least":
-        print_notes(["no larger batch was tried: give larger --batches"], console)
-    if found.bound == "at_most":
-        print_notes(["no smaller batch was tried: give smaller --batches"], console)
+    other = {"exact": "", "at_least": "larger", "at_most": "smaller"}[found.bound]
+    if other:
+        print_notes([f"no {other} batch was tried: give {other} --batches"], console)
     console.print(
         f"to go on with it: rampup train {run} on_plan_change=continue_by_samples"
         " enable_rampup_batch_size=false "

@@ -92,12 +92,13 @@ def _write_run(
     fastest = next(
         each for each in facts["candidates"] if each["name"] == facts["fastest"]
     )
-    where: dict[str, Any] = {
-        "num_devices": devices,
-        "run_name": folder.name,
-        "base_output_directory": str(folder.parent),
-    }
-    config = replace(config, **where, **fastest["settings"])
+    config = replace(
+        config,
+        num_devices=devices,
+        run_name=folder.name,
+        base_output_directory=str(folder.parent),
+        **fastest["settings"],
+    )
     # Not above: it loads JAX.
     from rampup.lm.start import run_folder
 

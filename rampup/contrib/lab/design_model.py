@@ -87,6 +87,14 @@ class NoisePoint(NamedTuple):
         )
 
 
+def exact_curve(points: Sequence[NoisePoint]) -> NoiseCurve:
+    """Return the noise scale over the samples of a run, by the points that are no
+    bounds.
+    """
+    knots = ((point.samples, point.noise) for point in points if not point.is_bound)
+    return NoiseCurve(knots=tuple(knots), growth=0.0)
+
+
 def noise_curves(
     points: Sequence[NoisePoint], growth: float | None = None
 ) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
@@ -96,13 +104,10 @@ def noise_curves(
     """
     # Where a measurement is only a bound, the curve has the others, held to it; the
     # bounds themselves if there are no others.
-    exact = [point for point in points if not point.is_bound]
-    known = NoiseCurve(
-        knots=tuple((point.samples, point.noise) for point in exact), growth=0.0
-    )
+    exact = exact_curve(points)
     values = [
-        max(point.noise, known.at(point.samples))
-        if point.is_bound and exact
+        max(point.noise, exact.at(point.samples))
+        if point.is_bound and exact.knots
         else point.noise
         for point in points
     ]
@@ -116,8 +121,8 @@ def noise_curves(
     # After the last of at most two, the growth is not known, and its interval begins at
     # 0.
     growths = [assumed, 0.0, max(assumed, PUBLISHED_GROWTH)]
-    if len(exact) > 2 and growth is None:
-        growths = _measured_growth(points, knots[0], len(exact) // 2)
+    if len(exact.knots) > 2 and growth is None:
+        growths = _measured_growth(points, knots[0], len(exact.knots) // 2)
     middle, low, high = (
         NoiseCurve(
             knots=each,

@@ -18,6 +18,7 @@ from rampup.contrib.lab.collectives import (
     MeshShape,
     collective_rows,
     collectives_of,
+    total_bytes,
 )
 from rampup.contrib.lab.hlo import Program
 from rampup.contrib.lab.memory import ProgramMemory, program_memory
@@ -84,7 +85,7 @@ class Inspection:
                 c.count(trips) for c in self.gradient_reductions
             ),
             "gradient_reductions_in_loops": sum(c.count(trips) for c in repeated),
-            "gradient_bytes_in_loops": _num_bytes(repeated, trips),
+            "gradient_bytes_in_loops": total_bytes(repeated, trips),
             "reduces_once": self.reduces_once,
             "uses_multi_steps": self.uses_multi_steps,
             "memory": memory,
@@ -315,15 +316,11 @@ def _is_repeated(c: Collective, shapes: set[Dims]) -> bool:
     return len(c.loops) > is_layer
 
 
-def _num_bytes(collectives: Iterable[Collective], trips: Sequence[int]) -> int:
-    return sum(c.num_bytes * c.count(trips) for c in collectives)
-
-
 def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
     """Yield what to know about a program, in sentences."""
     trips, repeated = found.loop_trips, found.repeated_reductions
     once = [c for c in found.gradient_reductions if c not in repeated]
-    num_bytes = _num_bytes(once, trips)
+    num_bytes = total_bytes(once, trips)
     if found.uses_multi_steps:
         yield (
             "the state is that of optax.MultiSteps: each call is one microbatch, with"
@@ -333,11 +330,11 @@ def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
         arrays = ", ".join(map(_origin, repeated[:_LISTED]))
         yield (
             f"gradients are reduced{_over(repeated)} inside of a loop,"
-            f" {_num_bytes(repeated, trips):,} bytes in a run: {arrays}"
+            f" {total_bytes(repeated, trips):,} bytes in a run: {arrays}"
         )
     if once:
         yield f"gradients ({num_bytes:,} bytes in a run) are reduced{_over(once)} once"
-    if repeated and num_bytes > _num_bytes(repeated, trips) / 100:
+    if repeated and num_bytes > total_bytes(repeated, trips) / 100:
         yield (
             "some gradients are reduced once and some inside of a loop: these may have"
             " lost their reduction tag or local accumulation"

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.contrib.lab.memory import device_limit, is_out_of_memory, program_memory
+from rampup.contrib.lab.memory import is_out_of_memory, program_memory, smallest_limit
 from rampup.data.batches import AHEAD_ON_DEVICE
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import BatchAxes
@@ -157,22 +157,21 @@ def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) 
     """
     if memory_gib is not None:
         return parse_memory_gib(memory_gib)
-    limits = [device_limit(device) for device in devices]
-    known = [limit for limit in limits if limit is not None]
-    if len(known) < len(limits):
+    limit = smallest_limit(devices)
+    if limit is None:
         raise ConfigError(
             f"the device {devices[0].device_kind!r} has no memory limit of its own",
             fix="pass the limit to tune for, such as --memory-gib 16",
             key="memory-gib",
         )
-    return min(known)
+    return limit
 
 
 def _step_of(
     loss_fn: Any, tx: optax.GradientTransformation, mesh: Mesh, size: int
 ) -> tuple[TrainStep, RampPlan]:
     """Return a step of two microbatches of a size, and its plan."""
-    shares = math.prod(mesh.shape[name] for name in BatchAxes.of(mesh).rows)
+    shares = BatchAxes.of(mesh).num_shards(mesh)
     plan = RampPlan(
         ramp=BatchRamp.constant(2 * size * shares),
         splitter=BatchSplitter(data_parallel_size=shares, microbatch_size=size),

@@ -34,6 +34,7 @@ from rampup.errors import ConfigError, DataError
 from rampup.loop.run_folder import as_path
 from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.learning_rate import decay_progress
+from rampup.plan.numbers import finite_or_none
 from rampup.plan.ramp import BatchRamp
 
 # Candidates go up to this many times the largest batch that was timed, and have at
@@ -165,7 +166,7 @@ def design_ramp(
         },
         "loss_slope": None if forecast.line is None else abs(forecast.line.slope),
         "candidates": candidates,
-        "fastest": min(hours, key=lambda name: hours[name]),
+        "fastest": min(hours, key=hours.__getitem__),
         "hours_saved": 1 - hours.get(RAMP, best) / best,
         "most_hours_saved": most_saved(noise.growth),
         "assumptions": _assumptions(found, forecast, sizes),
@@ -211,9 +212,7 @@ def _schedules(forecast: Forecast, sizes: Sequence[int]) -> dict[str, Schedule]:
         return model.run(((0, size),), progress=target).seconds
 
     constants = sorted({sizes[0], min(sizes, key=seconds), sizes[-1]})
-    found: dict[str, Schedule] = {
-        f"constant {size:,}": ((0, size),) for size in constants
-    }
+    found = {f"constant {size:,}": ((0, size),) for size in constants}
     ramp = model.best_schedule(sizes, progress=target)
     return found | ({RAMP: ramp} if len(ramp) > 1 else {})
 
@@ -329,16 +328,12 @@ class Forecast:
         ranges = {
             "hours": self._hours(schedule, [self.samples]),
             "hours_to_same_loss": self._hours(schedule, [end.samples for end in same]),
-            "loss_penalty": (
-                [None]
-                if self.line is None
-                else self._penalties(outcomes, self.references)
-            ),
+            "loss_penalty": self._penalties(outcomes, self.references),
             # Compared with a very small batch, whose samples are the progress.
             "token_overhead": [end.samples / end.progress - 1 for end in same],
         }
         length = self.config.max_target_length
-        found: dict[str, Any] = {
+        found = {
             "start_tokens": [start * length for start, _ in schedule],
             "sizes": [size for _, size in schedule],
             "steps": outcomes[0].steps,
@@ -374,7 +369,7 @@ class Forecast:
         ends = [each.run(schedule, samples=middle) for each in self.models]
         # Not where the line through the measured loss does not hold.
         if self.line is None or 2 * ends[0].progress < self.places[0]:
-            return _with_ends("loss", [None])
+            return _with_ends("loss", ())
         penalties = self._penalties(ends, self.places)
         slope = abs(self.line.slope)
         distance = penalties[0] / slope if slope else 0.0
@@ -415,9 +410,10 @@ class Forecast:
         self, ends: Sequence[Outcome], places: Sequence[float]
     ) -> list[float]:
         """Return the loss at the ends less that at other places of the progress, by
-        each model and exponent.
+        each model and exponent; nothing if no slope of the loss is known.
         """
-        assert self.line is not None
+        if self.line is None:
+            return []
         return [
             loss_penalty(
                 end.progress,
@@ -439,39 +435,32 @@ class Forecast:
         ]
 
 
-def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | None]:
+def _with_ends(key: str, values: Sequence[float]) -> dict[str, float | None]:
     """Return a prediction, the first of the values, and both ends of its interval; an
-    end without a limit is None.
+    end without a limit is None, and all three without a value.
     """
-    known = [value for value in values if value is not None]
-    ends = (
-        {"low": min(known), "high": max(known)}
-        if len(known) == len(values)
-        else {"low": None, "high": None}
-    )
-    finite = {
-        f"{key}_{end}": value if value is not None and value < math.inf else None
-        for end, value in ends.items()
-    }
-    return {key: values[0], **finite}
+    names = (key, f"{key}_low", f"{key}_high")
+    if not values:
+        return dict.fromkeys(names)
+    ends = finite_or_none(min(values)), finite_or_none(max(values))
+    return dict(zip(names, (values[0], *ends), strict=True))
 
 
 def _settings(tokens: int, schedule: str, rule: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a run of these tokens with a `batch_size_schedule` instead of
     the configuration's own ramp.
     """
-    ramp = {
+    return {
         "enable_rampup_batch_size": False,
         "seesaw_factor": None,
         "seesaw_max_batch_size": None,
-    }
-    length = {
         "steps": -1,
         "train_tokens": tokens,
         "train_samples": None,
         "learning_rate_schedule_steps": -1,
+        "batch_size_schedule": schedule,
+        **rule,
     }
-    return {**ramp, **length, "batch_size_schedule": schedule, **rule}
 
 
 def _rate_rule(config: Config, num_devices: int) -> dict[str, Any]:
@@ -482,7 +471,7 @@ def _rate_rule(config: Config, num_devices: int) -> dict[str, Any]:
     own = config.learning_rate_batch_scaling != "auto" or (
         rate == "none" and config.batch_scaling != "none"
     )
-    rule: str = rate if own else config.batch_scaling
+    rule = rate if own else config.batch_scaling
     if rate == "none":
         rule = "linear" if config.opt_type == "sgd" else "sqrt"
     reference = config.batch_scaling_reference

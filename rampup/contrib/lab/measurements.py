@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,9 @@ from rampup.contrib.lab.critical import (
     CRITICAL_SUFFIX,
     implied_noise_scale,
 )
-from rampup.contrib.lab.design_model import NoiseCurve, NoisePoint
+from rampup.contrib.lab.design_model import NoisePoint, exact_curve
 from rampup.errors import ConfigError, DataError
-from rampup.loop.run_folder import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    read_lines,
-)
+from rampup.loop.run_folder import CONFIG_FILE, METRICS_FILE, read_lines
 from rampup.plan.noise_scale import NoiseEstimate, NoiseScale, fieller
 from rampup.show.series import require_count
 
@@ -184,22 +180,28 @@ def _noise_of(
         "source": source,
         "noise": points,
         "last_octave": _average(octaves[-1]).tokens if points else None,
-        "losses": [
-            (line["consumed_samples"], line["loss"])
-            for line in lines
-            if line.get("loss") is not None
-        ],
+        "losses": losses_of(lines),
     }
+
+
+def losses_of(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return the samples consumed after each step of a run, with its loss, where that
+    is finite.
+    """
+    return [
+        (line["consumed_samples"], line["loss"])
+        for line in lines
+        if line.get("loss") is not None
+    ]
 
 
 def _critical_ratios(folder: Path, points: Sequence[NoisePoint]) -> list[float]:
     """Return the noise scales that follow from what `rampup critical` has decided at a
     run's checkpoints, over the measured ones there.
     """
-    exact = tuple((each.samples, each.noise) for each in points if not each.is_bound)
-    if not exact:
+    measured, ratios = exact_curve(points), list[float]()
+    if not measured.knots:
         return []
-    measured, ratios = NoiseCurve(knots=exact, growth=0.0), []
     parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
         try:
@@ -301,12 +303,9 @@ def _average(steps: Steps) -> NoiseScale:
     return noise
 
 
-def _is_precise(found: NoiseEstimate) -> bool:
-    return (
-        found.high is not None
-        and bool(found.low)
-        and found.high <= PRECISE * (found.low or 0.0)
-    )
+def _is_precise(found: NoiseEstimate, ratio: float = PRECISE) -> bool:
+    low, high = found.low or 0.0, found.high
+    return low > 0 and high is not None and high <= ratio * low
 
 
 def _octaves(lines: Sequence[Mapping[str, Any]]) -> list[Steps]:
@@ -448,7 +447,6 @@ def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
             float(trace_errors @ norm_errors),
             max(float(weights.sum() ** 2 / (weights @ weights)) - 2, 1.0),
         )
-        low = found.low or 0.0
-        if low and found.high is not None and found.high <= END_PRECISE * low:
+        if _is_precise(found, END_PRECISE):
             break
     return _point(float(samples[0]), float(weights.mean()), found, trace, norm)

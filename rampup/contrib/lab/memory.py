@@ -80,21 +80,21 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def device_limit(device: jax.Device) -> int | None:
-    """Return the bytes of memory that a device has for programs, or None if it has no
-    memory of its own.
+def smallest_limit(devices: Sequence[jax.Device]) -> int | None:
+    """Return the bytes of memory that each of some devices has for programs, or None if
+    one has no memory of its own.
     """
-    return (device.memory_stats() or {}).get("bytes_limit")
+    stats = [device.memory_stats() or {} for device in devices]
+    known = [each["bytes_limit"] for each in stats if "bytes_limit" in each]
+    return min(known) if len(known) == len(stats) else None
 
 
 def room_to_run(devices: Sequence[jax.Device]) -> int:
     """Return the bytes that a program may use on each device: the smallest limit, or a
     share of this machine's free memory.
     """
-    limits = [device_limit(device) for device in devices]
-    known = [limit for limit in limits if limit is not None]
-    if len(known) == len(limits):
-        return min(known)
+    if (limit := smallest_limit(devices)) is not None:
+        return limit
     try:
         memory = Path("/proc/meminfo").read_text(encoding="ascii")
         free = 1024 * int(re.findall(r"MemAvailable: *(\d+)", memory)[0])

@@ -96,15 +96,15 @@ def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
         "quantity": row["quantity"],
         "tokens": row["tokens"],
         "predicted": with_ends(predicted, row["low"], row["high"]),
-        "measured": with_ends(row["measured"], None, None),
+        "measured": with_ends(row["measured"]),
         "off by": text,
     }
 
 
 def with_ends(
     value: float | None,
-    low: float | None,
-    high: float | None,
+    low: float | None = None,
+    high: float | None = None,
     text: Callable[[float], str] = format_value,
 ) -> str:
     """Return a number as text, with its interval if that is known and shows."""

@@ -142,9 +142,7 @@ class Trial:
         return max(t0 + slope * (split.num_microbatches - n0), 0.0)
 
 
-def median_seconds(
-    step: Callable[[], None], *, seconds: float = TIMING_SECONDS
-) -> float:
+def median_seconds(step: Callable[[], None]) -> float:
     """Return the median time of a step, which waits for its results, after two runs that
     are not counted.
     """
@@ -155,5 +153,5 @@ def median_seconds(
         return time.perf_counter() - start
 
     run()  # compiled and warm from here on
-    rounds = max(min(int(seconds / run()), ROUNDS), 1)
+    rounds = max(min(int(TIMING_SECONDS / run()), ROUNDS), 1)
     return statistics.median(run() for _ in range(rounds))

@@ -227,7 +227,7 @@ def _count(value: str | int, key: str) -> int:
 def _evaluate(law: ScalingLaw, d: int, n: int | None) -> dict[str, Any]:
     """Return a law's row for D tokens and N parameters."""
     size = max(round(law.batch_tokens(d, n or 0)), 1)
-    row: dict[str, Any] = {"name": law.name, "kind": law.kind, "batch_tokens": size}
+    row = {"name": law.name, "kind": law.kind, "batch_tokens": size}
     if law.overhead is None:
         row["steps"] = -(-d // size)
     else:
@@ -252,7 +252,4 @@ def _advised(row: dict[str, Any]) -> int:
     """Return the batch of a row that is advised: the optimal one, or that of 20% more
     tokens.
     """
-    size: int = row.get("batch_tokens_at_overhead", {}).get(
-        ADVISED, row["batch_tokens"]
-    )
-    return size
+    return row.get("batch_tokens_at_overhead", {}).get(ADVISED, row["batch_tokens"])

@@ -25,11 +25,7 @@ from rampup.contrib.lab.topology import compiler_version, topology_devices
 from rampup.engine.compile import enable_compilation_cache
 from rampup.errors import ConfigError, RampupError
 from rampup.lm.train import unconstrained
-from rampup.plan.numbers import (
-    GIB,
-    finite_or_none,
-    parse_memory_gib,
-)
+from rampup.plan.numbers import GIB, finite_or_none, parse_memory_gib
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import NOT_RUN_ON, Topology
 
@@ -78,7 +74,7 @@ def tune(
     usable = int(limit * (1 - margin))
     trials, next_larger = _search(config, devices, usable, slices, report)
     fitting = [size for size, trial in trials.items() if trial.bytes <= usable]
-    facts: Facts = {
+    facts = {
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "memory_gib": limit / GIB,

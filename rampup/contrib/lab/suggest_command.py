@@ -57,9 +57,8 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
         " to ".join(map(format_si, found[f"{kind}_batch_tokens"]))
         for kind in ("critical", "optimal")
     )
-    recommended = format_si(found["recommended_batch_tokens"])
     console.print(
-        f"recommended: {recommended}, the median of {critical} for {ADVISED} more"
+        f"recommended: {format_si(found['recommended_batch_tokens'])}, the median of {critical} for {ADVISED} more"
         f" tokens; optimal {optimal}"
     )
     for note in found["notes"]:

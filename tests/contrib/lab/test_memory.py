@@ -44,8 +44,8 @@ def test_room_to_run_is_that_of_the_smallest_device():
     """The room is the smallest of all devices. Devices without memory of their own
     share half of the host's free memory.
     """
-    assert memory.device_limit(device(**GIVEN)) == 1000
-    assert memory.device_limit(device()) is None
+    assert memory.smallest_limit([device(**GIVEN)]) == 1000
+    assert memory.smallest_limit([device(**GIVEN), device()]) is None
     assert memory.room_to_run([device(bytes_limit=7), device(bytes_limit=5)]) == 5
     one, four = memory.room_to_run([device()]), memory.room_to_run([device()] * 4)
     assert 0 < four < one
