@@ -18,7 +18,7 @@ import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import grain
@@ -72,6 +72,7 @@ _ROWS_OF_IDENTITY = 8
 _END = object()  # of a stream
 
 
+@dataclass(eq=False, repr=False)
 class SampleOrder:
     """Maps the number of a sample, counted over all epochs, to its row. With a seed,
     every epoch has another order.
@@ -80,48 +81,45 @@ class SampleOrder:
     MapDataset can. No `num_epochs` is unlimited.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        *,
-        seed: int | None,
-        num_epochs: int | None = None,
-        has_epochs: bool = False,
-    ) -> None:
-        if num_rows < 1:
+    num_rows: int
+    _: KW_ONLY
+    seed: int | None
+    num_epochs: int | None = None
+    has_epochs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
             raise DataError("the data has no rows")
-        if seed is not None and num_rows >= 2**32:
+        if self.seed is not None and self.num_rows >= 2**32:
             raise DataError(
-                f"{num_rows:,} rows are more than the 2**32 that can be shuffled",
+                f"{self.num_rows:,} rows are more than the 2**32 that can be shuffled",
                 fix="set data_shuffle_seed=null (seed=None)",
             )
-        self.num_samples = None if num_epochs is None else num_rows * num_epochs
-        self._num_rows, self._has_epochs = num_rows, has_epochs
         # Indexed beyond its length, Grain's shuffled range continues with the next
         # epoch in an order of its own.
         self._shuffled = (
             None
-            if seed is None
-            else grain.MapDataset.range(num_rows).shuffle(seed=seed)
+            if self.seed is None
+            else grain.MapDataset.range(self.num_rows).shuffle(seed=self.seed)
         )
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:
         """Return the row of each sample."""
         if self._shuffled is None:
             numbers = np.fromiter(samples, np.int64)
-            return numbers if self._has_epochs else numbers % self._num_rows
+            return numbers if self.has_epochs else numbers % self.num_rows
         return np.fromiter((self._shuffled[sample] for sample in samples), np.int64)
 
     def check(self, consumed_samples: int) -> None:
         """Refuse a run of more samples than the epochs contain, with the number of
         epochs that would be enough.
         """
-        if self.num_samples is not None and consumed_samples > self.num_samples:
-            epochs = self.num_samples // self._num_rows
-            needed = -(-consumed_samples // self._num_rows)
+        epochs = self.num_epochs
+        if epochs is not None and consumed_samples > epochs * self.num_rows:
+            needed = -(-consumed_samples // self.num_rows)
             raise DataError(
                 f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs}"
-                f" of {self._num_rows:,} rows are {self.num_samples:,}",
+                f" of {self.num_rows:,} rows are {epochs * self.num_rows:,}",
                 fix=f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or"
                 " fewer steps",
                 key="num_epoch",
@@ -149,8 +147,8 @@ class Loading:
 
     def __post_init__(self) -> None:
         count = jax.process_count()
-        if self.factor < 1 or count % self.factor:
-            nearest = nearest_multiples(count, max(self.factor, 1))
+        if count % self.factor:
+            nearest = nearest_multiples(count, self.factor)
             raise ConfigError(
                 f"expansion_factor_real_data={self.factor} must divide the number of"
                 f" processes, {count}",
@@ -200,6 +198,7 @@ class Loading:
         return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1, axes=axes))
 
 
+@gone(batched=BATCHED_GONE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
     """How batches are read and put on the devices.
@@ -220,11 +219,6 @@ class BatchOptions:
     batch_axes: BatchAxes | None = None
     num_threads: int = 2
     read_ahead: int = 4
-
-
-BatchOptions.__init__ = gone(  # type: ignore[method-assign]
-    batched=BATCHED_GONE
-)(BatchOptions.__init__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,12 +258,10 @@ class BatchLoader:
     order: SampleOrder
     options: BatchOptions = field(default_factory=BatchOptions)
     loading: Loading = field(default_factory=Loading)
-    types: FieldTypes | None = None
+    types: FieldTypes = field(default_factory=FieldTypes)
 
     def __post_init__(self) -> None:
         check_plan_fits(self.plan, self.mesh, self.options.batch_axes)
-        if self.types is None:
-            object.__setattr__(self, "types", FieldTypes(self.mesh))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches from step `start` up to step `stop`, by default to the end
@@ -360,11 +352,8 @@ class BatchLoader:
             num_threads=most if is_thread_safe(self.source) else min(most, 1),
             prefetch_buffer_size=self.options.read_ahead,
         )
-        yield from (
-            grain.MapDataset.range(start + 1, stop)
-            .map(self.read_step)
-            .to_iter_dataset(threads)
-        )
+        later = grain.MapDataset.range(start + 1, stop).map(self.read_step)
+        yield from later.to_iter_dataset(threads)
 
     def _put(self, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices."""
@@ -374,9 +363,11 @@ class BatchLoader:
         def name_row(place: int) -> str:
             return self.source.describe(int(step.numbers[place]))
 
-        assert self.types is not None
         batch_nR = self.types.cast(
-            in_microbatches(step.rows, split.num_microbatches), name_row, num_axes=2
+            in_microbatches(step.rows, split.num_microbatches),
+            name_row,
+            self.mesh,
+            num_axes=2,
         )
         put = functools.partial(
             put_batch,
@@ -464,47 +455,46 @@ def step_batches(
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
     rows = as_source(source)
-    order = SampleOrder(
-        len(rows),
-        seed=seed,
-        num_epochs=num_epochs,
-        has_epochs=isinstance(source, grain.MapDataset) and seed is None,
-    )
     loader = BatchLoader(
         source=rows,
         plan=plan,
         mesh=mesh,
-        order=order,
+        order=SampleOrder(
+            len(rows),
+            seed=seed,
+            num_epochs=num_epochs,
+            has_epochs=isinstance(source, grain.MapDataset) and seed is None,
+        ),
         options=options or BatchOptions(),
     )
     return StepBatches(loader.batches(step_number(start), stop), rows, seed)
 
 
+@dataclass(eq=False)
 class StepBatches(Iterator[Batch]):
     """The batches of `step_batches`. They know which rows they are of, so that a `Loop`
     notices others at a resume.
     """
 
-    def __init__(
-        self, batches: Iterator[Batch], source: RowSource, seed: int | None
-    ) -> None:
-        self._batches, self._source, self._seed = batches, source, seed
+    batches: Iterator[Batch]
+    source: RowSource
+    seed: int | None
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        return next(self.batches)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """What the rows are, as JSON values: their number, the seed of their order, and
         a digest of some of them.
         """
-        number = len(self._source)
-        found: dict[str, Any] = {"number": number, "seed": self._seed}
+        number = len(self.source)
+        found: dict[str, Any] = {"number": number, "seed": self.seed}
         rows = np.unique(np.linspace(0, number - 1, _ROWS_OF_IDENTITY).astype(np.int64))
         # A row that cannot be read ends the run when its step comes.
         with contextlib.suppress(DataError):
             digest = hashlib.sha256()
-            for path, x in jax.tree.leaves_with_path(read_rows(self._source, rows)):
+            for path, x in jax.tree.leaves_with_path(read_rows(self.source, rows)):
                 digest.update(
                     f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode()
                     + np.asarray(x).tobytes()
@@ -543,13 +533,13 @@ def eval_batches(
         (full, shared - full, 1, axes),
         (shared, len(rows) - shared, 1, BatchAxes(replica=(), rows=())),
     )
-    types = FieldTypes(mesh)
+    types = FieldTypes()
     for first, size, number, part_axes in parts:
         if not size or not number:
             continue
         # Rows that every device computes come one by one, as they may be more than its
         # part of a batch.
-        sizes: Any = (
+        sizes = (
             {"rampup_microbatch": "whole"}
             if part_axes == axes or whole_batch
             else {"microbatch_size": 1}
@@ -559,7 +549,7 @@ def eval_batches(
             **sizes,
         )
         part = RowRange(rows, first, len(rows))
-        loader = BatchLoader(
+        yield from BatchLoader(
             source=part,
             plan=RampPlan(
                 ramp=BatchRamp.constant(size),
@@ -571,8 +561,7 @@ def eval_batches(
             order=SampleOrder(len(part), seed=None),
             options=BatchOptions(batch_axes=part_axes),
             types=types,
-        )
-        yield from loader.batches()
+        ).batches()
 
 
 def stream_batches(
@@ -641,8 +630,8 @@ def stream_batches(
     check_plan_fits(plan, mesh, options.batch_axes)
     if not batched:
         check_not_batched(source, "give batched=True")
-    rows = _Stream(source, batched, plan)
-    types = FieldTypes(mesh)
+    rows = _Stream(iter(source), batched, plan)
+    types = FieldTypes()
     is_shared = spans_all(mesh)
     start = step_number(start)
     for number in range(start, stop_step(plan, start, stop)):
@@ -651,17 +640,17 @@ def stream_batches(
         in_microbatch = process_rows(
             mesh, split.data_parallel_size * split.microbatch_size, options.batch_axes
         )
+        needed = split.num_microbatches * len(in_microbatch)
         name = f"row {{:,}} of step {number:,}".format
-        found, problem = None, None
+        found = problem = None
         try:
-            found = rows.take(split.num_microbatches * len(in_microbatch), number)
-            found = types.cast(found, name)
+            found = types.cast(rows.take(needed, number), name, mesh)
         except DataError as error:
             problem = error
         # No process begins a step for which another one has no rows.
         if is_shared:
-            ended = isinstance(problem, DataEndedError)
-            told = [ended, f"process {jax.process_index()}: {problem}"]
+            words = f"process {jax.process_index()}: {problem}"
+            told = [isinstance(problem, DataEndedError), words]
             heard = first_problem(json.dumps(told) if problem else "")
             if heard and problem is None:
                 has_ended, words = json.loads(heard)
@@ -680,14 +669,16 @@ def stream_batches(
         )
 
 
+@dataclass
 class _Stream:
     """Rows that come one after the other, taken as many at a time as a step needs."""
 
-    def __init__(self, source: Iterable[Any], batched: bool, plan: RampPlan) -> None:
-        self._rows, self._batched, self._plan = iter(source), batched, plan
-        self._pending: list[Any] = []  # what is read and not yet taken
-        self._count = 0  # rows of it
-        self._taken = 0
+    rows: Iterator[Any]
+    batched: bool
+    plan: RampPlan
+    pending: list[Any] = field(default_factory=list)  # what is read and not yet taken
+    count: int = 0  # rows of it
+    taken: int = 0
 
     def take(self, needed: int, step: int) -> Any:
         """Return the next rows as arrays (needed, ...).
@@ -696,43 +687,42 @@ class _Stream:
             DataEndedError: there are fewer.
             DataError: a row cannot be read, or is not like the others.
         """
-        while self._count < needed:
+        while self.count < needed:
             self._read(needed, step)
-        stack = np.concatenate if self._batched else np.array
-        what = "batch" if self._batched else "row"
+        what = "batch" if self.batched else "row"
         name = f"{what} {{}} of step {step:,}".format
-        ready = stack_rows(self._pending, name, stack)
+        ready = stack_rows(self.pending, name, batched=self.batched)
         # What the next step begins with: the rest of a batch that two steps share.
         rest = jax.tree.map(lambda x: x[needed:], ready)
-        self._count -= needed
-        self._taken += needed
-        self._pending = [rest] if self._count else []
+        self.count -= needed
+        self.taken += needed
+        self.pending = [rest] if self.count else []
         return jax.tree.map(lambda x: x[:needed], ready)
 
     def _read(self, needed: int, step: int) -> None:
-        place = self._taken + self._count
+        place = self.taken + self.count
         with reading(f"row {place:,} of the stream, of step {step:,},"):
-            item = next(self._rows, _END)
+            item = next(self.rows, _END)
         if item is _END:
             raise DataEndedError(
                 f"step {step} needs {needed} rows in this process, but the source ended"
-                f" after {self._count} of them, {place:,} in all; the plan has"
-                f" {self._plan.total_steps:,} steps",
+                f" after {self.count} of them, {place:,} in all; the plan has"
+                f" {self.plan.total_steps:,} steps",
                 fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
                 " end there",
             )
         if item is None:
             raise DataError(f"the source yielded None instead of a row, at step {step}")
         # Copied: a source may yield the same array again, filled with the next rows.
-        row = own_arrays(item, batched=self._batched)
-        self._pending.append(row)
-        self._count += self._num_rows(row, step)
+        row = own_arrays(item, batched=self.batched)
+        self.pending.append(row)
+        self.count += self._num_rows(row, step)
 
     def _num_rows(self, row: Any, step: int) -> int:
         leaves = jax.tree.leaves(row)
-        sizes = {leaf.shape[:1] if self._batched else (1,) for leaf in leaves}
+        sizes = {leaf.shape[:1] if self.batched else (1,) for leaf in leaves}
         # A later row without fields is told from the first one when they are stacked.
-        if len(self._pending) > 1 and not sizes and not self._batched:
+        if len(self.pending) > 1 and not sizes and not self.batched:
             return 1
         if len(sizes) != 1 or () in sizes:
             known = [str(size[0]) if size else "no" for size in sorted(sizes)]

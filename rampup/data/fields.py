@@ -19,6 +19,8 @@ from rampup.engine.processes import gather_from_all, spans_all
 from rampup.engine.sums import differing_leaves
 from rampup.errors import DataError, DataWarning
 
+# From the place of a row to its name, for messages.
+NameRow = Callable[[int], str]
 # Kinds of NumPy's types that are no numbers: objects, bytes, texts, times.
 _NO_NUMBERS = "OSUMm"
 _DIFFERENT = np.array(None)
@@ -56,22 +58,19 @@ def own_arrays(item: Any, *, batched: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(array, item, is_leaf=_is_array_in(item))
 
 
-def stack_rows(
-    items: Sequence[Any],
-    name: Callable[[int], str],
-    stack: Callable[..., np.ndarray] = np.array,
-) -> Any:
-    """Return rows as arrays, or with `np.concatenate` batches of rows.
+def stack_rows(items: Sequence[Any], name: NameRow, *, batched: bool = False) -> Any:
+    """Return rows, or batches of rows, as arrays.
 
     Args:
         items: the rows, or the batches.
         name: called with the place of an item; returns its name for messages.
-        stack: what joins the arrays of a field.
+        batched: whether the items are batches.
 
     Raises:
         DataError: rows differ, or one has no number in a field of numbers; with the
             row's and the field's name.
     """
+    stack = np.concatenate if batched else np.array
     flat = [jax.tree.flatten(item, is_leaf=_is_array_in(item)) for item in items]
     structure = flat[0][1]
     if all(each == structure for _, each in flat):
@@ -86,7 +85,7 @@ def stack_rows(
             arrays.append(own_arrays(item))
         except DataError as error:
             raise DataError(f"{name(place)}: {error}") from None
-    _refuse_differing(arrays, name, row_axes=0 if stack is np.array else 1)
+    _refuse_differing(arrays, name, row_axes=int(batched))
     raise _no_numbers(arrays, name)
 
 
@@ -98,23 +97,23 @@ class FieldTypes:
     whole numbers, and integers in a field of floating-point numbers.
 
     Example:
-        >>> types = FieldTypes(mesh=None)
-        >>> types.cast({"x": np.array([0.5, 2.0])}, "row {}".format)["x"].dtype
+        >>> from rampup.engine.mesh import make_mesh
+        >>> types, mesh, name = FieldTypes(), make_mesh(), "row {}".format
+        >>> types.cast({"x": np.array([0.5, 2.0])}, name, mesh)["x"].dtype
         dtype('float64')
-        >>> types.cast({"x": np.array([1, 2])}, "row {}".format)["x"].tolist()
+        >>> types.cast({"x": np.array([1, 2])}, name, mesh)["x"].tolist()
         [1.0, 2.0]
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
-        self._mesh = mesh
-        self._types: list[np.dtype[Any]] | None = None
+    _types: list[np.dtype[Any]] | None = None
 
-    def cast(self, rows: Any, name: Callable[[int], str], *, num_axes: int = 1) -> Any:
+    def cast(self, rows: Any, name: NameRow, mesh: Mesh, *, num_axes: int = 1) -> Any:
         """Return the arrays of a batch in the types of the first one.
 
         Args:
             rows: a pytree of arrays; the first `num_axes` axes count rows.
             name: called with the place of a row; returns its name for messages.
+            mesh: the devices, whose processes agree on the types.
             num_axes: how many axes count rows.
 
         Raises:
@@ -123,7 +122,7 @@ class FieldTypes:
         leaves, structure = jax.tree.flatten(rows)
         if self._types is None:
             _warn_of_batches([x.shape[num_axes:] for x in leaves])
-            self._types = self._agreed([np.asarray(x).dtype for x in leaves])
+            self._types = _agreed([np.asarray(x).dtype for x in leaves], mesh)
         if len(leaves) != len(self._types):
             raise DataError(
                 f"{name(0)} has {len(leaves)} fields, and the first batch had"
@@ -149,20 +148,21 @@ class FieldTypes:
             found.append(x)
         return structure.unflatten(found)
 
-    def _agreed(self, own: list[np.dtype[Any]]) -> list[np.dtype[Any]]:
-        """Return the types of this process's first rows, or refuse others than those of
-        the other processes: all run one program.
-        """
-        if self._mesh is None or not spans_all(self._mesh):
-            return own
-        types = set(gather_from_all(" ".join(x.name for x in own)))
-        if len(types) > 1:
-            raise DataError(
-                f"the fields of the first batch have types {', but '.join(sorted(types))}"
-                " in the processes",
-                fix="give each field one type in all rows",
-            )
+
+def _agreed(own: list[np.dtype[Any]], mesh: Mesh) -> list[np.dtype[Any]]:
+    """Return the types of this process's first rows, or refuse others than those of the
+    other processes: all run one program.
+    """
+    if not spans_all(mesh):
         return own
+    types = set(gather_from_all(" ".join(x.name for x in own)))
+    if len(types) > 1:
+        raise DataError(
+            f"the fields of the first batch have types {', but '.join(sorted(types))}"
+            " in the processes",
+            fix="give each field one type in all rows",
+        )
+    return own
 
 
 def _is_lost(x: np.ndarray, cast: np.ndarray) -> np.ndarray:
@@ -220,9 +220,7 @@ def _stacked(fields: Any, stack: Callable[..., np.ndarray]) -> np.ndarray:
         return _DIFFERENT
 
 
-def _refuse_differing(
-    arrays: Sequence[Any], name: Callable[[int], str], *, row_axes: int
-) -> None:
+def _refuse_differing(arrays: Sequence[Any], name: NameRow, *, row_axes: int) -> None:
     """Raise the error about the first row that has other fields or shapes than the
     first one.
     """
@@ -246,7 +244,7 @@ def _refuse_differing(
             )
 
 
-def _no_numbers(arrays: Sequence[Any], name: Callable[[int], str]) -> DataError:
+def _no_numbers(arrays: Sequence[Any], name: NameRow) -> DataError:
     """Return the error about the first row that has no numbers in a field."""
     path, place, x = next(
         (path, place, x)

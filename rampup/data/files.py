@@ -13,6 +13,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,7 @@ import numpy as np
 
 from rampup.config.schema import Config
 from rampup.data.batches import Loading
-from rampup.data.sources import (
-    RowRange,
-    RowSource,
-    SyntheticRows,
-    TokenRows,
-    reading,
-)
+from rampup.data.sources import RowRange, RowSource, SyntheticRows, TokenRows, reading
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
 
@@ -59,9 +54,8 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
         # Every n-th file, so that evaluation reads from all folders and not only from
         # the last one.
         period = round(1 / HOLDOUT)
-        eval_paths = (
-            paths[period // 2 :: period] or None
-        )  # None: too few files to spare one
+        # None: too few files to spare one
+        eval_paths = paths[period // 2 :: period] or None
         paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
@@ -73,7 +67,7 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
                     pieces.append(Path(path).read_bytes() + b"\0")
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
-            rows: RowSource = TokenRows(
+            rows = TokenRows(
                 [text],
                 ["text"],
                 starts=list(zip(offsets, files, strict=False)),
@@ -116,16 +110,15 @@ def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSour
         return opened
     # The others need the numbers of rows, for the order of samples, and rows of the
     # same shapes, on which nobody trains.
-    numbers = json.loads(
+    train, held_out = json.loads(
         broadcast_from_process0(
-            "sources", json.dumps([len(rows) for rows in opened or ()])
+            "sources", lambda: json.dumps([len(rows) for rows in opened or ()])
         )
     )
-    shape: dict[str, Any] = {
+    shape = {
         "sequence_length": config.max_target_length,
         "vocab_size": config.vocab_size,
     }
-    train, held_out = numbers
     return opened or (SyntheticRows(train, **shape), SyntheticRows(held_out, **shape))
 
 
@@ -187,33 +180,34 @@ def _open_file(path: str, place: tuple[int, int]) -> Any:
     return file
 
 
+@dataclass(eq=False)
 class TokenFile:
     """A file of tokens that is read in parts. Unlike a memory map, it raises an error
     if the file is truncated meanwhile.
     """
 
-    def __init__(
-        self, path: str, dtype: np.dtype[Any], *, offset: int, size: int
-    ) -> None:
-        self._path = path
-        self._dtype = dtype
-        self._offset = offset  # bytes before the first token
-        self._size = size  # number of tokens
-        with open(path, "rb") as file:
+    path: str
+    dtype: np.dtype[Any]
+    _: KW_ONLY
+    offset: int  # bytes before the first token
+    size: int  # number of tokens
+
+    def __post_init__(self) -> None:
+        with open(self.path, "rb") as file:
             self._place = _place(file)
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(self._size)
-        wanted = (stop - start) * self._dtype.itemsize
-        first = self._offset + start * self._dtype.itemsize
-        with reading(self._path):
-            file = _open_file(self._path, self._place)
+        start, stop, _ = part.indices(self.size)
+        wanted = (stop - start) * self.dtype.itemsize
+        first = self.offset + start * self.dtype.itemsize
+        with reading(self.path):
+            file = _open_file(self.path, self._place)
             # pread does not move a shared file position, so threads can read at the
             # same time. One call returns at most 2 GiB, and nothing at the end.
-            content = os.pread(file.fileno(), wanted, first)
+            content = b""
             while len(content) < wanted and (
                 more := os.pread(
                     file.fileno(), wanted - len(content), first + len(content)
@@ -222,10 +216,10 @@ class TokenFile:
                 content += more
         if len(content) < wanted:
             raise DataError(
-                f"{self._path} ends at byte {os.fstat(file.fileno()).st_size:,}: it was"
+                f"{self.path} ends at byte {os.fstat(file.fileno()).st_size:,}: it was"
                 " truncated after the run started"
             )
-        return np.frombuffer(content, self._dtype)
+        return np.frombuffer(content, self.dtype)
 
 
 def open_token_file(path: str, token_dtype: str) -> TokenFile:

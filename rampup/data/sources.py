@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import grain
@@ -16,11 +17,7 @@ import jax
 import numpy as np
 
 from rampup.data.fields import own_arrays, stack_rows
-from rampup.errors import (
-    DataError,
-    RampupError,
-    a_type,
-)
+from rampup.errors import DataError, RampupError, a_type
 
 Rows = Mapping[str, np.ndarray]
 # rows of the first step: enough for a random flip of every tenth row to show
@@ -37,19 +34,17 @@ class RowSource(Protocol):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
 
     def read(self, rows: np.ndarray) -> Any:
         """Return a pytree of arrays whose first dimension is the requested rows, in
         that order.
         """
-        ...
 
     def describe(self, row: int) -> str:
         """Return where a row comes from, for messages."""
-        ...
 
 
+@dataclass(eq=False, repr=False)
 class TokenRows:
     """Rows of consecutive tokens from flat arrays, or from
     `rampup.data.files.TokenFile`s.
@@ -60,25 +55,22 @@ class TokenRows:
     document inside the single array.
     """
 
+    arrays: Sequence[Any]
+    names: Sequence[str]
+    _: KW_ONLY
+    sequence_length: int
+    vocab_size: int
+    starts: Sequence[tuple[int, str]] = ()
     thread_safe = True
 
-    def __init__(
-        self,
-        arrays: Sequence[Any],
-        names: Sequence[str],
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        starts: Sequence[tuple[int, str]] = (),
-    ) -> None:
+    def __post_init__(self) -> None:
         # The files that the rows come from, in order.
-        self.paths = tuple([name for _, name in starts] or names)
-        self._length, self._vocab_size = sequence_length, vocab_size
-        self._arrays = arrays
-        self._names = names
-        self._starts = starts
+        self.paths = tuple([name for _, name in self.starts] or self.names)
         # The first token of an array is no target, so n tokens are n - 1 targets.
-        counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
+        counts = [
+            max(-(-(len(array) - 1) // self.sequence_length), 0)
+            for array in self.arrays
+        ]
         self._ends = list(itertools.accumulate(counts))
 
     def __len__(self) -> int:
@@ -95,35 +87,35 @@ class TokenRows:
         )
         # A look-up with a token beyond the vocabulary would return some other row of
         # the embedding, without an error.
-        bad = np.flatnonzero((flat >= self._vocab_size) | (flat < 0))
+        bad = np.flatnonzero((flat >= self.vocab_size) | (flat < 0))
         if len(bad):
             where = self.describe(
                 int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")])
             )
             raise DataError(
                 f"{where}: token {flat[bad[0]]} must be at least 0 and below"
-                f" vocab_size={self._vocab_size}"
+                f" vocab_size={self.vocab_size}"
             )
-        tokens = np.zeros((len(parts), self._length + 1), np.int32)
-        tokens[np.arange(self._length + 1) < sizes[:, None]] = flat
+        tokens = np.zeros((len(parts), self.sequence_length + 1), np.int32)
+        tokens[np.arange(self.sequence_length + 1) < sizes[:, None]] = flat
         return {"tokens": tokens, "length": sizes - 1}
 
     def _row(self, row: int) -> np.ndarray:
         array, start = self._place(row)
         try:
-            return np.asarray(self._arrays[array][start : start + self._length + 1])
+            return np.asarray(
+                self.arrays[array][start : start + self.sequence_length + 1]
+            )
         except DataError as error:
             raise DataError(f"{self.describe(row)}: {error}") from error
 
     def describe(self, row: int) -> str:
         """Return file and offset."""
         array, start = self._place(row)
-        if not self._starts:
-            return f"{self._names[array]} from token {start:,} (row {row:,})"
-        document = (
-            bisect.bisect_right(self._starts, start, key=lambda each: each[0]) - 1
-        )
-        offset, name = self._starts[document]
+        if not self.starts:
+            return f"{self.names[array]} from token {start:,} (row {row:,})"
+        document = bisect.bisect_right(self.starts, start, key=lambda each: each[0]) - 1
+        offset, name = self.starts[document]
         return f"{name} from byte {start - offset:,} (row {row:,})"
 
     def _place(self, row: int) -> tuple[int, int]:
@@ -131,7 +123,7 @@ class TokenRows:
         # row of each.
         array = bisect.bisect_right(self._ends, row)
         before = self._ends[array - 1] if array else 0
-        return array, (row - before) * self._length
+        return array, (row - before) * self.sequence_length
 
 
 class ItemRows:
@@ -182,56 +174,63 @@ class ItemRows:
         return f"row {row} of {a_type(self.items)} of length {len(self.items):,}"
 
 
+@dataclass(eq=False)
 class SyntheticRows:
     """Synthetic rows: each counts up from a start and by a stride that depend on the
     row's number, which begins at `first`.
     """
 
+    num_rows: int
+    _: KW_ONLY
+    sequence_length: int
+    vocab_size: int
+    first: int = 0
     thread_safe = True
 
-    def __init__(
-        self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0
-    ) -> None:
-        self._num_rows, self._first = num_rows, first
-        self._length, self._vocab_size = sequence_length, vocab_size
-
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         # The start of a row is spread over the vocabulary by a prime, and strides from
         # 1 to 7 make a rule that can be learned.
-        numbers = rows.astype(np.int64)[:, None] + self._first
-        tokens = numbers * 7919 % self._vocab_size + (1 + numbers % 7) * np.arange(
-            self._length + 1
+        numbers = rows.astype(np.int64)[:, None] + self.first
+        tokens = numbers * 7919 % self.vocab_size + (1 + numbers % 7) * np.arange(
+            self.sequence_length + 1
         )
-        tokens = (tokens % self._vocab_size).astype(np.int32)
-        return {"tokens": tokens, "length": np.full(len(rows), self._length, np.int32)}
+        tokens = (tokens % self.vocab_size).astype(np.int32)
+        return {
+            "tokens": tokens,
+            "length": np.full(len(rows), self.sequence_length, np.int32),
+        }
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
         return f"synthetic row {row:,}"
 
 
+@dataclass(eq=False)
 class RowRange:
     """Rows [start, stop) of another source."""
 
-    def __init__(self, source: RowSource, start: int, stop: int) -> None:
-        self._source, self._start, self._stop = source, start, stop
-        self.paths = files_of(source)
-        self.thread_safe = is_thread_safe(source)
+    source: RowSource
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        self.paths = files_of(self.source)
+        self.thread_safe = is_thread_safe(self.source)
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self.stop - self.start
 
     def read(self, rows: np.ndarray) -> Any:
         """Return the other source's rows."""
-        return self._source.read(rows + self._start)
+        return self.source.read(rows + self.start)
 
     def describe(self, row: int) -> str:
         """Return the other source's description."""
-        return self._source.describe(row + self._start)
+        return self.source.describe(row + self.start)
 
 
 def files_of(source: RowSource) -> tuple[str, ...]:

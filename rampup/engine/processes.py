@@ -9,7 +9,8 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ _AGAIN_SECONDS = 60.0
 _MEETING_SECONDS = 24 * 3600
 _meeting_numbers = itertools.count()
 _gather_numbers = itertools.count()
+_first_numbers = defaultdict[str, "itertools.count[int]"](itertools.count)
 
 
 def is_primary() -> bool:
@@ -44,12 +46,17 @@ def kv_store() -> Any:
     return distributed.global_state.client
 
 
-def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str:
-    """Return process 0's value, in every process."""
+def broadcast_from_process0(
+    name: str, make: Callable[[], str], *, timeout: int = 300
+) -> str:
+    """Return the value that process 0 makes, in every process. They call this equally
+    often with each name.
+    """
     if jax.process_count() == 1:
-        return value
-    key = f"{FOLDER}/first/{name}"
+        return make()
+    key = f"{FOLDER}/first/{name}/{next(_first_numbers[name])}"
     if is_primary():
+        value = make()
         kv_store().key_value_set(key, value, allow_overwrite=True)
         return value
     return str(kv_store().blocking_key_value_get(key, 1000 * timeout))

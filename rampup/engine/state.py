@@ -318,11 +318,15 @@ BATCHED_GONE = "rows are numbered; step.stream(source, batched=True) takes batch
 
 
 def gone(**replacements: str) -> Callable[[F], F]:
-    """Decorate a function that had these keyword arguments: whoever gives one is told
-    what replaces it.
+    """Decorate a function or a dataclass that had these keyword arguments: whoever gives
+    one is told what replaces it.
     """
 
     def decorate(function: F) -> F:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
+
         @functools.wraps(function)
         def checked(*args: Any, **options: Any) -> Any:
             for name in replacements.keys() & options.keys():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rampup.engine.processes import broadcast_from_process0
 from rampup.loop.components import Component, NoiseAverages
 from rampup.loop.events import BatchSizeDecided, OnEvent
+from rampup.loop.run_folder import Record
 from rampup.plan.auto import AutoSchedule
 
 
@@ -27,9 +27,9 @@ class AutoBatch(Component):
 
     def after_step(
         self,
-        line: Mapping[str, Any],
-        values: Mapping[str, Any],  # noqa: ARG002
-    ) -> dict[str, Any]:
+        line: Record,
+        values: Record,  # noqa: ARG002
+    ) -> Record:
         """Decide about the batch, every tenth step. The decision is in the step's line
         before it is used.
         """
@@ -40,7 +40,7 @@ class AutoBatch(Component):
         auto.decide(step=step, sample=sample, noise_scale=noise.low)
         # All compute the same averages; process 0 decides, in case rounding differs.
         auto.rows = json.loads(
-            broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows))
+            broadcast_from_process0("auto_schedule", lambda: json.dumps(auto.rows))
         )
         self.on_event(
             BatchSizeDecided(

@@ -22,12 +22,7 @@ from rampup.loop.checkpoint import SavedCheckpoint, find_checkpoint
 from rampup.loop.distributed import leaving_on_error
 from rampup.loop.events import LearningRateChanged, OnEvent
 from rampup.loop.lock import own_run
-from rampup.loop.run_folder import (
-    CHECKPOINT_FOLDER,
-    CONFIG_FILE,
-    as_path,
-    write_whole,
-)
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, write_whole
 from rampup.plan.numbers import AUTO
 
 # What the learning rate at a step follows from, and the length of a run or rollout.
@@ -69,8 +64,8 @@ def run_in_folder(
                 nearest=(AUTO, jax.device_count()),
             )
         run = make(saved)
-        made = str(run_folder(base, name)) if is_primary() else ""
-        folder = as_path(broadcast_from_process0("folder", made))
+        made = broadcast_from_process0("folder", lambda: str(run_folder(base, name)))
+        folder = as_path(made)
         with own_run(folder):
             return train(run, folder)
 

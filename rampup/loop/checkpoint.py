@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -37,6 +37,7 @@ from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import (
     ANOTHER_FOLDER,
     DAMAGED_FOLDER,
+    Record,
     absolute_path,
     is_bucket,
     parse_json,
@@ -45,12 +46,10 @@ from rampup.loop.run_folder import (
 RECORD_VERSION = 2
 RECORD_FILE = "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
-_WRITTEN_LATER = frozenset(
-    {"commit_success.txt", "_CHECKPOINT_METADATA"}
-)  # by Orbax; no part of the state
+# by Orbax; no part of the state
+_WRITTEN_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA")
 _THREADS = 8
 MAX_DIFFERENCES = 5  # leaves that an error message names
-_question_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +77,8 @@ class CheckpointOptions:
     checkpoint_period: int | None = None
     max_to_keep: int | None = None
     async_checkpointing: bool = True
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    extra_metadata: Mapping[str, Any] = field(default_factory=dict)
+    identity: Record = field(default_factory=dict)
+    extra_metadata: Record = field(default_factory=dict)
     to_saved: Callable[[Any], Any] = lambda state: state
     from_saved: Callable[[Any], Any] = lambda state: state
 
@@ -89,7 +88,7 @@ class SavedCheckpoint:
     """The newest intact checkpoint of a folder, as `find_checkpoint` returns it."""
 
     step: int  # optimizer steps done
-    record: Mapping[str, Any]  # as process 0 has read it
+    record: Record  # as process 0 has read it
     damaged: Mapping[int, str] = field(
         default_factory=dict
     )  # newer ones that are damaged: optimizer steps -> the problem
@@ -101,21 +100,16 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     """
     # Every process must resume from the same step, and their file systems may not show
     # the same files at the same time.
-    number = next(_question_numbers)
     problems = dict[int, str]()
-    steps = checkpoint_steps(folder) if is_primary() else ()
-    for step in reversed(
-        json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))
-    ):
+    steps = broadcast_from_process0(
+        "checkpoints", lambda: json.dumps(checkpoint_steps(folder))
+    )
+    for step in reversed(json.loads(steps)):
         path = folder / str(step)
-        problem = first_problem(
-            damage(path, jax.process_index(), jax.process_count()) or ""
-        )
+        problem = first_problem(damage(path, jax.process_index(), jax.process_count()))
         if not problem:
-            content = (
-                (path / RECORD_FILE).read_text(encoding="utf-8") if is_primary() else ""
-            )
-            content = broadcast_from_process0(f"checkpoint{number}", content)
+            read = functools.partial((path / RECORD_FILE).read_text, encoding="utf-8")
+            content = broadcast_from_process0("checkpoint", read)
             return SavedCheckpoint(
                 step=step, record=read_record(path, content), damaged=problems
             )
@@ -132,7 +126,7 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     return None
 
 
-def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, Any]:
+def read_record(checkpoint: Path, content: str | None = None) -> Record:
     """Return the record of an intact checkpoint, by default from its file, or refuse
     that of another version of rampup.
     """
@@ -156,10 +150,10 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
     return found
 
 
-def _digest(record: Mapping[str, Any]) -> str:
+def _digest(record: Record) -> str:
     """Return the digest of a record, as JSON has it."""
-    content = json.dumps(record, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    content = json.dumps(record, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_state(folder: Path, step: int, state: Any) -> Any:
@@ -233,6 +227,7 @@ def checkpoint_steps(folder: Path) -> tuple[int, ...]:
     )
 
 
+@dataclass(eq=False)
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run. Each is named after the number of optimizer steps
     done.
@@ -242,9 +237,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     that is a StorageError, and no other is written.
     """
 
-    def __init__(self, folder: Path, options: CheckpointOptions | None = None) -> None:
-        self.folder = folder
-        self._options = options or CheckpointOptions()
+    folder: Path
+    options: CheckpointOptions = field(default_factory=CheckpointOptions)
+
+    def __post_init__(self) -> None:
         # The step that is being written, and the last one that was: another process may
         # not see it in the folder yet.
         self._writing: int | None = None
@@ -266,7 +262,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Optimizer steps done in the newest checkpoint, or None."""
         return max(checkpoint_steps(self.folder), default=None)
 
-    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Any, record: Record) -> bool:
         """Write a checkpoint after `step` optimizer steps, unless there is one; return
         whether it is written, or begun.
 
@@ -296,7 +292,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 raise StorageError(problem)
             self._manager.save(step, args=arguments, force=True)
         self._saved = step
-        if not self._options.async_checkpointing:
+        if not self.options.async_checkpointing:
             self.wait()
         return True
 
@@ -353,7 +349,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             )
         if saved.damaged:
             # The others must not list the folder before process 0 has moved everything.
-            broadcast_from_process0(f"moved{next(_question_numbers)}", "")
+            broadcast_from_process0("moved", str)
             self._manager.reload()
         return restored
 
@@ -378,7 +374,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             post_finalization_callback=take_checksums if is_primary() else None,
         )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._options.max_to_keep,
+            max_to_keep=self.options.max_to_keep,
             cleanup_tmp_directories=True,
             async_options=callbacks,
         )
@@ -440,19 +436,17 @@ def write_checksums(folder: Path) -> None:
     names = _files_to_check(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
         entries = threads.map(lambda name: _size_and_digest(folder / name), names)
-        found = dict(zip(names, entries, strict=True))
-    (folder / CHECKSUMS_FILE).write_text(json.dumps(found, indent=1) + "\n")
+        content = json.dumps(dict(zip(names, entries, strict=True)), indent=1)
+    (folder / CHECKSUMS_FILE).write_text(content + "\n")
 
 
-def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
-    """Return how a folder differs from its checksums, or None; contents are checked of
-    one of `num_shares` parts of it.
+def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str:
+    """Return how a folder differs from its checksums, or ""; contents are checked of one
+    of `num_shares` parts of it.
     """
     if is_bucket(folder):
         return (
-            None
-            if ocp.utils.is_checkpoint_finalized(folder)
-            else "it was not completed"
+            "" if ocp.utils.is_checkpoint_finalized(folder) else "it was not completed"
         )
     try:
         expected = parse_json((folder / CHECKSUMS_FILE).read_bytes())
@@ -467,7 +461,7 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         sorted(expected, key=lambda name: (-expected[name][0], name))[share::num_shares]
     )
 
-    def problem(name: str) -> str | None:
+    def problem(name: str) -> str:
         path, size = folder / name, expected[name][0]
         try:
             # First the size: a file that has lost its end is not worth reading.
@@ -479,10 +473,10 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         # Such as a bad sector, which the disk reports only when it is read.
         except OSError as error:
             return f"{name} cannot be read: {error.strerror or error}"
-        return None
+        return ""
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        return next(filter(None, threads.map(problem, sorted(expected))), None)
+        return next(filter(None, threads.map(problem, sorted(expected))), "")
 
 
 def _is_entry(entry: Any) -> bool:

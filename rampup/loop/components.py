@@ -4,9 +4,9 @@ have state of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
+from rampup.loop.run_folder import Record
 from rampup.plan.noise_scale import NoiseScale
 from rampup.plan.numbers import finite_or_none
 
@@ -77,11 +77,11 @@ class Component:
         ({'my_rows': 108}, {'my_rows': 108})
     """
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Record:
         """Return the entries of a checkpoint's record, as JSON values."""
         return {}
 
-    def load(self, record: Mapping[str, Any]) -> None:
+    def load(self, record: Record) -> None:
         """Continue from a checkpoint's record.
 
         Args:
@@ -90,9 +90,9 @@ class Component:
 
     def after_step(
         self,
-        line: Mapping[str, Any],  # noqa: ARG002
-        values: Mapping[str, Any],  # noqa: ARG002
-    ) -> dict[str, Any]:
+        line: Record,  # noqa: ARG002
+        values: Record,  # noqa: ARG002
+    ) -> Record:
         """Process the metrics of one finished step. Called once per step, in order.
 
         Args:
@@ -130,21 +130,20 @@ class NoiseAverages(Component):
         self.half_life_samples = half_life_samples
         self.scale = NoiseScale(half_life_samples=half_life_samples)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Record:
         """See `Component`."""
         return {GRADIENT_NOISE: {"": self.scale.state}}
 
-    def load(self, record: Mapping[str, Any]) -> None:
+    def load(self, record: Record) -> None:
         """Continue from the averages in a checkpoint, with the half-life of this
         run.
         """
         if found := record.get(GRADIENT_NOISE):
-            own = self.half_life_samples
-            self.scale = NoiseScale.from_state({**found[""], "half_life_samples": own})
+            self.scale = NoiseScale.from_state(
+                {**found[""], "half_life_samples": self.half_life_samples}
+            )
 
-    def after_step(
-        self, line: Mapping[str, Any], values: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def after_step(self, line: Record, values: Record) -> Record:
         """Add the `gradient_noise` of a step. A skipped step stays out of the
         averages.
         """

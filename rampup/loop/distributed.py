@@ -15,8 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 
@@ -31,6 +31,7 @@ from rampup.engine.processes import (
 from rampup.errors import ConfigError
 from rampup.loop.launchers import find_launch, local_device_ids
 from rampup.loop.meeting import meet
+from rampup.loop.run_folder import Record
 from rampup.loop.same_run import describe_change
 
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
@@ -38,7 +39,6 @@ from rampup.loop.same_run import describe_change
 NOTICE_STEPS = 8
 _LAST_SECONDS = 2.0
 _agreement_numbers = itertools.count()
-_check_numbers = itertools.count()
 has_failed = threading.Event()  # the last run of several processes, in this one
 
 
@@ -115,7 +115,7 @@ def join(
             ) from None
 
 
-def check_consistent(facts: Mapping[str, Any]) -> None:
+def check_consistent(facts: Record) -> None:
     """Refuse, in every process, to run different things. All of them call this equally
     often.
 
@@ -126,7 +126,7 @@ def check_consistent(facts: Mapping[str, Any]) -> None:
     if jax.process_count() == 1:
         return
     own = json.dumps(facts, default=str)
-    first = json.loads(broadcast_from_process0(f"facts{next(_check_numbers)}", own))
+    first = json.loads(broadcast_from_process0("facts", lambda: own))
     known = {**first, **json.loads(own)}
     places = ("in process 0", f"in process {jax.process_index()}")
     problem = first_problem(

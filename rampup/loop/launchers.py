@@ -41,11 +41,7 @@ class Launch:
 
 
 def find_launch(
-    address: str | None = None,
-    count: int | None = None,
-    number: int | None = None,
-    *,
-    timeout: int = 300,
+    address: str | None, count: int | None, number: int | None, *, timeout: int
 ) -> Launch | None:
     """Return the place of this process among those that it was started with; None if it
     is alone.
@@ -106,11 +102,11 @@ def local_device_ids() -> list[int] | None:
     on_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get(
         "SLURM_STEP_TASKS_PER_NODE", "1"
     )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if (
         "JAX_LOCAL_DEVICE_IDS" in os.environ
         or re.fullmatch(r"1(\(x\d+\))?", on_host)  # such as 1(x4): one on each of four
-        or visible.isdecimal()  # the launcher has given it one already
+        # the launcher has given it one already
+        or os.environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal()
     ):
         return None
     number = _number_in("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")

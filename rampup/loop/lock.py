@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import socket
@@ -26,14 +25,9 @@ from typing import Any
 
 import jax
 
-from rampup.engine.processes import broadcast_from_process0, first_problem, is_primary
+from rampup.engine.processes import broadcast_from_process0, first_problem
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import (
-    ANOTHER_FOLDER,
-    absolute_path,
-    is_bucket,
-    parse_json,
-)
+from rampup.loop.run_folder import ANOTHER_FOLDER, absolute_path, is_bucket, parse_json
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 5.0
@@ -42,11 +36,12 @@ STALE_SECONDS = 30.0
 # last writer owns it.
 SETTLE_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-_questions = itertools.count()
 _VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
+# The content of a lock: who has it, and since when.
+Owner = dict[str, Any]
 # Returns who has a run instead of its owner, or None.
-FindOwner = Callable[[], dict[str, Any] | None]
+FindOwner = Callable[[], Owner | None]
 # The folders that this process owns -> the thread that does, and what finds a later
 # owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
@@ -67,17 +62,15 @@ def own_run(
     processes must see it.
     """
     with contextlib.ExitStack() as held:
-        problem = _own(folder, only_existing, held) if is_primary() else ""
-        # Nested contexts of all processes are alike, so all of them ask the same
-        # questions.
         problem = broadcast_from_process0(
-            f"owner{next(_questions)}", problem, timeout=_OWNER_SECONDS
+            "owner",
+            lambda: _own(folder, only_existing, held),
+            timeout=_OWNER_SECONDS,
         )
         if problem:
             raise ConfigError(problem, key="run_name")
         if shared and not is_bucket(folder):
-            owner = _owner_in(folder) if is_primary() else ""
-            owner = broadcast_from_process0(f"shared{next(_questions)}", owner)
+            owner = broadcast_from_process0("shared", lambda: _owner_in(folder))
             if problem := first_problem(_invisible(folder, owner)):
                 raise ConfigError(problem, key="base_output_directory")
         yield
@@ -145,7 +138,7 @@ def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
     return ""
 
 
-def _words(owner: dict[str, Any]) -> str:
+def _words(owner: Owner) -> str:
     return (
         f"{owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
     )
@@ -169,7 +162,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
             break
         os.close(file)
 
-    def find_owner() -> dict[str, Any] | None:
+    def find_owner() -> Owner | None:
         return None if os.fstat(file).st_nlink else _read(path)
 
     def release() -> None:
@@ -219,13 +212,13 @@ class _Lease:
         self._path = path
         self._content = {**_identity(), "token": uuid.uuid4().hex}
         self._released = threading.Event()
-        self._owner: dict[str, Any] | None = None
+        self._owner: Owner | None = None
 
     def write(self) -> None:
         """Write the lease, with another time."""
         self._path.write_text(json.dumps({**self._content, "beat": time.time()}))
 
-    def find_owner(self) -> dict[str, Any] | None:
+    def find_owner(self) -> Owner | None:
         """Renew the lease, or return who has it instead."""
         if self._owner is None:
             found = _read(self._path)
@@ -244,7 +237,7 @@ class _Lease:
             if self._is_own(_read(self._path) or {}):
                 self._path.unlink()
 
-    def _is_own(self, found: dict[str, Any]) -> bool:
+    def _is_own(self, found: Owner) -> bool:
         return bool(found.get("token") == self._content["token"])
 
     def _renew_again(self) -> None:
@@ -253,7 +246,7 @@ class _Lease:
                 self.find_owner()
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> Owner | None:
     """Return a lock's content; {} if it cannot be understood, None if there is no
     file.
     """
@@ -264,7 +257,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else {}
 
 
-def _identity() -> dict[str, Any]:
+def _identity() -> Owner:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -33,10 +33,7 @@ from typing import Any
 
 import jax
 
-from rampup.engine.processes import (
-    first_problem,
-    is_primary,
-)
+from rampup.engine.processes import first_problem, is_primary
 from rampup.engine.state import gone
 from rampup.errors import DataEndedError, DataError
 from rampup.loop import events
@@ -46,16 +43,8 @@ from rampup.loop.checkpoint import (
     SavedCheckpoint,
     find_checkpoint,
 )
-from rampup.loop.components import (
-    Component,
-    LoopPlan,
-    LoopStep,
-    NoiseAverages,
-)
-from rampup.loop.distributed import (
-    StopConsensus,
-    leaving_on_error,
-)
+from rampup.loop.components import Component, LoopPlan, LoopStep, NoiseAverages
+from rampup.loop.distributed import StopConsensus, leaving_on_error
 from rampup.loop.lock import own_run, require_owner
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import (
@@ -102,9 +91,8 @@ class Summary:
     final_loss: float | None  #: loss of the last step
     num_compilations: int  #: executables built for the training step in this launch
     ramp_steps: int  #: of these steps, those before the last phase
-    tokens_per_second: (
-        float | None
-    )  #: of all processes, in this launch without its first step; None if it did no other
+    #: of all processes, in this launch without its first step; None if it did no other
+    tokens_per_second: float | None
     checkpoint: str | None  #: folder of the newest checkpoint
     metrics: str  #: the metrics file
     interrupted: bool  #: whether a signal ended the run early
@@ -163,6 +151,11 @@ class EvalOptions:
     at_start: bool = False
 
 
+@gone(
+    should_stop="give it to loop.run(state, should_stop=...)",
+    batches_of="`batches` is called with `plan=` if a component changes the plan",
+    on_event="give it to metrics=MetricOptions(on_event=...)",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """A run in its folder.
@@ -227,9 +220,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
-        brought: list[Component] = [
-            SameRun(self.step),
-        ]
+        brought = [SameRun(self.step)]
         if getattr(self.step, "measures_noise", False):
             # A step that measures is a TrainStep, and its plan a RampPlan.
             brought.append(NoiseAverages(default_half_life(self.plan)))  # type: ignore[arg-type]
@@ -289,15 +280,14 @@ class Loop:
                 fix=f"give a plan of {ended} steps, or, if the batches now go on"
                 f" with new rows, delete {self.folder / ENDED_FILE}",
             )
-        found = saved.record
         check_same_run(
-            found,
+            saved.record,
             self.plan,
             self.checkpoints.identity,
             f"the checkpoint of step {saved.step} in {self.folder}",
         )
         for component in self.components:
-            component.load(found)
+            component.load(saved.record)
         with Checkpoints(
             self.folder / CHECKPOINT_FOLDER, self.checkpoints
         ) as checkpoints:
@@ -443,16 +433,13 @@ class Loop:
             next_plan = plan
             try:
                 if done == 0 and self.evaluation and self.evaluation.at_start:
-                    self._evaluate(self.evaluation, plan, 0, state, metrics)
+                    self._evaluate(plan, 0, state, metrics)
                 found = batches(done)
                 for number, batch in enumerate(found):
                     if number == 0 and period and plan is self.plan:
-                        same_run = next(
-                            component
-                            for component in self.components
-                            if isinstance(component, SameRun)
-                        )
-                        same_run.check(found, state, batch)
+                        for component in self.components:
+                            if isinstance(component, SameRun):
+                                component.check(found, state, batch)
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(should_stop(), batch.position.step):
                         self._report(events.RunStopping(step=done))
@@ -477,7 +464,7 @@ class Loop:
                     if self.evaluation and (
                         done % self.evaluation.eval_interval == 0 or is_last
                     ):
-                        self._evaluate(self.evaluation, plan, done, state, metrics)
+                        self._evaluate(plan, done, state, metrics)
                     if period and (done % period == 0 or is_last or grows):
                         self._save(checkpoints, next_plan, done, state, metrics)
                     if grows:
@@ -499,18 +486,14 @@ class Loop:
             batches = functools.partial(self.batches, plan=plan)
 
     def _evaluate(
-        self,
-        evaluation: EvalOptions,
-        plan: LoopPlan,
-        done: int,
-        state: Any,
-        metrics: Metrics,
+        self, plan: LoopPlan, done: int, state: Any, metrics: Metrics
     ) -> None:
+        assert self.evaluation is not None
         self._flush(metrics)
         values = {
             "step": done - 1,
             "consumed_samples": plan.ramp.samples_before(done),
-            **evaluation.evaluate(state),
+            **self.evaluation.evaluate(state),
         }
         metrics.write_eval(values)
         self._report(events.Evaluated(step=done - 1, metrics=values))
@@ -527,7 +510,7 @@ class Loop:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all
         # steps before it.
         self._flush(metrics)
-        record: dict[str, Any] = {
+        record = {
             **self.checkpoints.identity,
             RAMP_ROWS: plan.ramp.to_rows(),
             NUM_DEVICES: getattr(plan, NUM_DEVICES, None),
@@ -543,13 +526,6 @@ class Loop:
         """Write all metrics, if the run is still that of this process."""
         require_owner(self.folder)
         metrics.flush()
-
-
-Loop.__init__ = gone(  # type: ignore[method-assign]
-    should_stop="give it to loop.run(state, should_stop=...)",
-    batches_of="`batches` is called with `plan=` if a component changes the plan",
-    on_event="give it to metrics=MetricOptions(on_event=...)",
-)(Loop.__init__)
 
 
 def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRamp:
@@ -575,8 +551,7 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
         >>> ramp_to_continue("runs/a-new-one", ramp) == ramp
         True
     """
-    checkpoints = as_path(folder) / CHECKPOINT_FOLDER
-    saved = find_checkpoint(checkpoints)
+    saved = find_checkpoint(as_path(folder) / CHECKPOINT_FOLDER)
     if saved is None:
         return ramp
     before = BatchRamp.from_rows(saved.record[RAMP_ROWS])

@@ -51,9 +51,11 @@ def _gather_others(
     deadline = time.monotonic() + seconds
     try:
         both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(
-            ("", port), family=family, backlog=launch.count, dualstack_ipv6=both
+            ("", port),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            backlog=launch.count,
+            dualstack_ipv6=both,
         )
     except OSError as error:
         raise ConfigError(

@@ -5,6 +5,7 @@ listeners and to writers like clu's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import tempfile
@@ -33,6 +34,7 @@ from rampup.loop.events import (
 from rampup.loop.run_folder import (
     EVAL_FILE,
     METRICS_FILE,
+    Record,
     StepLog,
     describe_gaps,
     is_bucket,
@@ -89,6 +91,10 @@ class MetricWriter(Protocol):
         """Write everything and close; no call follows."""
 
 
+@gone(
+    describe_rows="NonFiniteError has the steps, and `rampup plan --rows STEP` lists"
+    " their rows"
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricOptions:
     """The metrics of a run.
@@ -124,12 +130,6 @@ class MetricOptions:
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
     on_event: OnEvent = ignore_event
-
-
-MetricOptions.__init__ = gone(  # type: ignore[method-assign]
-    describe_rows="NonFiniteError has the steps, and `rampup plan --rows STEP` lists"
-    " their rows",
-)(MetricOptions.__init__)
 
 
 @dataclass(slots=True)
@@ -168,12 +168,12 @@ class Metrics:
             if line["step"] < start:
                 self._add_skipped(line)
         self._waiting: deque[_Step] = deque()
-        log: dict[str, Any] = {"writes": is_primary(), "on_event": on_event}
-        self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
+        log = functools.partial(StepLog, writes=is_primary(), on_event=on_event)
+        self._log = log(folder / METRICS_FILE, keep_below=start)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
             on_event(StorageFailed(problem=problem))
         # An evaluation before step 0 has the number -1.
-        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start or -1, **log)
+        self._eval_log = log(folder / EVAL_FILE, keep_below=start or -1)
         self._writers = options.writers(start) if is_primary() else ()
         self._phase: int | None = None
         self._tokens, self._seconds, self._first = 0, 0.0, start
@@ -201,7 +201,7 @@ class Metrics:
             step = self._fetch_oldest()
             self._write(step, step.seconds)
 
-    def write_eval(self, values: Mapping[str, Any]) -> None:
+    def write_eval(self, values: Record) -> None:
         """Write the line of an evaluation."""
         self._eval_log.write(values)
         write_numbers(self._writers, values)
@@ -279,7 +279,7 @@ class Metrics:
     def _line(
         self,
         position: PlanPosition,
-        values: Mapping[str, Any],
+        values: Record,
         size: int,
         step_seconds: float,
     ) -> dict[str, Any]:
@@ -319,11 +319,12 @@ class Metrics:
                 record["mfu"] = round(flops / peak, 6)
         return record
 
-    def _add_skipped(self, line: Mapping[str, Any]) -> None:
-        own = [line["step"]]
-        self._skipped = [*self._skipped, *own] if "skipped" in line else []
+    def _add_skipped(self, line: Record) -> None:
+        self._skipped.append(line["step"])
+        if "skipped" not in line:
+            self._skipped.clear()
 
-    def _count_skipped(self, record: Mapping[str, Any]) -> None:
+    def _count_skipped(self, record: Record) -> None:
         """Report a skipped step, and end the run if there are too many in a row."""
         self._add_skipped(record)
         if not self._skipped:
@@ -354,7 +355,7 @@ def _to_fetch(values: Any) -> dict[str, Any]:
     return {**found, "aux": aux}
 
 
-def _means(values: Mapping[str, Any]) -> dict[str, float | None]:
+def _means(values: Record) -> dict[str, float | None]:
     """Return means, as the loss is one: the sums over the step's rows, by the step's
     weight, of several parts the first.
     """
@@ -363,6 +364,11 @@ def _means(values: Mapping[str, Any]) -> dict[str, float | None]:
         name: finite_or_none(value / weight) if weight else None
         for name, value in values["aux"].items()
     }
+
+
+def _local_folder(folder: Path) -> Path:
+    """Return a folder where other libraries can write: for a bucket a temporary one."""
+    return Path(tempfile.mkdtemp(prefix="rampup-")) if is_bucket(folder) else folder
 
 
 class TensorBoardWriter:
@@ -381,10 +387,9 @@ class TensorBoardWriter:
         from tensorboardX.proto.event_pb2 import Event
 
         self._event = Event
-        self._folder = self._local = folder
+        self._folder = folder
         with writing(folder):
-            if is_bucket(folder):
-                self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
+            self._local = _local_folder(folder)
             self._local.mkdir(parents=True, exist_ok=True)
             self._file = EventsWriter(
                 str(self._local / "events"), f".{os.getpid()}.{start}"
@@ -428,19 +433,14 @@ class WandbWriter:
     continues the W&B run of the folder's name.
     """
 
-    def __init__(
-        self, folder: Path, *, project: str, config: Mapping[str, Any]
-    ) -> None:
-        local = str(folder)
-        if is_bucket(folder):
-            local = tempfile.mkdtemp(prefix="rampup-wandb-")
+    def __init__(self, folder: Path, *, project: str, config: Record) -> None:
         self._run = required("wandb").init(
             project=project,
             config=dict(config),
             name=folder.name,
             id=folder.name,  # by which W&B continues a run
             resume="allow",
-            dir=local,
+            dir=str(_local_folder(folder)),
         )
         # W&B's own step counter refuses to go back, as a run does that was killed after
         # its last checkpoint.
@@ -470,7 +470,7 @@ def required(package: str) -> Any:
         ) from error
 
 
-def write_numbers(writers: Sequence[MetricWriter], record: Mapping[str, Any]) -> None:
+def write_numbers(writers: Sequence[MetricWriter], record: Record) -> None:
     """Pass the numbers of a line of metrics.jsonl or eval.jsonl to writers, under the
     same names.
     """

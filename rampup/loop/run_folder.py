@@ -24,13 +24,16 @@ from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 
 CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
-PREDICTION_FILE = (  # what `rampup design --write` has predicted for the run
-    "prediction.json"
-)
+# what `rampup design --write` has predicted for the run
+PREDICTION_FILE = "prediction.json"
 # The way out of a folder that has another run.
 ANOTHER_FOLDER = (
     "train in another folder (run_name of a configuration, folder of a Loop)"
 )
+# JSON values by name: of a checkpoint, of a line of metrics.jsonl, about a run.
+Record = Mapping[str, Any]
+# A line of a file, and its record, or None if it is not JSON with a step.
+Line = tuple[bytes, dict[str, Any] | None]
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
 CHECKPOINT_FOLDER = "checkpoints"
@@ -92,7 +95,7 @@ class StepLog:
         else:
             os.truncate(self.path, len(kept))  # needs no room on a full disk
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Append one line."""
         if not self._writes:
             return
@@ -198,7 +201,7 @@ def describe_gaps(path: Path, steps: int) -> str:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def _lines(path: Path) -> Iterator[Line]:
     """Yield each line, and its record, or None if it is not JSON with a step."""
     if path.is_dir():
         raise StorageError(
@@ -209,7 +212,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield from _parse(file)
 
 
-def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def _parse(lines: Iterable[bytes]) -> Iterator[Line]:
     """Yield each line and its record, or None, but not a last line that is
     incomplete.
     """

@@ -24,7 +24,7 @@ import rampup
 from rampup.engine.processes import is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning
 from rampup.loop.components import Component, LoopPlan, LoopStep
-from rampup.loop.run_folder import ANOTHER_FOLDER
+from rampup.loop.run_folder import ANOTHER_FOLDER, Record
 
 # Entries of a checkpoint's record, beside those of the identity.
 RAMP_ROWS = "ramp_rows"
@@ -37,7 +37,7 @@ _MAX_CONSTANT = 2**16
 
 
 def check_same_run(
-    record: Mapping[str, Any], plan: LoopPlan, identity: Mapping[str, Any], place: str
+    record: Record, plan: LoopPlan, identity: Record, place: str
 ) -> None:
     """Refuse the record of a checkpoint, which `place` names, whose ramp or identity is
     another.
@@ -82,14 +82,14 @@ class SameRun(Component):
 
     def __init__(self, step: LoopStep | None) -> None:
         self._step = step
-        self._before: Mapping[str, Any] = {}
+        self._before: Record = {}
         self._own: dict[str, Any] = {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Record:
         """See `Component`."""
         return self._own
 
-    def load(self, record: Mapping[str, Any]) -> None:
+    def load(self, record: Record) -> None:
         """See `Component`."""
         self._before = record
 
@@ -98,7 +98,7 @@ class SameRun(Component):
         step.
         """
         place = f"the checkpoint of step {self._before.get('step')}"
-        rows: dict[str, Any] = getattr(batches, "identity", None) or {}
+        rows = getattr(batches, "identity", None) or {}
         # The names of the facts contain the numbers of rows, so that another number of
         # rows has other facts beside its own.
         _refuse_differing(
@@ -111,7 +111,7 @@ class SameRun(Component):
         traced = getattr(self._step, "jaxprs", None)
         if traced is None:
             return
-        programs: dict[str, Any] = {
+        programs = {
             name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()
         }
         versions = [module.__version__ for module in (jax, optax, flax, rampup)]
@@ -130,9 +130,7 @@ class SameRun(Component):
                 )
 
 
-def _refuse_differing(
-    before: Mapping[str, Any], now: Mapping[str, Any], problem: str, fix: str
-) -> None:
+def _refuse_differing(before: Record, now: Record, problem: str, fix: str) -> None:
     """Refuse facts of which some were others before, with a line for each."""
     differing = [key for key in now if before.get(key) != now[key]]
     if differing:

@@ -223,12 +223,12 @@ def test_repeated_reading_does_not_mind_a_type():
 
 def test_fields_that_come_or_go_are_refused():
     """A batch with another number of fields than the first is an error in words."""
-    types = FieldTypes(None)
-    types.cast({"x": np.ones(2)}, "row {}".format)
+    types, mesh = FieldTypes(), mesh_of("one")
+    types.cast({"x": np.ones(2)}, "row {}".format, mesh)
     with pytest.raises(
         DataError, match="row 0 has 2 fields, and the first batch had 1"
     ):
-        types.cast({"x": np.ones(2), "y": np.ones(2)}, "row {}".format)
+        types.cast({"x": np.ones(2), "y": np.ones(2)}, "row {}".format, mesh)
 
 
 @pytest.mark.parametrize("number", [16, 18, 0])

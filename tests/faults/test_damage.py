@@ -77,7 +77,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(whole, folder, harm):
         "4",
         "8",
     ]
-    assert damage(folder / "checkpoints" / "12") is None
+    assert damage(folder / "checkpoints" / "12") == ""
 
 
 def test_every_file_of_a_checkpoint_is_watched(whole, tmp_path):
@@ -217,4 +217,4 @@ def test_the_only_checkpoint_stays_if_the_next_one_fails(tmp_path, full_disk):
     with pytest.raises(StorageError, match="step 8 could not be written"):
         toy_run.run(tmp_path, max_to_keep=1, async_checkpointing=False)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
-    assert damage(tmp_path / "checkpoints" / "4") is None
+    assert damage(tmp_path / "checkpoints" / "4") == ""

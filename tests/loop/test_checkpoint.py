@@ -144,7 +144,7 @@ def test_damage_names_each_kind_of_damage(tmp_path):
     write_checksums(tmp_path)
     (tmp_path / "commit_success.txt").write_text("x")
     (tmp_path / "_CHECKPOINT_METADATA").write_text("other")
-    assert damage(tmp_path) is None
+    assert damage(tmp_path) == ""
     (tmp_path / "state" / "commit_success.txt").write_text("other")
     assert damage(tmp_path) == "state/commit_success.txt has 5 bytes, not 3"
     (tmp_path / "a").write_text("two")
@@ -164,7 +164,7 @@ def test_a_share_of_a_terabyte_takes_no_time(tmp_path):
             file.truncate(2**40)
     for size, problem in (
         (2**40 - 1, "b has 1,099,511,627,776 bytes, not 1,099,511,627,775"),
-        (2**40, None),
+        (2**40, ""),
     ):
         (tmp_path / CHECKSUMS_FILE).write_text(
             json.dumps({"a": [2**40, "x"], "b": [size, "x"]})

@@ -9,7 +9,9 @@ import signal
 import socket
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -102,6 +104,27 @@ def run(folder, code=0, **options):
     printed = finish(started, folder)
     assert [process.exitcode for process in started] == [code] * len(started), printed
     return printed
+
+
+def test_what_process_0_said_before_is_no_answer(monkeypatch):
+    """A second training in the same processes waits for what process 0 says then."""
+    said, number = {}, itertools.count
+    store = mock.Mock()
+    store.key_value_set = lambda key, value, **_: said.update({key: value})
+    store.blocking_key_value_get = lambda key, _: said[key]
+    monkeypatch.setattr(engine_processes, "kv_store", lambda: store)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def ask(process, numbers, folder):
+        monkeypatch.setattr(jax, "process_index", lambda: process)
+        monkeypatch.setattr(engine_processes, "_first_numbers", numbers)
+        return engine_processes.broadcast_from_process0("folder", lambda: folder)
+
+    first, other = defaultdict(number), defaultdict(number)
+    assert ask(0, first, "a") == ask(1, other, "unused") == "a"
+    with pytest.raises(KeyError):
+        ask(1, other, "unused")
+    assert ask(0, first, "b") == "b"
 
 
 def metrics(folder, *names):

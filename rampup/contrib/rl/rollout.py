@@ -470,7 +470,9 @@ class RolloutStep:
                 # All have read it: they have generated together since.
                 kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
             answer = broadcast_from_process0(
-                f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS
+                f"rewards{number}",
+                lambda: json.dumps([problem, found]),
+                timeout=REWARD_SECONDS,
             )
         problem, found = json.loads(answer)
         if problem:
