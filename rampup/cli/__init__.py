@@ -220,7 +220,7 @@ def _dispatch(arguments: list[str]) -> int:
         "force_terminal": False if is_for_a_log() else None,
     }
     console = args.console = _Console(stderr=args.json, **PLAIN, **options)
-    result: common.Result = getattr(common.load(HOMES[name]), name)(args)
+    result = getattr(common.load(HOMES[name]), name)(args)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
     if args.json and result.facts is not None:

@@ -65,8 +65,7 @@ def plot(args: argparse.Namespace) -> Result:
         figures.draw_runs(inputs.read_runs(), output)
     else:
         if (others := inputs.commands()) is not None:
-            result: Result = others.plot(args)
-            return result
+            return others.plot(args)
         config = inputs.read_config()
         plan = rampup.build_plan(config, common.count_devices(args, config))
         if kind == "rate":
@@ -90,10 +89,8 @@ def report(args: argparse.Namespace) -> Result:
         "notes": list(found.notes),
         "output": args.output,
         "bytes": size,
+        "prediction": None if found.prediction is None else found.prediction._asdict(),
     }
-    facts["prediction"] = (
-        None if found.prediction is None else found.prediction._asdict()
-    )
     sentences = () if found.prediction is None else found.prediction.sentences()
     lines = "\n".join([*sentences, f"wrote {args.output}"])
     return Result(
@@ -107,8 +104,7 @@ def gather_report(args: argparse.Namespace) -> Report:
     topology = common.named_topology(args)
     others = inputs.commands()
     if others is not None:
-        report: Report = others.gather_report(args, inputs)
-        return report
+        return others.gather_report(args, inputs)
     run = inputs.read_run()
     config = with_slices(inputs.read_config(), topology)
     plan = rampup.build_plan(config, common.count_devices(args, config))

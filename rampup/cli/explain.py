@@ -16,8 +16,7 @@ EXPLAIN = {"key": arg("KEY", "a key of base.yml or rl.yml, or the word topology"
 def explain(args: argparse.Namespace) -> Result:
     """Explain a key, or list the topologies."""
     if args.key == "topology":
-        result: Result = common.load(common.TOPOLOGIES).explain(args)
-        return result
+        return common.load(common.TOPOLOGIES).explain(args)
     known = [files.BASE_FILE]
     if args.key not in KEYS:
         known.append(common.load(common.ROLLOUTS).ROLLOUT_FILE)

@@ -59,8 +59,7 @@ def plan(args: argparse.Namespace) -> Result:
     if args.fix:
         return _fix(args)
     if (others := common.commands_of(args.config)) is not None:
-        result: Result = others.plan(args)
-        return result
+        return others.plan(args)
     view = given_options(args, tuple(VIEWS))
     return VIEWS[view[0]](args) if view else _phases(args)
 

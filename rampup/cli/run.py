@@ -69,8 +69,7 @@ GENERATE = {
 def train(args: argparse.Namespace) -> Result:
     """Train, and return the summary of the run."""
     if (others := commands_of(_config_file(args))) is not None:
-        result: Result = others.train(args)
-        return result
+        return others.train(args)
     config = read_run_config(args, rampup.load_config)
     use_fake_devices(args.fake_devices)
     # With JAX, which a configuration that is refused need not load.
@@ -168,8 +167,7 @@ def generate(args: argparse.Namespace) -> Result:
     with contextlib.suppress(ConfigError):
         others = commands_of(file) if file.is_file() else None
     if others is not None:
-        result: Result = others.generate(args)
-        return result
+        return others.generate(args)
     return show_text(load(args.run), args)
 
 

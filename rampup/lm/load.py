@@ -69,17 +69,13 @@ class LoadedRun:
     end_token: int | None = None
 
     def __repr__(self) -> str:
-        kinds = {
-            name: type(getattr(self, name)).__name__
+        kinds = ", ".join(
+            f"{name}={type(getattr(self, name)).__name__}"
             for name in ("state", "config", "model")
-        }
-        parts = (
-            f"folder={str(self.folder)!r}, step={self.step},"
-            f" params={describe_tree(self.params)}"
         )
         return (
-            f"LoadedRun({parts},"
-            f" {', '.join(f'{name}={kind}' for name, kind in kinds.items())})"
+            f"LoadedRun(folder={str(self.folder)!r}, step={self.step},"
+            f" params={describe_tree(self.params)}, {kinds})"
         )
 
     def generate(

@@ -48,22 +48,11 @@ from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.auto_batch import AutoBatch
 from rampup.lm.start import keep_config, run_in_folder
 from rampup.lm.transformer import LanguageModel, matrices
-from rampup.loop.checkpoint import (
-    CheckpointOptions,
-    SavedCheckpoint,
-)
+from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
 from rampup.loop.components import Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
-from rampup.loop.events import (
-    OnEvent,
-    RunPlanned,
-    ignore_event,
-)
-from rampup.loop.loop import (
-    EvalOptions,
-    Loop,
-    Summary,
-)
+from rampup.loop.events import OnEvent, RunPlanned, ignore_event
+from rampup.loop.loop import EvalOptions, Loop, Summary
 from rampup.loop.metrics import (
     TENSORBOARD_FOLDER,
     MetricOptions,
@@ -148,21 +137,10 @@ def train(
         )
         return Run.from_config(config, plan, saved)
 
-    return _run_in_folder(config, make, on_event, should_stop)
-
-
-def _run_in_folder(
-    config: Config,
-    make: Callable[[SavedCheckpoint | None], Run],
-    on_event: OnEvent,
-    should_stop: Callable[[], bool],
-) -> Summary:
     return run_in_folder(
         config,
         make,
-        lambda run, folder: run.train_in(
-            folder, on_event if is_primary() else ignore_event, should_stop
-        ),
+        lambda run, folder: run.train_in(folder, on_event, should_stop),
     )
 
 
@@ -230,7 +208,7 @@ class TrainSetup:
             # takes.
             types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
         if splitter.num_stages > 1:
-            loss: Any = model.pipelined(splitter.num_repeats)
+            loss = model.pipelined(splitter.num_repeats)
         elif (
             splitter.whole_batch
             or config.measure_gradient_noise
@@ -277,13 +255,12 @@ class TrainSetup:
         """
         plan = self.plan
         loss = replace(self, model=replace(self.model, dropout_rate=0.0)).loss
-        options = {
-            "splitter": plan.splitter.for_eval(),
-            "num_devices": plan.num_devices,
-            "axes": plan.axes,
-        }
         eval_plan = RampPlan(
-            ramp=BatchRamp.constant(size), total_steps=num_batches, **options
+            ramp=BatchRamp.constant(size),
+            splitter=plan.splitter.for_eval(),
+            num_devices=plan.num_devices,
+            axes=plan.axes,
+            total_steps=num_batches,
         )
         return EvalStep(loss, self.mesh), eval_plan
 
@@ -303,9 +280,11 @@ class TrainSetup:
         )
         wait_for_all(self.mesh)
         params = init(random_key(self.config.init_weights_seed))
-        shards = self.config.shard_optimizer_over_data
         return create_state(
-            params, self.step.tx, self.mesh, shard_optimizer_over_data=shards
+            params,
+            self.step.tx,
+            self.mesh,
+            shard_optimizer_over_data=self.config.shard_optimizer_over_data,
         )
 
     def state_shapes(self) -> TrainState:
@@ -468,7 +447,11 @@ class Run:
                 )
             return self
 
-        return _run_in_folder(config, make, on_event, should_stop)
+        return run_in_folder(
+            config,
+            make,
+            lambda run, folder: run.train_in(folder, on_event, should_stop),
+        )
 
     def train_in(
         self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]
@@ -477,7 +460,7 @@ class Run:
 
         Args:
             folder: the folder of the run.
-            on_event: called with every event of the run.
+            on_event: called with every event of the run, in process 0.
             should_stop: called once before every step, see `rampup.train`.
 
         Returns:
@@ -486,6 +469,7 @@ class Run:
         setup = self.setup
         config = setup.config
         plan = setup.plan
+        on_event = on_event if is_primary() else ignore_event
         on_event(
             RunPlanned(
                 plan=plan,
@@ -615,12 +599,11 @@ def evaluation_of(
         available if config.eval_steps == -1 else min(config.eval_steps, available)
     )
     step, eval_plan = setup.evaluation(size, num_batches)
-    order = SampleOrder(len(eval_rows), seed=None)
     eval_loader = BatchLoader(
         source=eval_rows,
         plan=eval_plan,
         mesh=setup.mesh,
-        order=order,
+        order=SampleOrder(len(eval_rows), seed=None),
         loading=loading,
     )
 
@@ -638,12 +621,13 @@ def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
     """Return the rule that splits a run's batches without the configuration's own
     microbatch and accumulation.
     """
-    own = {
-        "microbatch_size": AUTO,
-        "gradient_accumulation_steps": 1,
-        "rampup_microbatch": "fixed",
-    }
-    return replace(splitter, **own, tick_overhead=None)
+    return replace(
+        splitter,
+        microbatch_size=AUTO,
+        gradient_accumulation_steps=1,
+        rampup_microbatch="fixed",
+        tick_overhead=None,
+    )
 
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
@@ -701,10 +685,10 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
                 "adam_b2": adam.b2,
                 "adam_eps": adam.eps,
                 "adam_weight_decay": adam.weight_decay,
+                "adam_b2_half_life_tokens": (
+                    steps * phase.global_batch_size * config.max_target_length
+                ),
             }
-            row["adam_b2_half_life_tokens"] = (
-                steps * phase.global_batch_size * config.max_target_length
-            )
         rows.append(row)
     return rows
 

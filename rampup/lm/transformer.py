@@ -124,11 +124,11 @@ class Block(nn.Module):
         """
         model, width = self.model, x_BTE.shape[-1]
         head_dim = width // model.num_heads
-        types: dict[str, Any] = {
+        types = {
             "dtype": jnp.dtype(model.dtype),
             "param_dtype": jnp.dtype(model.param_dtype),
         }
-        dense: dict[str, Any] = {"use_bias": False, **types}
+        dense = {"use_bias": False, **types}
 
         h_BTE = nn.RMSNorm(name="attention_norm", **types)(x_BTE)
         projected = [
@@ -590,19 +590,24 @@ def splash_attention(
         "block_q_dkv",
         "block_kv_dkv",
         "block_kv_dkv_compute",
+        "block_q_dq",
+        "block_kv_dq",
     )
-    tiles = splash_attention_kernel.BlockSizes(
-        **dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), tile)
-    )
+    tiles = splash_attention_kernel.BlockSizes(**dict.fromkeys(names, tile))
     mask = splash_attention_mask.MultiHeadMask(
         [splash_attention_mask.CausalMask((length, length))] * num_heads
     )
-    options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
-    kernel = splash_attention_kernel.make_splash_mha(mask, block_sizes=tiles, **options)
+    kernel = splash_attention_kernel.make_splash_mha(
+        mask,
+        block_sizes=tiles,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
     heads_first = [
         x.transpose(0, 2, 1, 3) for x in (q_BTHD / math.sqrt(D), k_BTGD, v_BTGD)
     ]
-    mixed_BHTD: jax.Array = jax.vmap(kernel)(*heads_first)
+    mixed_BHTD = jax.vmap(kernel)(*heads_first)
     return mixed_BHTD.transpose(0, 2, 1, 3)
 
 

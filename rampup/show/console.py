@@ -22,9 +22,7 @@ from rampup.plan.describe import (
     text_table,
 )
 from rampup.plan.plan import RampPlan
-from rampup.show.format import (
-    format_value,
-)
+from rampup.show.format import format_value
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
@@ -240,8 +238,14 @@ def print_passes(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     finds it.
     """
     titles = {**PHASE_TITLES, "makespan": "time of\na pass"}
-    names = ("phase", "start_step", "accumulation_steps", "num_pipeline_microbatches")
-    names += ("makespan", "bubble_fraction")
+    names = (
+        "phase",
+        "start_step",
+        "accumulation_steps",
+        "num_pipeline_microbatches",
+        "makespan",
+        "bubble_fraction",
+    )
     cells = [[format_value(row[name]) for name in names] for row in rows]
     console.print("\n".join(text_table([titles[name] for name in names], cells)))
 
@@ -264,13 +268,11 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
         explained["key"]: explained["meaning"],
         "legal": explained["legal"],
         "unit": explained["unit"],
-    }
-    facts |= {
         "default": default,
         "MaxText": maxtext,
         "file": f"{explained['file']}, section {explained['section']}",
+        "interacts with": ", ".join(explained["interacts"]),
     }
-    facts["interacts with"] = ", ".join(explained["interacts"])
     print_facts({name: value for name, value in facts.items() if value}, console)
 
 

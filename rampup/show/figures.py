@@ -192,11 +192,12 @@ def draw_timetable(
         frameon=False,
     )
     repeats = f", v={table.num_repeats}" if table.num_repeats > 1 else ""
-    title = (
+    axes.set_title(
         f"{table.schedule}, p={stages}, m={table.num_microbatches}{repeats}:"
-        f" {float(table.bubble_fraction):.1%} idle"
+        f" {float(table.bubble_fraction):.1%} idle",
+        loc="left",
+        fontsize=10,
     )
-    axes.set_title(title, loc="left", fontsize=10)
     return save(figure, path)
 
 
@@ -250,7 +251,12 @@ def save(figure: Any, path: str | Path | None) -> Any:
     """Return the figure, and write it if there is a path."""
     if path is None:
         return figure
-    check_format(path)
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ConfigError(
+            f"cannot write {path}: it must end in {', '.join(FORMATS)}",
+            key="output",
+            nearest=FORMATS,
+        )
     try:
         # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has
         # outlines of its letters.
@@ -261,16 +267,6 @@ def save(figure: Any, path: str | Path | None) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}", key="output") from error
     return figure
-
-
-def check_format(path: str | Path) -> None:
-    """Refuse a file whose suffix is not that of a picture."""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ConfigError(
-            f"cannot write {path}: it must end in {', '.join(FORMATS)}",
-            key="output",
-            nearest=FORMATS,
-        )
 
 
 def line_style(number: int) -> dict[str, Any]:
@@ -325,11 +321,6 @@ def _shade(
         middle = (start + min(end, high)) / 2
         wide = (min(end, high) - start) / (high - low)
         if wide >= 0.035 and low <= middle <= high:
-            offset = {
-                "xycoords": ("data", "axes fraction"),
-                "xytext": (0, -2),
-                "textcoords": "offset points",
-            }
             axes.annotate(
                 str(number),
                 (middle, 1),
@@ -337,7 +328,9 @@ def _shade(
                 va="top",
                 fontsize=8,
                 color=DIM,
-                **offset,
+                xycoords=("data", "axes fraction"),
+                xytext=(0, -2),
+                textcoords="offset points",
             )
 
 
@@ -372,7 +365,7 @@ def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -
 
 
 def _panel_bars(
-    axes: Any, phases: Sequence[Phase], name: str, form: str, *, title: str = ""
+    axes: Any, phases: Sequence[Phase], name: str, form: str, *, title: str
 ) -> None:
     """Draw one bar per phase, or a filled staircase if there are many."""
     numbers = [phase["phase"] for phase in phases]

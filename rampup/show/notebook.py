@@ -70,11 +70,12 @@ def html_table(
 
 def html_facts(facts: Mapping[str, object]) -> str:
     """Return names and values as an HTML table with one row for each."""
-    heads = {
-        f'<th scope="row" style="{_TEXT}">{html.escape(name)}</th>': value
+    rows = "".join(
+        f'<tr><th scope="row" style="{_TEXT}">{html.escape(name)}</th>'
+        f"{_cell(value, _TEXT)}</tr>"
         for name, value in facts.items()
-    }
-    return f"<table>{''.join(f'<tr>{head}{_cell(value, _TEXT)}</tr>' for head, value in heads.items())}</table>"
+    )
+    return f"<table>{rows}</table>"
 
 
 def html_list(lines: Iterable[str]) -> str:

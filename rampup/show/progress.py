@@ -255,8 +255,10 @@ class TrainProgress:
             case events.StorageFailed():
                 self._console.print(f"{event.problem}; the run continues")
             case events.StepSkipped():
-                why = f"its loss or gradient is not finite ({event.in_a_row} in a row)"
-                self._console.print(f"step {event.step:,} is skipped: {why}")
+                self._console.print(
+                    f"step {event.step:,} is skipped: its loss or gradient is not"
+                    f" finite ({event.in_a_row} in a row)"
+                )
             case events.RunStopped():
                 self.close()
                 if event.interrupted:
@@ -309,12 +311,10 @@ class TrainProgress:
             f"{metrics['tokens_per_second']:,.0f} {self._unit}/s",
         ]
         if metrics.get("noise_scale_samples_low") is not None:
-            ends = {"value": "", "low": "_low", "high": "_high"}
             found = NoiseEstimate(
-                **{
-                    name: metrics[f"noise_scale_samples{end}"]
-                    for name, end in ends.items()
-                }
+                value=metrics["noise_scale_samples"],
+                low=metrics["noise_scale_samples_low"],
+                high=metrics["noise_scale_samples_high"],
             )
             parts.append(f"noise scale {found} samples")
         return ", ".join(parts)

@@ -150,7 +150,7 @@ def _pipeline(plan: RampPlan) -> str:
 
 def _run(run: RunMetrics) -> str:
     last = run.losses[-1]
-    facts: dict[str, object] = {
+    facts = {
         "steps done": run.steps[-1] + 1,
         "samples consumed": run.samples[-1],
         f"last {run.quantity}": last if last == last else "not finite",
@@ -188,9 +188,9 @@ def _keys(config: Settings) -> str:
         sections[key.section].append(row)
     parts = [
         '<p><label for="filter">Filter keys:</label> <input id="filter" type="search"'
-        " hidden></p>"
+        " hidden></p>",
+        '<p class="dim">Values in bold are not the default.</p>',
     ]
-    parts.append('<p class="dim">Values in bold are not the default.</p>')
     for section, rows in sections.items():
         changed = {
             number: "changed"

@@ -12,25 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from rampup.errors import DataError
-from rampup.loop.run_folder import (
-    EVAL_FILE,
-    METRICS_FILE,
-    describe_damage,
-    read_lines,
-)
+from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, describe_damage, read_lines
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import RampPlan
 
-MAX_POINTS = 1_200
+MAX_POINTS, RATE_POINTS = 1_200, 400
 
 
-def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, Any]]:
+def drawn_phases(plan: RampPlan) -> list[dict[str, Any]]:
     """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a
     picture; of many phases, some.
     """
-    rows: Sequence[dict[str, Any]] = subsample(
-        [{"phase": number, **row} for number, row in enumerate(plan.phase_rows())], most
+    rows = subsample(
+        [{"phase": number, **row} for number, row in enumerate(plan.phase_rows())],
+        MAX_POINTS,
     )
     # The ramp is drawn up to a third beyond its end, but not beyond a run that reaches
     # its end.
@@ -45,19 +41,19 @@ def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, An
 
 
 def rate_points(
-    plan: RampPlan, rate: Callable[[int], float], *, most: int = 400
+    plan: RampPlan, rate: Callable[[int], float]
 ) -> list[tuple[int, int, float]]:
-    """Return step, samples before it and learning rate, at about `most` even steps and
-    on both sides of every known kink.
+    """Return step, samples before it and learning rate, at about `RATE_POINTS` even
+    steps and on both sides of every known kink.
     """
     last = plan.total_steps - 1
     kinks = {
         segment.start_step + shift
-        for segment in subsample(plan.clock, most // 4)
+        for segment in subsample(plan.clock, RATE_POINTS // 4)
         for shift in (-1, 0)
     }
     kinks |= {plan.schedule_steps - 1, plan.schedule_steps}
-    even = {round(last * part / most) for part in range(most + 1)}
+    even = {round(last * part / RATE_POINTS) for part in range(RATE_POINTS + 1)}
     steps = sorted(step for step in kinks | even if 0 <= step <= last)
     return [(step, plan.ramp.samples_before(step), rate(step)) for step in steps]
 
@@ -191,17 +187,12 @@ class RunMetrics:
                 "phase": phase,
                 "global batch size": self.sizes[last],
                 "steps done": len(places),
+                f"last {self.quantity}": finite_or_none(self.losses[last]),
+                "tokens/s (median)": speeds[len(speeds) // 2] if speeds else None,
             }
-            row |= {f"last {self.quantity}": finite_or_none(self.losses[last])}
-            row |= {"tokens/s (median)": speeds[len(speeds) // 2] if speeds else None}
-            rows.append(
-                row
-                | (
-                    {"noise scale (samples)": self.noise_at(last)}
-                    if self.noise_scales
-                    else {}
-                )
-            )
+            if self.noise_scales:
+                row["noise scale (samples)"] = self.noise_at(last)
+            rows.append(row)
         return rows
 
 
