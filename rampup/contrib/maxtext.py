@@ -67,13 +67,9 @@ NAMES = {
 # Keys that a ramp in one executable needs as they are here, with the reason.
 NEEDED = {
     "enable_diloco": (False, "its batches have an axis of replicas"),
-    "ici_pipeline_parallelism": (
-        1,
-        "MaxText's pipeline splits a batch into microbatches of its own",
-    ),
-    "dcn_pipeline_parallelism": (
-        1,
-        "MaxText's pipeline splits a batch into microbatches of its own",
+    **dict.fromkeys(
+        ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"),
+        (1, "MaxText's pipeline splits a batch into microbatches of its own"),
     ),
     "use_tunix_gradient_accumulation": (
         False,
@@ -117,9 +113,7 @@ ACCUMULATED = {
     "parameter_memory_host_offload": False,
     "z_loss_multiplier": 0.0,
 }
-AUXILIARY = {
-    key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")
-}
+AUXILIARY = ("num_experts", "mtp_num_layers", "use_indexer")
 # What MaxText returns as means over the microbatches of the buffer. All are 0 for a
 # microbatch that does not run.
 LOSSES = ("moe_lb_loss", "indexer_loss", "mtp_loss")
@@ -246,8 +240,8 @@ def problems(config: Any, ramp: BatchRamp) -> Iterator[ConfigError]:
                 nearest=(needed,),
             )
     partial = [size for size in ramp.sizes if size % (B // K)]
-    for key, needed in AUXILIARY.items():
-        if partial and (value := value_of(config, key)) != needed:
+    for key in AUXILIARY:
+        if partial and (value := value_of(config, key)) != ACCUMULATED[key]:
             yield ConfigError(
                 f"with {key}={value}, every batch must be a multiple of the microbatch"
                 f" of {B // K} samples, as padding would count in the auxiliary loss;"
@@ -289,27 +283,22 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
 
 def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
     """Return the design of the gradients, `loop` or `accumulate`, and why."""
-    others = [
-        name
+    if mesh.shape.get("data", 1) == 1:
+        return "loop", "the data axis has one device, so there is no reduction to save"
+    reasons = [
+        f"{key}={value}"
+        for key, needed in ACCUMULATED.items()
+        if (value := value_of(config, key)) and value != needed
+    ]
+    if config.global_batch_size_to_load != config.global_batch_size_to_train_on:
+        reasons.append(f"per_device_batch_size={config.per_device_batch_size}")
+    reasons += [
+        f"the mesh axis {name}"
         for name, size in mesh.shape.items()
         if size > 1 and name not in ("data", "fsdp")
     ]
-    values = {key: value_of(config, key) for key in ACCUMULATED}
-    keys = [
-        f"{key}={value}"
-        for key, value in values.items()
-        if (value or ACCUMULATED[key]) != ACCUMULATED[key]
-    ]
-    if mesh.shape.get("data", 1) == 1:
-        return "loop", "the data axis has one device, so there is no reduction to save"
-    if config.global_batch_size_to_load != config.global_batch_size_to_train_on:
-        keys.append(f"per_device_batch_size={config.per_device_batch_size}")
-    if others or keys:
-        return (
-            "loop",
-            f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs"
-            " MaxText's own accumulation",
-        )
+    if reasons:
+        return "loop", f"{reasons[0]} needs MaxText's own accumulation"
     return (
         "accumulate",
         "it reduces the gradients over the data axis once per step, not once per"
@@ -322,18 +311,14 @@ def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     console = Console()
     micro = ramp.sizes[-1] // config.gradient_accumulation_steps
     phases = [phase for phase in ramp.phases if phase.start_step < config.steps]
-    shown = (
-        phases if len(phases) <= MAX_PHASES else [*phases[: MAX_PHASES - 1], phases[-1]]
-    )
+    # the first ones, and the last
+    shown = phases[: MAX_PHASES - 1] + phases[MAX_PHASES - 1 :][-1:]
     titles = ("from step", "from sample", "global batch", f"microbatches of {micro}")
-    sizes = (
-        (phase.start_step, phase.start_sample, phase.global_batch_size)
-        for phase in shown
-    )
-    rows = [
-        [f"{n:,}" for n in (step, sample, size, -(-size // micro))]
-        for step, sample, size in sizes
-    ]
+    rows = []
+    for phase in shown:
+        size = phase.global_batch_size
+        numbers = (phase.start_step, phase.start_sample, size, -(-size // micro))
+        rows.append([f"{number:,}" for number in numbers])
     design, why = choose_design(config, mesh)
     console.print(make_table(console, titles, rows))
     if hidden := len(phases) - len(shown):
@@ -441,13 +426,12 @@ def accumulated_gradients(
         }
         return loss, aux["total_weights"], aux, rest
 
-    number, mesh = num_microbatches(batch_KR), model.mesh
     found = accumulate(
         sums,
         params,
         batch_KR,
-        number,
-        mesh=mesh,
+        num_microbatches(batch_KR),
+        mesh=model.mesh,
         param_shardings=params_shardings,
         mutable=rest,
     )
@@ -494,8 +478,7 @@ class RampLoader:
     def load_next_batch(self, rampup_manager: Any = None) -> Any:  # noqa: ARG002 - MaxText gives its manager
         """Return the next batch, and count it."""
         wanted = self.manager.global_batch_size_current
-        first = self.held
-        first = self._load() if first is None else first
+        first = self._load() if self.held is None else self.held
         second = self._load() if self.skip + wanted > self.size else first
         if wanted == self.size and self.skip == 0:
             batch = jax.device_put(first, self.input_data_shardings)

@@ -107,7 +107,8 @@ class DataHooks(hooks.DataHooks):
 
     def load_next_eval_batch(self, train_ctx: Any) -> Any:  # noqa: ARG002
         """Return the next batch of an evaluation, or None after the last one."""
-        self._eval = iter(self.eval_batches) if self._eval is None else self._eval
+        if self._eval is None:
+            self._eval = iter(self.eval_batches)
         batch = next(self._eval, None)
         if batch is None:
             self._eval = None
