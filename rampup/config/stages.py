@@ -249,8 +249,8 @@ def plan_of(draft: Draft) -> RampPlan:
                     "measure_gradient_noise=true and batch_size_schedule=auto need a"
                     " mesh without pipeline stages, as each stage has a part of a"
                     " gradient",
+                    fix="set ici_pipeline_parallelism and dcn_pipeline_parallelism to 1",
                     key="ici_pipeline_parallelism",
-                    nearest=(1,),
                 )
             )
         raise_together(problems)

@@ -199,23 +199,28 @@ class BatchSplitter:
                 nearest=(AUTO,),
             )
         if self.whole_batch:
+            makes = (
+                "rampup_microbatch=whole makes every batch one microbatch, so it needs"
+            )
             for name, legal in (
                 ("gradient_accumulation_steps", 1),
-                ("num_stages", 1),
                 ("microbatch_size", AUTO),
             ):
                 if (size := getattr(self, name)) != legal:
-                    rule = (
-                        "rampup_microbatch=whole makes every batch one microbatch, so"
-                        f" it needs {name}={legal}, not {size}"
-                    )
-                    key = "ici_pipeline_parallelism" if name == "num_stages" else name
                     yield ConfigError(
-                        rule,
+                        f"{makes} {name}={legal}, not {size}",
                         fix="set it, or rampup_microbatch=fixed",
-                        key=key,
+                        key=name,
                         nearest=(legal,),
                     )
+            if p != 1:
+                # Two keys make it, so that no value of one is sure to be legal.
+                yield ConfigError(
+                    f"{makes} one stage (ici_pipeline_parallelism *"
+                    f" dcn_pipeline_parallelism), not {p}",
+                    fix="set both to 1, or rampup_microbatch=fixed",
+                    key="ici_pipeline_parallelism",
+                )
         if m == AUTO or p < 1:
             return
         key = "num_pipeline_microbatches"

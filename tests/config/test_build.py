@@ -18,6 +18,15 @@ from rampup.errors import (
 )
 
 
+def test_noise_of_stages_names_both_keys_that_make_them():
+    """A value of one key is not offered, as the other may need one as well."""
+    with pytest.raises(
+        ConfigError, match="and dcn_pipeline_parallelism to 1"
+    ) as caught:
+        build_plan(Config(measure_gradient_noise=True, dcn_pipeline_parallelism=2), 4)
+    assert caught.value.nearest == ()
+
+
 def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
     """Half a sample per device is legal if two devices share a sample, and refused
     otherwise.
@@ -195,6 +204,10 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
         ) as caught:
             build_plan(Config(**keys, **{contrary: 2}), 4)
         assert caught.value.key == contrary
+    # Two keys make the stages, so that one of them alone may not help.
+    with pytest.raises(ConfigError, match=r"one stage .*set both to 1") as caught:
+        build_plan(Config(**keys, dcn_pipeline_parallelism=2), 4)
+    assert caught.value.nearest == ()
     for contrary in (
         {"measure_gradient_noise": True},
         {"gradient_accumulation": "multi_steps"},
