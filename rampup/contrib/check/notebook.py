@@ -67,7 +67,7 @@ class Program:
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
                     self._open_names(value)
-                    self._bind(name, value, self._value(value))
+                    self._bind(name, self._locate(value))
                 case ast.ClassDef(body=body):
                     self.read(body)
                 case ast.If(test=test, body=body, orelse=other) if isinstance(
@@ -87,13 +87,23 @@ class Program:
                 yield key, dataclasses.replace(place, value=value)
 
     def calls(self) -> Iterator[Call]:
-        """Yield what the program gives to each call, and the attributes that it sets."""
+        """Yield what the program gives to each call, also in a dictionary that it makes
+        there, and the attributes and items that it sets.
+        """
         for node in (node for code in self._code for node in ast.walk(code)):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                yield Call(name, self._arguments(node))
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield Call("", {node.attr: self._locate(node)})
+            match node:
+                case ast.Call(func=func):
+                    name = getattr(func, "attr", getattr(func, "id", ""))
+                    yield Call(name, self._arguments(node))
+                    for part in ast.walk(node):
+                        if isinstance(part, ast.Dict):
+                            items = self._items(part).items()
+                            yield Call("", {str(name): at for name, at in items})
+                case (
+                    ast.Attribute(attr=name, ctx=ast.Store())
+                    | ast.Subscript(slice=ast.Constant(str(name)), ctx=ast.Store())
+                ):
+                    yield Call("", {name: self._locate(node)})
 
     def _open_names(self, code: ast.AST) -> None:
         """Take for open what a part of a program assigns or imports, and the
@@ -117,15 +127,13 @@ class Program:
                     | ast.alias(name=name)
                     | ast.MatchAs(name=str(name))
                 ):
-                    self._bind(name, node, _open(name))
+                    self._bind(name, self._locate(node, _open(name)))
 
-    def _bind(self, name: str, node: ast.AST, value: Any) -> None:
+    def _bind(self, name: str, place: Located) -> None:
         """Give a name a value; one with two values is open."""
-        line = getattr(node, "lineno", None)
-        place = Located(value=value, path=self.path, line=line)
-        if self._names.setdefault(name, place).value != value:
+        if self._names.setdefault(name, place).value != place.value:
             self._changed.add(name)
-            if isinstance(value, dict):  # all of its keys are open
+            if isinstance(place.value, dict):  # all of its keys are open
                 self._names[name] = place
 
     def _is_open(self, name: str) -> bool:
@@ -147,9 +155,20 @@ class Program:
                 found[keyword.arg or "**"] = place
         return found
 
-    def _locate(self, node: ast.AST) -> Located:
+    def _items(self, node: ast.Dict) -> dict[Any, Located]:
+        """Return the items of a dictionary whose keys are constants."""
+        pairs = zip(node.keys, node.values, strict=True)
+        return {
+            key.value: self._locate(value)
+            for key, value in pairs
+            if isinstance(key, ast.Constant)
+        }
+
+    def _locate(self, node: ast.AST, marker: str = "") -> Located:
+        """Return the value of a node, or the marker of one that is open, and its line."""
+        value = marker or self._value(node)
         line = getattr(node, "lineno", None)
-        return Located(value=self._value(node), path=self.path, line=line)
+        return Located(value=value, path=self.path, line=line)
 
     def _value(self, node: ast.AST) -> Any:
         """Return what an expression is, or a marker of what constants and arithmetic do
@@ -166,23 +185,17 @@ class Program:
                 return see(whole)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 values = tuple(map(see, parts))
-                found = None if any(map(_is_marker, values)) else values
-            case ast.Dict(keys=keys, values=parts):
-                pairs = zip(keys, parts, strict=True)
-                constant = {
-                    key.value: see(part)
-                    for key, part in pairs
-                    if isinstance(key, ast.Constant)
-                }
-                found = constant if len(constant) == len(keys) else None
+                is_open = any(isinstance(v, str) and has_unknown(v) for v in values)
+                found = None if is_open else values
+            case ast.Dict(keys=keys):
+                items = {name: at.value for name, at in self._items(node).items()}
+                found = items if len(items) == len(keys) else None
             case ast.Subscript(value=whole, slice=ast.Constant(value=key)):
                 owner = see(whole)
                 found = owner.get(key) if isinstance(owner, dict) else None
                 # Another name may change a dictionary within one.
                 found = None if isinstance(found, dict) else found
-            case ast.BinOp(op=op, left=left, right=right):
-                found = _calculate(op, see(left), see(right))
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
+            case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
                 found = _calculate(op, see(left), see(right))
             case ast.Call(func=ast.Name(id="int"), args=[part]):
                 found = int(number) if _is_number(number := see(part)) else None
@@ -206,10 +219,6 @@ def _keys(values: Mapping[Any, Any], *, is_open: bool) -> Iterator[tuple[str, An
             yield from _keys(value, is_open=True)
         else:
             yield str(key), _open(key) if is_open else value
-
-
-def _is_marker(value: Any) -> bool:
-    return isinstance(value, str) and has_unknown(value)
 
 
 def _is_number(value: Any) -> bool:
