@@ -45,7 +45,7 @@ class NoSystemError(ConfigError):
 
 
 def check_file(
-    path: str | Path,
+    path: Source,
     system: str | None = None,
     overrides: Sequence[str] = (),
     *,
@@ -57,7 +57,7 @@ def check_file(
 
     Args:
         path: YAML, or a shell script that starts a run. The script is read and never
-            executed.
+            executed. A tuple is a command, as of `check_command`.
         system: one of `SYSTEMS`; None finds it.
         overrides: `key=value` settings in that system's keys, which win over the file;
             facts that no file states, such as `num_processes=8`; and variables that the
@@ -71,7 +71,35 @@ def check_file(
         ConfigError: no such system, or a file that cannot be read as one of it; names
             the system that it looks like.
     """
-    return _check_source(path, system, overrides, environment or {}, devices)
+    if system is None:
+        system = find_system(path, overrides)
+    if system not in SYSTEMS:
+        raise ConfigError(
+            f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}",
+            key="from",
+            nearest=SYSTEMS,
+        )
+    _refuse_foreign(path)
+    dialect = load_dialect(system)
+    launch = dataclasses.replace(dialect.launch, environment=environment or {})
+    dialect = dataclasses.replace(dialect, launch=launch)
+    notes: tuple[str, ...] = ()
+    if devices is not None:
+        if not dialect.devices:
+            keys = [
+                name for name, row in launch.entries.items() if row.unit in _DEVICES
+            ]
+            raise ConfigError(
+                f"--devices is not for {system}",
+                fix="set its own keys of devices as key=value, such as"
+                f" {', '.join(keys[:2])}",
+                key="devices",
+            )
+        moved = [*overrides, f"{dialect.devices}={devices}"]
+        notes = (_keep(dialect, path, overrides, moved, devices),)
+        overrides = moved
+    verdict = _judge(dialect, system, dialect.read(path, overrides))
+    return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
 
 
 def check_command(
@@ -92,7 +120,9 @@ def check_command(
         >>> check_command(command.split(), "verl").derived["samples_per_step"]
         256
     """
-    return _check_source(tuple(words), system, overrides, environment or {}, devices)
+    return check_file(
+        tuple(words), system, overrides, environment=environment, devices=devices
+    )
 
 
 def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
@@ -214,44 +244,6 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
     write_text(path, text)
 
 
-def _check_source(
-    source: Source,
-    system: str | None,
-    overrides: Sequence[str],
-    environment: Mapping[str, str],
-    devices: int | None,
-) -> Verdict:
-    if system is None:
-        system = find_system(source, overrides)
-    if system not in SYSTEMS:
-        raise ConfigError(
-            f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}",
-            key="from",
-            nearest=SYSTEMS,
-        )
-    _refuse_foreign(source)
-    dialect = load_dialect(system)
-    launch = dataclasses.replace(dialect.launch, environment=environment)
-    dialect = dataclasses.replace(dialect, launch=launch)
-    notes: tuple[str, ...] = ()
-    if devices is not None:
-        if not dialect.devices:
-            keys = [
-                name for name, row in launch.entries.items() if row.unit in _DEVICES
-            ]
-            raise ConfigError(
-                f"--devices is not for {system}",
-                fix="set its own keys of devices as key=value, such as"
-                f" {', '.join(keys[:2])}",
-                key="devices",
-            )
-        moved = [*overrides, f"{dialect.devices}={devices}"]
-        notes = (_keep(dialect, source, overrides, moved, devices),)
-        overrides = moved
-    verdict = _judge(dialect, system, dialect.read(source, overrides))
-    return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
-
-
 def _keep(
     dialect: Dialect,
     source: Source,
@@ -284,26 +276,20 @@ def _keep(
 def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
     """Return the verdict on the values of a source."""
     job = dialect.job(settings)
-    violations = find_violations(dialect, job)
-    if not job.usable:
-        return Verdict(
-            system=system,
-            violations=violations,
-            notes=settings.notes,
-            version=job.version,
-        )
-    phases = job.phases()
-    return Verdict(
+    verdict = Verdict(
         system=system,
-        violations=violations,
-        outcome=job.outcome,
-        notes=tuple(
-            sorted(
-                (*settings.notes, *dialect.notes(job)),
-                key=lambda note: isinstance(note, Always),
-            )
-        ),
+        violations=find_violations(dialect, job),
+        notes=settings.notes,
         version=job.version,
+    )
+    if not job.usable:
+        return verdict
+    phases = job.phases()
+    notes = (*settings.notes, *dialect.notes(job))
+    return dataclasses.replace(
+        verdict,
+        outcome=job.outcome,
+        notes=tuple(sorted(notes, key=lambda note: isinstance(note, Always))),
         summary=job.summary(),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),

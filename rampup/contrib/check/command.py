@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -126,14 +126,15 @@ def _judge(
     source: Source, settings: Sequence[str], args: argparse.Namespace
 ) -> Verdict:
     """Return the verdict on a file or a command."""
-    from rampup.contrib.check import check_command, check_file
+    from rampup.contrib.check import check_file
 
-    options: dict[str, Any] = {"devices": args.devices}
-    if args.env:
-        options["environment"] = dict(os.environ)
-    if isinstance(source, tuple):
-        return check_command(source, args.system, settings, **options)
-    return check_file(source, args.system, settings, **options)
+    return check_file(
+        source,
+        args.system,
+        settings,
+        environment=dict(os.environ) if args.env else None,
+        devices=args.devices,
+    )
 
 
 def _files(word: str) -> list[str]:
