@@ -47,18 +47,12 @@ _OPEN = re.compile(r"\*|\{.*(?:,|\.\.).*\}")  # files, or several words
 Relevant = Callable[[Words], object]
 
 
+@dataclass(eq=False)
 class Stop(Exception):  # noqa: N818 - control flow, not an error
     """`exit`, `return`, `break` or `continue`."""
 
-    def __init__(self, name: str, status: int | None = 0) -> None:
-        super().__init__(name)
-        self.name = name
-        self.status = status  # that of `return`; None if unknown
-
-    @property
-    def is_check(self) -> bool:
-        """Whether a branch that ends so is a check, which has passed."""
-        return self.name == "exit" or (self.name == "return" and bool(self.status))
+    name: str
+    status: int | None = 0  # that of `return`; None if unknown
 
 
 @dataclass(kw_only=True)
@@ -163,7 +157,8 @@ class Flow(Variables):
 
     def attempt(self, rows: Sequence[Any]) -> Env | None:
         """Evaluate a branch in a copy of the variables; return them, or None if it
-        leaves a loop, a function or the script.
+        leaves a loop, a function or the script. One that ends in `exit`, or in `return`
+        with an error, is a check, which has passed.
         """
         with self.changed(env=dict(self.env)):
             try:
@@ -171,7 +166,7 @@ class Flow(Variables):
             except Stop as stop:
                 if stop.name in ("break", "continue"):
                     self.left.append(self.env)
-                elif not stop.is_check:
+                elif stop.name == "return" and not stop.status:
                     self.returned.append(self.env)
                 return None
             return self.env
@@ -204,8 +199,7 @@ class Flow(Variables):
         for met, body in self.branches(node):
             if met is False:
                 continue
-            if met is None:
-                why = why or self.why
+            why = why or self.why
             if met and not ends:  # nothing before it may have been taken
                 before = dict(self.env)
                 try:
@@ -296,7 +290,7 @@ class Flow(Variables):
     def listed(self, node: Node) -> Iterator[Status]:
         """Give the variable of a `for` each of its words, as `passes` does."""
         name, *listed = node.words
-        items = [word for raw in listed for word in self.words(raw)]
+        items = self.expanded(listed)
         unknown = [item for item in items if has_unknown(item) or _OPEN.search(item)]
         if not unknown:
             for item in items:
@@ -329,7 +323,7 @@ class Flow(Variables):
         if raw[0] in ("export", "declare", "local", "readonly", "typeset"):
             self.declare(raw)
             return True
-        words = [word for part in raw for word in self.words(part)]
+        words = self.expanded(raw)
         if not words:
             return True
         if words[0] in self.functions:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 OPERATOR = re.compile(
-    r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]"
+    r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()\n]|[<>](?!\()"
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
@@ -93,9 +93,7 @@ class Parser:
             self.at = match.end()
         if self.at >= len(self.text):
             return ""
-        if (match := OPERATOR.match(self.text, self.at)) and not self.text.startswith(
-            ("<(", ">("), self.at
-        ):
+        if match := OPERATOR.match(self.text, self.at):
             return match[0]
         text, start = self.text, self.at
         if text[start] in "<>":  # `<(command)`
@@ -280,13 +278,9 @@ class Parser:
             end = self.at
         # Where the last word ends, or before a last word that is only the blank behind
         # a backslash.
-        end -= (
-            len(node.words[-1])
-            if node.words and not node.words[-1].strip("\\ \t")
-            else 0
-        )
-        cut = _CUT.match(self.text, end)
-        if cut:
+        if node.words and not node.words[-1].strip("\\ \t"):
+            end -= len(node.words[-1])
+        if _CUT.match(self.text, end):
             return node._replace(cut=self.here(end))
         return node
 
@@ -356,13 +350,11 @@ def find_close(text: str, at: int) -> int:
                 return end
         depth += text[end] == opening
         if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
-            end = (text.find("\n", end) + 1 or len(text) + 1) - 1
-        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in (
-            "{",
-            "(",
-            "'",
-        )
-        end = end + 1 if is_plain else skip_part(text, end)
+            end = text.find("\n", end)  # behind the comment
+            if end < 0:
+                raise ScriptError(f"a {opening!r} does not end")
+        else:
+            end = skip_part(text, end)
 
 
 def _read_document(text: str, at: int, end: str) -> tuple[str, int]:

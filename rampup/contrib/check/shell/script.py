@@ -51,6 +51,7 @@ from rampup.contrib.check.shell.flow import Flow, Relevant, Stop
 from rampup.contrib.check.shell.grammar import ASSIGNMENT, Node, ScriptError, parse
 from rampup.contrib.check.shell.values import (
     RESERVED,
+    Env,
     Status,
     Words,
     drop_unset,
@@ -204,9 +205,8 @@ class _Reader(Flow):
     def leave(self, name: str, rest: Words, line: int) -> None:
         """Leave a loop, a function or the script."""
         if name in ("exit", "return"):
-            if rest and rest[0].isdecimal():
-                raise Stop(name, int(rest[0][:4]))
-            raise Stop(name, None)
+            is_known = rest and rest[0].isdecimal()
+            raise Stop(name, int(rest[0][:4]) if is_known else None)
         if rest and rest[0] != "1":
             raise ScriptError(f"line {line}: `{name}` out of several loops is not read")
         if self.loops:
@@ -244,14 +244,13 @@ class _Reader(Flow):
         with self.changed(tasks=tasks or self.tasks):
             if (place := _find_script(words)) is not None:
                 return self.follow(words, place, node.line, own)
-            exported = self.exported & self.env.keys()
             command = Command(
                 tuple(words),
                 node.line,
                 str(self.path),
                 outer=self.outer,
                 tasks=self.tasks,
-                environment={name: self.get(name) for name in exported} | own,
+                environment=self.environment() | own,
                 cut=node.cut,
             )
             self.commands.append(command)
@@ -282,6 +281,11 @@ class _Reader(Flow):
         """Return whether a text looks like commands that may start a run."""
         return bool(self.nested.search(text) or _STARTS.search(text))
 
+    def environment(self) -> Env:
+        """Return the variables that another program sees."""
+        names = self.exported & self.env.keys()
+        return {name: self.get(name) for name in names}
+
     def shell(
         self,
         text: str,
@@ -293,11 +297,10 @@ class _Reader(Flow):
         """Evaluate a text in another shell, which sees what is exported and the
         variables of its `own`.
         """
-        exported = {k: v for k, v in self.env.items() if k in self.exported}
         inner = dataclasses.replace(
             self,
             **({"asks": False} | changes),
-            env=exported | own | {"@": arguments},
+            env=self.environment() | own | {"@": arguments},
             exported=self.exported | own.keys(),
             functions={},
             exports_all=False,

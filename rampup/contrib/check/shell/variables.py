@@ -295,14 +295,17 @@ class Variables:
             rows = parse(text, 0)
         except ScriptError:
             return None
-        is_followed = all(sign != "||" and len(nodes) == 1 for sign, _, nodes in rows)
+        is_followed = all(
+            sign != "||" and len(nodes) == 1 and nodes[0].kind == "command"
+            for sign, _, nodes in rows
+        )
         if not rows or not is_followed:
             return None
         with self.changed(depth=self.depth + 1, env=dict(self.env)):
-            *before, last = [nodes[0] for _, _, nodes in rows]
+            *before, last = [nodes[0].words for _, _, nodes in rows]
             folder = self.folder
-            for node in before:
-                words = self.expanded(node)
+            for raw in before:
+                words = self.expanded(raw)
                 if words[:1] != ["cd"] or len(words) != 2:
                     return None
                 folder = os.path.join(folder, words[1])
@@ -312,11 +315,9 @@ class Variables:
             printed = print_output(words, folder)
             return printed and printed.rstrip("\n")
 
-    def expanded(self, node: Node) -> list[str]:
-        """Return the words of a simple command; none of a compound."""
-        if node.kind != "command":
-            return []
-        return [word for raw in node.words for word in self.words(raw)]
+    def expanded(self, raw: Sequence[str]) -> list[str]:
+        """Return the words that some raw words become."""
+        return [word for part in raw for word in self.words(part)]
 
     def parameter(self, body: str) -> Any:
         """Return the value of `${body}`."""
