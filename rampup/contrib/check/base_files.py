@@ -19,9 +19,9 @@ from rampup.contrib.check.launch import (
     Launch,
     Reading,
     known_end,
-    option,
     program_of,
 )
+from rampup.contrib.check.launchers import option
 from rampup.contrib.check.reading import Source, read_leaves, read_source
 from rampup.contrib.check.settings import Settings, type_settings
 from rampup.contrib.check.shell.script import Command
@@ -44,7 +44,7 @@ def _base_folders(command: Command, path: str) -> list[Path]:
     """Return where the base file of a command may be: its `--config-path` in a folder
     above, or above its program's folder.
     """
-    written = option(command, "--config-path", "-cp") or "config"
+    written = option(command.words, "--config-path", "-cp") or "config"
     folder = Path(known_end(written))
     ends = [folder]
     if folder.is_absolute():  # it may be one of another machine
@@ -93,14 +93,10 @@ def read_hydra(
     elif PARENT in reading.leaves:
         bases.follow(reading.leaves[PARENT], Path(reading.path).parent)
     own = {name: value for name, value in reading.leaves.items() if name != PARENT}
-    reading = dataclasses.replace(
-        reading,
-        leaves=bases.beside | own,
-        recognized=reading.recognized or bool(bases.named),
-    )
+    reading.leaves = bases.beside | own
+    reading.recognized |= bool(bases.named)
     version = choose_version(reading, bases.beside)
-    questions = (*reading.questions, *version.questions)
-    reading = dataclasses.replace(reading, questions=questions)
+    reading.questions += version.questions
     known_keys = launch.known_keys
     settings = type_settings(reading, launch, {**version.defaults, **bases.shipped})
     notes = [*settings.notes, *version.notes]
@@ -188,7 +184,9 @@ class _BaseFiles:
         program.
         """
         launch, path = self.launch, self.path
-        name = option(command, "--config-name", "-cn") if chosen is None else chosen
+        name = (
+            option(command.words, "--config-name", "-cn") if chosen is None else chosen
+        )
         beside = _program_folders(command, path)
         if name is not None:
             folders = [*_base_folders(command, path), *beside]

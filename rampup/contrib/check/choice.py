@@ -4,7 +4,6 @@ its keys, or the one in the line that the user has chosen.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +49,22 @@ class _Commands:
         self.other = ""
         self.outside: Mapping[str, Located] = {}
         for command in commands:
-            self._sort(command)
+            if command.unread:
+                self.unread.append(command)
+            if command.script:
+                continue
+            text = " ".join(command.words)
+            leaves = launch.read(command)
+            # What a program prints is an argument, and the program not the one that
+            # runs.
+            if match := launch.others.search(MARKER.sub("", text)):
+                self.other = self.other or show_unknown(match[0]).strip()
+                self.outside = self.outside or leaves
+                continue
+            starts = launch.program.search(text) is not None
+            size = sum(map(launch.known, leaves))
+            if starts or size:
+                self.found.append(_Candidate(starts, size, command, leaves))
         # What follows a command that was cut short is not a command of a trainer: it
         # begins with a setting or an option.
         if any(row.starts and program_of(row.command) for row in self.found):
@@ -58,25 +72,6 @@ class _Commands:
             self.found = [
                 row for row in self.found if not rest.fullmatch(row.command.words[0])
             ]
-
-    def _sort(self, command: Command) -> None:
-        launch = self.launch
-        text = " ".join(command.words)
-        # What a program prints is an argument, and the program not the one that runs.
-        match = launch.others.search(MARKER.sub("", text))
-        if command.unread:
-            self.unread.append(command)
-        if command.script:
-            return
-        leaves = launch.read(command)
-        if match:
-            self.other = self.other or show_unknown(match[0]).strip()
-            self.outside = self.outside or leaves
-            return
-        starts = launch.program.search(text) is not None
-        size = sum(map(launch.known, leaves))
-        if starts or size:
-            self.found.append(_Candidate(starts, size, command, leaves))
 
     def in_line(self, line: str, path: str) -> None:
         """Keep the commands that begin in a line, which the user has chosen."""
@@ -102,16 +97,6 @@ class _Commands:
         if self.unread and not self.found and not self.other:
             return self.unread[0]
         return None
-
-    def similar(self, best: _Candidate) -> list[Command]:
-        """Return the other commands that start the same system with keys."""
-        return [
-            row.command
-            for row in self.found
-            if row.starts == best.starts
-            and row.size
-            and row.command[1:3] != best.command[1:3]
-        ]
 
 
 def choose(
@@ -149,7 +134,7 @@ def choose(
         leaves=best.leaves,
         overrides=overrides,
         command=best.command,
-        notes=tuple(_notes_of(best, rows, path)),
+        notes=[*_notes_of(best, rows, path)],
         recognized=best.starts,
     )
 
@@ -185,7 +170,14 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
         shown = show_unknown(" ".join(command.words))[:_SHOWN]
         here = "" if command.path == path else f" of {command.path}"
         yield f"read from line {command.line}{here}: {shown}..."
-    if others := rows.similar(best):
+    others = [
+        row.command
+        for row in rows.found
+        if row.starts == best.starts
+        and row.size
+        and row.command[1:3] != best.command[1:3]
+    ]
+    if others:
         lines = [
             f"line {row.line}" + ("" if row.path == path else f" of {row.path}")
             for row in others
@@ -202,22 +194,22 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
     )
 
 
-def ask_of_forks(reading: Reading, launch: Launch) -> Reading:
-    """Return the reading with a question, or with a note if it is answered, where its
-    program is none of the system's own.
+def ask_of_forks(reading: Reading, launch: Launch) -> None:
+    """Add a question to a reading, or a note if it is answered, where its program is none
+    of the system's own.
     """
     command = reading.command
     if command is None or launch.own.fullmatch(program := program_of(command)):
-        return reading
+        return
     said = (
         f"this starts {program}, a program of a fork: its rules may differ from those"
         f" of {launch.system}"
     )
     answer = launch.follows.partition("=")[0]
     if answer in reading.answered:
-        return dataclasses.replace(
-            reading, is_fork=True, notes=(*reading.notes, f"{said}.")
-        )
+        reading.is_fork = True
+        reading.notes.append(f"{said}.")
+        return
     question = ConfigError(
         f"unknown, a fork: {said}",
         fix=f"if it follows them, add {launch.follows}",
@@ -225,7 +217,7 @@ def ask_of_forks(reading: Reading, launch: Launch) -> Reading:
         path=command.path,
         line=command.line or None,
     )
-    return dataclasses.replace(reading, questions=(*reading.questions, question))
+    reading.questions.append(question)
 
 
 def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:

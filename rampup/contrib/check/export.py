@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +24,6 @@ from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import to_yaml_number
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +125,6 @@ class _Run:
     def grows(self) -> bool:
         """Whether there is more than one phase."""
         return len(self.plan.ramp.phases) > 1
-
-    def changes(self) -> Iterable[tuple[Phase, Phase]]:
-        """Return each phase with the next one."""
-        return itertools.pairwise(self.plan.ramp.phases)
 
     def microbatch(self) -> int:
         """Return the samples of a replica in a pass, which must be the same in all
@@ -270,9 +265,9 @@ def _to_megatron(run: _Run) -> Exported:
     plan, config = run.plan, run.config
     micro = run.microbatch()
     length = config.max_target_length
-    splitter = run.plan.splitter
+    splitter = plan.splitter
     run.require_axes("data", "fsdp", "tensor", "context", "pipeline")
-    for before, phase in run.changes():
+    for before, phase in itertools.pairwise(plan.ramp.phases):
         size, after = before.global_batch_size, phase.global_batch_size
         reason = (
             f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer"

@@ -58,9 +58,9 @@ def load_entries(system: str) -> dict[str, Entry]:
     return {name: entry(**row) for name, row in load_table(system, "sizes").items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Reading:
-    """What a source sets."""
+    """What a source sets. Its readers change it, one after the other."""
 
     path: str  # the name of the source, for errors
     leaves: Mapping[
@@ -72,11 +72,11 @@ class Reading:
     command: Command | None = (
         None  # the command that was read, in a script or on the command line
     )
-    notes: tuple[str, ...] = ()  # which command was read
+    notes: list[str] = field(default_factory=list)  # which command was read
     # whether its command starts the system, or it names one of its base files
     recognized: bool = False
     # what must be answered before the numbers are known; raised with all other problems
-    questions: tuple[ConfigError, ...] = ()
+    questions: list[ConfigError] = field(default_factory=list)
     # whether its program is none of the system's own, and the user has said that it
     # follows the rules
     is_fork: bool = False
@@ -197,18 +197,6 @@ class Launch:
             for name, value in self.read(Command(tuple(words), 0)).items()
             if self.known(name)
         }
-
-
-def option(command: Command | None, *names: str) -> str | None:
-    """Return the value of an option of a command: `--name value` or `--name=value`;
-    None without it.
-    """
-    words = () if command is None else command.words
-    for word, following in itertools.pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else following
-    return None
 
 
 def known_end(path: str) -> str:

@@ -32,21 +32,29 @@ def read_header(text: str) -> dict[str, str]:
     return read_options(" ".join(lines).split())
 
 
+def option(words: Sequence[str], *names: str) -> str | None:
+    """Return the value of an option among some words: `--name value` or `--name=value`;
+    None without it.
+    """
+    found = (value for name, value in _pairs(words) if name in names)
+    return next(found, None)
+
+
 def read_options(words: Sequence[str]) -> dict[str, str]:
     """Return the variables that the options of `sbatch` or `srun` set for what they
     start.
     """
     found: dict[str, str] = {}
     variables = NAMES["slurm_variables"]
-    for option, value in _pairs(words):
-        if option in ("--gpus", "--gpus-per-node"):
+    for name, value in _pairs(words):
+        if name in ("--gpus", "--gpus-per-node"):
             value = value.rpartition(":")[2]  # behind the kind
         if match := _ONE.fullmatch(value):
             value = match[1]
-        if option == "--gres" and (match := _GRES.search(value)):
+        if name == "--gres" and (match := _GRES.search(value)):
             found["SLURM_GPUS_ON_NODE"] = match[1] or "1"
         elif value.isdecimal() or has_unknown(value):
-            found |= dict.fromkeys(variables.get(option, ()), value)
+            found |= dict.fromkeys(variables.get(name, ()), value)
     nodes = found.get("SLURM_NNODES", "")
     each = found.get("SLURM_NTASKS_PER_NODE", "")
     if nodes.isdecimal() and each.isdecimal() and "SLURM_NTASKS" not in found:
@@ -64,10 +72,7 @@ def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
         return ""
     rest = words[place + 1 :]
     if names[place] != "srun":
-        for option, value in _pairs(rest):
-            if option in ("-np", "--np", "--ntasks"):
-                return value
-        return ""
+        return option(rest, "-np", "--np", "--ntasks") or ""
     own = read_options(rest)
     if "SLURM_NTASKS" in own:
         return own["SLURM_NTASKS"]
@@ -133,7 +138,9 @@ def find_scripts(text: str, path: str) -> list[Script]:
 
 def _read_task(root: Mapping[str, Any]) -> Script:
     """Return a task of SkyPilot: `accelerators: H100:8` are those of each node."""
-    nodes = _number(root.get("num_nodes")) or 1
+    # A template leaves the number open.
+    match = re.fullmatch(r"[1-9]\d{0,8}", str(root.get("num_nodes")))
+    nodes = int(match[0]) if match else 1
     asked = _entries(root.get("resources")).get("accelerators", "")
     if isinstance(asked, dict):
         asked = ",".join(f"{name}:{count}" for name, count in asked.items())
@@ -156,14 +163,4 @@ def _export(variables: Mapping[str, Any]) -> str:
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    return {}
-
-
-def _number(value: Any) -> int:
-    """Return a whole number; 0 for what a template leaves open."""
-    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
-    if is_number:
-        return int(value)
-    return 0
+    return value if isinstance(value, dict) else {}

@@ -33,7 +33,7 @@ from rampup.contrib.check.rules import (
 )
 from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.shell.values import unknown_names
+from rampup.contrib.check.shell.values import has_unknown
 from rampup.contrib.check.verdict import (
     Always,
     Conversion,
@@ -66,7 +66,6 @@ VIRTUAL = "virtual_pipeline_model_parallel_size"
 PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 LAYERS = "num_layers"
 PARTITION = "pp_partition_method"
-ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 EXTRAS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -104,10 +103,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         own = set(map(canonical, _own_options(command)))
         if _starts_swift(command):
             said = "ms-swift starts this: the rules are those of Megatron-LM."
-            reading = dataclasses.replace(reading, notes=(*reading.notes, said))
+            reading.notes.append(said)
         if not (reading.is_fork or reading.questions):
-            questions = tuple(_find_underscores(command))
-            reading = dataclasses.replace(reading, questions=questions)
+            reading.questions += _find_underscores(command)
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
     # that of layers.
     entries = KEYS
@@ -119,7 +117,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     launch = dataclasses.replace(
         launch, entries=entries, decides=_LAYOUTS if is_nemo else _SIZES
     )
-    settings = type_settings(dataclasses.replace(reading, leaves=leaves), launch)
+    reading.leaves = leaves
+    settings = type_settings(reading, launch)
     foreign = own - KEYS.keys() - chosen
     looked_up = {name: place for name, place in leaves.items() if name in foreign}
     return dataclasses.replace(settings, looked_up=looked_up)
@@ -152,11 +151,6 @@ def _find_underscores(command: Command) -> Iterator[ConfigError]:
         )
 
 
-def _is_open(place: Located) -> bool:
-    """Return whether the script does not say a value."""
-    return isinstance(place.value, str) and bool(unknown_names(place.value))
-
-
 def _with_devices(
     command: Command, leaves: Mapping[str, Located], chosen: Collection[str]
 ) -> dict[str, Located]:
@@ -165,7 +159,8 @@ def _with_devices(
     """
     located = {**_read_launcher(command), **leaves}
     # What a script does not say about the devices is one question: the size of the job.
-    is_open = any(name in located and _is_open(located[name]) for name in _DEVICES)
+    given = [str(located[name].value) for name in _DEVICES if name in located]
+    is_open = any(map(has_unknown, given))
     if _DEVICES_GIVEN.isdisjoint(chosen):
         # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for
         # each device.
@@ -258,7 +253,7 @@ def _option_value(name: str, values: Sequence[str], path: str) -> Any:
     first = values[0] if values else "true"
     if name in (RAMP, SCHEDULE):
         numbers = re.compile(r"[-+\d]" if name == RAMP else r".*:")
-        parts = [v for v in values if numbers.match(v) or unknown_names(v)]
+        parts = [v for v in values if numbers.match(v) or has_unknown(v)]
         return " ".join(parts or values[:1])
     if name in KEYS and KEYS[name].key.kind == "bool":
         return first.lower() != "false"  # what follows a flag is not its value
@@ -337,19 +332,18 @@ class MegatronJob(PretrainingJob):
         """Count devices, replicas (at least one, also if the world size breaks a rule),
         and samples of passes and batches.
         """
-        sizes = {
-            axis: self[axis]
-            for axis in AXES
-            if axis in MODEL_AXES or axis in self.settings.given
-        }
         # The devices of a replica, with their arithmetic.
         self.replica = product(
-            {f"{AXES[axis]} parallel size": size for axis, size in sizes.items()}
+            {
+                f"{name} parallel size": self[axis]
+                for axis, name in AXES.items()
+                if axis in MODEL_AXES or axis in self.settings.given
+            }
         )
         self.model_parallel = self.replica.number
         self.world: int | None = self["world_size"]
         for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
-            if self.world is None and self[per_host] is not None and self[per_host] > 0:
+            if self.world is None and (self[per_host] or 0) > 0:
                 self.world = (self[hosts] or 1) * self[per_host]
         self.replicas: int = self["data_parallel_size"]
         if self.replicas is None:
@@ -724,8 +718,6 @@ def _pipeline_notes(job: MegatronJob) -> Iterator[str]:
             f"{' and '.join(job.uneven)}: how layers are split is not checked, and the"
             " bubble is that of equal stages"
         )
-    if job.chunks > 1 and job.stages == 1:
-        yield "there is one pipeline stage: its layer chunks change nothing"
     if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
         yield (
             f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are"
@@ -742,8 +734,7 @@ def _rules(job: MegatronJob) -> Iterator[Ruling]:
     if job[MICRO] is None:
         yield job.broken("micro_batch_positive", [MICRO], f"{MICRO} must be set")
     elif job.micro < 1:
-        said = f"{MICRO}={job[MICRO]} must be at least 1"
-        yield job.broken("micro_batch_positive", [MICRO], said)
+        yield job.at_least("micro_batch_positive", [MICRO], MICRO, 1)
     if job[GLOBAL] is not None:
         yield job.at_least("global_batch_positive", [GLOBAL], GLOBAL, 1)
     yield from _device_rules(job)

@@ -4,7 +4,6 @@ manifest or on the command line.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,9 +95,10 @@ def read_source(
         or _YAML_KEY.search(text)
         or not _COMMAND_WORD.search(text)
     )
-    if not is_yaml:
-        return _read_commands([Script(text)], path, overrides, launch, strict)
-    if scripts := find_scripts(text, path):
+    scripts = [Script(text)]
+    if is_yaml:
+        scripts = find_scripts(text, path)
+    if scripts:
         return _read_commands(scripts, path, overrides, launch, strict)
     leaves = read_leaves(text, path)
     parents = leaves[PARENT].value if PARENT in leaves else None
@@ -138,10 +138,11 @@ def _read_commands(
     started = {row.script for row in commands if row.script and not row.unread}
     own = [script.text for script in scripts if script.line != 0]
     whole = "\n".join([*own, *map(read_text, started)])
-    reading = ask_of_forks(choose(commands, overrides, launch, path, strict), launch)
+    reading = choose(commands, overrides, launch, path, strict)
+    ask_of_forks(reading, launch)
     # A name that only the scripts have is a variable. Those of Slurm count where the
     # script does not name them.
-    kept = [
+    reading.overrides = [
         setting
         for setting in reading.overrides
         if (name := setting.partition("=")[0]) in reading.leaves
@@ -153,9 +154,6 @@ def _read_commands(
         for name, value in launch.environment.items()
         if name not in given and re.search(rf"\$\{{?{re.escape(name)}\b", whole)
     ]
-    notes = [f"of this shell's environment: {', '.join(seen)}."] if seen else []
-    return dataclasses.replace(
-        reading,
-        overrides=kept,
-        notes=(*reading.notes, *notes),
-    )
+    if seen:
+        reading.notes.append(f"of this shell's environment: {', '.join(seen)}.")
+    return reading

@@ -29,7 +29,7 @@ from rampup.contrib.check.shell.values import (
     show_unknown,
     unknown_names,
 )
-from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.errors import ConfigError, raise_together
 
 _REFERENCE = re.compile(
     r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}"
@@ -100,21 +100,29 @@ def type_settings(
     base = f"a base file of {launch.system}"
     located = {name: Located(value=at, path=base) for name, at in defaults.items()}
     located |= given
-    typed = _Typed({name: entry.default for name, entry in entries.items()})
-    for name in [name for name in entries if name in located]:
-        typed.read(name, entries[name], located)
-    raise_together([*_find_problems(reading, launch, chosen), *typed.problems])
+    values, mistyped, unknown = _type_values(launch, located)
+    written = {key: at for key, at in reading.leaves.items() if key not in chosen}
+    others = {name: at for name, at in given.items() if name not in entries}
+    raise_together(
+        [
+            *reading.questions,
+            *_find_mappings(written, entries),
+            *_find_misspelt(given, launch),
+            *(_find_questions(others, launch) if launch.keys else ()),
+            *mistyped,
+        ]
+    )
     notes = (
         *reading.notes,
         *(
             f"{said}: the rules do not follow it."
             for _, said, _ in find_unread(given, launch.unread, asks=False)
         ),
-        *typed.notes,
+        *unknown.values(),
     )
     return Settings(
-        values=typed.values,
-        given=frozenset(entries.keys() & given) - typed.open,
+        values=values,
+        given=frozenset(entries.keys() & given) - unknown.keys(),
         others={name: at for name, at in located.items() if name not in entries},
         notes=notes,
     )
@@ -138,20 +146,6 @@ def _refuse_other_systems(
     )
 
 
-def _find_problems(
-    reading: Reading, launch: Launch, chosen: Mapping[str, Located]
-) -> Iterator[RampupError]:
-    """Yield what is wrong with the names of keys, and the questions about them."""
-    entries, given = launch.entries, {**reading.leaves, **chosen}
-    written = {key: at for key, at in reading.leaves.items() if key not in chosen}
-    yield from reading.questions
-    yield from _find_mappings(written, entries)
-    yield from _find_misspelt(given, launch)
-    if launch.keys:
-        others = {name: at for name, at in given.items() if name not in entries}
-        yield from _find_questions(others, launch)
-
-
 def _find_questions(
     located: Mapping[str, Located], launch: Launch
 ) -> Iterator[ConfigError]:
@@ -161,20 +155,16 @@ def _find_questions(
 
     Null as its value is the answer that it changes no size.
     """
-
-    def question(name: str, said: str, more: str = "") -> ConfigError:
-        return ConfigError(
-            f"unknown{said}",
-            fix=f"add {name}=null, and with it the sizes of {launch.system} that have"
-            f" the same effect (none if it changes no size){more}",
-            key=name,
-            path=located[name].path,
-            line=located[name].line,
-        )
-
-    for name, said, _ in find_unread(located, launch.unread, asks=True):
-        yield question(name, f": {said}, and the rules do not follow it")
-    decides = launch.decides or _decides(launch.entries)
+    asked = [
+        (name, f": {said}, and the rules do not follow it", "")
+        for name, said, _ in find_unread(located, launch.unread, asks=True)
+    ]
+    sizes = [
+        re.escape(name.rpartition(".")[2])
+        for name, entry in launch.entries.items()
+        if entry.unit in ("prompts", "samples", "devices", "nodes")
+    ]
+    decides = launch.decides or re.compile("|".join([*sizes, MULTIPLIES.pattern]))
     for name, place in located.items():
         last = name.rpartition(".")[2]
         is_one = place.value == 1 and place.value is not True
@@ -186,37 +176,43 @@ def _find_questions(
             or launch.known_keys.life(name) is not None
         ):
             continue
-        more = ""
-        if launch.repeats and re.fullmatch(f"{RESPONSES}|n", last):
-            more = f". {launch.repeats}"
-        yield question(
-            name,
+        said = (
             f", a fork: {name}={place.value} is a key of no version of"
-            f" {launch.system}, and its name is that of a size",
-            more,
+            f" {launch.system}, and its name is that of a size"
+        )
+        is_group = launch.repeats and re.fullmatch(f"{RESPONSES}|n", last)
+        asked.append((name, said, f". {launch.repeats}" if is_group else ""))
+    for name, said, more in asked:
+        yield ConfigError(
+            f"unknown{said}",
+            fix=f"add {name}=null, and with it the sizes of {launch.system} that have"
+            f" the same effect (none if it changes no size){more}",
+            key=name,
+            path=located[name].path,
+            line=located[name].line,
         )
 
 
-class _Typed:
-    """The values of keys, and what is wrong with them."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values  # the defaults, until a key is read
-        self.problems: list[RampupError] = []
-        self.open: set[str] = set()  # keys whose values are unknown, and may be
-        self.notes: list[str] = []
-
-    def read(self, name: str, entry: Entry, located: Mapping[str, Located]) -> None:
-        """Take the value of a key as the type of its entry, or say what is wrong."""
-        place = located[name]
+def _type_values(
+    launch: Launch, located: Mapping[str, Located]
+) -> tuple[dict[str, Any], list[ConfigError], dict[str, str]]:
+    """Return the values of keys as the types of their entries, above the defaults; what
+    is wrong with them; and a note on each that is not known, and may be.
+    """
+    values = {name: entry.default for name, entry in launch.entries.items()}
+    problems = list[ConfigError]()
+    notes = dict[str, str]()
+    for name in [name for name in launch.entries if name in located]:
+        place, entry = located[name], launch.entries[name]
         try:
-            value = resolve_reference(place.value, name, located, self.values)
+            value = resolve_reference(place.value, name, located, values)
             if not (isinstance(value, str) and unknown_names(value)):
-                self.values[name] = entry.key.convert(name, value)
-                return
+                values[name] = entry.key.convert(name, value)
+                continue
             question = _ask_for(name, value)
             if not entry.optional:
                 raise question
+            notes[name] = f"{question}. The numbers of a step are the same without it."
         except ConfigError as error:
             located_error = ConfigError(
                 str(error),
@@ -225,10 +221,8 @@ class _Typed:
                 path=place.path,
                 line=place.line,
             )
-            self.problems.append(located_error)
-            return
-        self.open.add(name)
-        self.notes.append(f"{question}. The numbers of a step are the same without it.")
+            problems.append(located_error)
+    return values, problems, notes
 
 
 def _ask_for(name: str, value: str) -> ConfigError:
@@ -247,16 +241,6 @@ def _ask_for(name: str, value: str) -> ConfigError:
     return ConfigError(
         f"{name}={show_unknown(value)[:100]}: {why}", fix=f"add {settle}", key=name
     )
-
-
-def _decides(entries: Mapping[str, Entry]) -> re.Pattern[str]:
-    """Return what matches the last part of a fork's key that may be a size."""
-    sizes = [
-        re.escape(name.rpartition(".")[2])
-        for name, entry in entries.items()
-        if entry.unit in ("prompts", "samples", "devices", "nodes")
-    ]
-    return re.compile("|".join([*sizes, MULTIPLIES.pattern]))
 
 
 def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
@@ -328,7 +312,7 @@ def _find_misspelt(
                 part: key
                 for key in unset
                 if len(part := key.rpartition(".")[2]) > _MIN_LENGTH
-                and key.removesuffix(part).rstrip(".") == section
+                and key.rpartition(".")[0] == section
             }
         elif section.partition(".")[0] in launch.groups or launch.known_keys.life(name):
             continue
@@ -346,8 +330,8 @@ def _find_misspelt(
 
 
 def rename(reading: Reading, launch: Launch) -> Reading:
-    """Return a reading with the system's own names of keys. Two names of a key that the
-    rules read must not have different values, unless a setting chooses one.
+    """Give the keys of a reading the system's own names, and return it. Two names of a
+    key that the rules read must not have different values, unless a setting chooses.
     """
     overrides = list[str]()
     for setting in reading.overrides:
@@ -355,7 +339,7 @@ def rename(reading: Reading, launch: Launch) -> Reading:
         if launch.known(name) and not name.startswith("-"):
             name = launch.canonical(name)
         overrides.append(f"{name}{equals}{text}")
-    renamed = dataclasses.replace(reading, leaves={}, overrides=overrides)
+    reading.overrides = overrides
     leaves = dict[str, Located]()
     for written, place in reading.leaves.items():
         name = launch.canonical(written)
@@ -363,7 +347,7 @@ def rename(reading: Reading, launch: Launch) -> Reading:
             value = resolve_reference(place.value, written, reading.leaves, {})
             place = dataclasses.replace(place, value=value)
         first = leaves.setdefault(name, place).value
-        is_key = name in launch.entries and name not in renamed.answered
+        is_key = name in launch.entries and name not in reading.answered
         if is_key and first != place.value:
             raise ConfigError(
                 f"{name} is given twice, as {first!r} and as {written}={place.value!r}",
@@ -372,7 +356,8 @@ def rename(reading: Reading, launch: Launch) -> Reading:
                 path=place.path,
                 line=place.line,
             )
-    return dataclasses.replace(renamed, leaves=leaves)
+    reading.leaves = leaves
+    return reading
 
 
 def resolve_reference(

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.contrib.check.launch import load_launch, option
+from rampup.contrib.check.launch import load_launch, parse_known
+from rampup.contrib.check.launchers import option
 from rampup.contrib.check.reading import flatten
 from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
@@ -41,9 +42,9 @@ def read_words(command: Command) -> dict[str, Located]:
                     name: command.locate(value)
                     for name, value in flatten(json.loads(word))
                 }
-    processes = option(command, "--num_processes", "--num-processes")
+    processes = option(command.words, "--num_processes", "--num-processes")
     if processes is not None:
-        value = int(processes) if processes.isdigit() else processes
+        value = parse_known(processes, command.path)
         located["num_processes"] = command.locate(value)
     return located
 

@@ -147,20 +147,20 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     command.
     """
     reading = read_source(source, overrides, launch)
-    leaves, notes = dict[str, Located](), [*reading.notes]
+    leaves = dict[str, Located]()
     files = _files_of(reading)
     for name, found in files.items():
         leaves |= found
-        notes.append(f"{name} is read below the command.")
+        reading.notes.append(f"{name} is read below the command.")
     leaves |= reading.leaves
     # What YAML merges into a model Tunix inherits from `model_config`.
     leaves = {name: place for name, place in leaves.items() if ".<<." not in name}
     override = leaves.get(OVERRIDE)
     if override is not None and str(override.value) in files:
         del leaves[OVERRIDE]
-    reading = dataclasses.replace(reading, leaves=leaves, notes=tuple(notes))
-    questions = (*reading.questions, *_questions(reading))
-    settings = type_settings(dataclasses.replace(reading, questions=questions), launch)
+    reading.leaves = leaves
+    reading.questions += _questions(reading)
+    settings = type_settings(reading, launch)
     if settings[BATCH] is None and settings[MINI] is None:
         raise _no_batch(reading.path)
     return settings
