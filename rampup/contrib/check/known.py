@@ -148,9 +148,9 @@ def load_unread(system: str, keys: str = "") -> dict[str, Unread]:
 
 def find_unread(
     located: Mapping[str, Located], unread: Mapping[str, Unread], *, asks: bool
-) -> Iterator[tuple[str, str, Located]]:
-    """Yield the name, a sentence without an end, and the place of each key that no rule
-    reads and whose value can change a size.
+) -> Iterator[tuple[str, str]]:
+    """Yield the name, and a sentence without an end, of each key that no rule reads and
+    whose value can change a size.
 
     Only those that are to be asked about are yielded, or only the others.
     """
@@ -159,4 +159,4 @@ def find_unread(
         if str(place.value).startswith("${"):  # it follows another key
             continue
         if row is not None and row.asks is asks and place.value not in row.harmless:
-            yield name, f"{name}={show_unknown(str(place.value))} {row.changes}", place
+            yield name, f"{name}={show_unknown(str(place.value))} {row.changes}"

@@ -116,7 +116,7 @@ def type_settings(
         *reading.notes,
         *(
             f"{said}: the rules do not follow it."
-            for _, said, _ in find_unread(given, launch.unread, asks=False)
+            for _, said in find_unread(given, launch.unread, asks=False)
         ),
         *unknown.values(),
     )
@@ -157,7 +157,7 @@ def _find_questions(
     """
     asked = [
         (name, f": {said}, and the rules do not follow it", "")
-        for name, said, _ in find_unread(located, launch.unread, asks=True)
+        for name, said in find_unread(located, launch.unread, asks=True)
     ]
     sizes = [
         re.escape(name.rpartition(".")[2])
