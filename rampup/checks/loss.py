@@ -36,7 +36,7 @@ from rampup.errors import DataError, LossWarning
 
 # Trials with moved parameters. The first has them as they are.
 MOVES = 6
-GRADIENT = "gradient"
+LOSS, GRADIENT = "loss_sum", "gradient"
 # The same rows in another order.
 OTHER_ORDER = (2, 0, 3, 1)
 # Numbers in a state of which a training step checks the loss by itself.
@@ -56,9 +56,8 @@ HINTS = {
         " keys, or accept that they depend on how the batch is split"
     ),
     "interacting rows": (
-        "return sums over the rows in aux, too, and not means; let the loss see whole"
-        " batches, plan.with_whole_batches(), treat all rows alike, or, if it adds up"
-        " several means, return a tuple of sums and one of what each is divided by"
+        "return sums over the rows in aux, too, and not means; treat all rows alike,"
+        " or let the loss see whole batches, plan.with_whole_batches()"
     ),
 }
 # What is right if the loss sees all rows of a step.
@@ -367,10 +366,9 @@ def _problems(
 ) -> tuple[LossProblem, ...]:
     """Return what is wrong, by the hint that fits."""
     # The loss says more than its gradients.
-    main = next((name for name in wrong if _kind(name) == "loss_sum"), "")
     found: dict[str, list[str]] = {}
-    for name in sorted(wrong, key=lambda name: name != main):
-        said = main if main and _kind(name) == GRADIENT else name
+    for name in sorted(wrong, key=lambda name: name != LOSS):
+        said = LOSS if LOSS in wrong and _kind(name) == GRADIENT else name
         found.setdefault(hints.of(said, wrong[said]), []).append(name)
     return tuple(
         LossProblem(kind, _numbers(names, wrong[names[0]]))

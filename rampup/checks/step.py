@@ -20,7 +20,7 @@ from rampup.engine.batch import Batch
 from rampup.engine.keys import per_row_keys
 from rampup.engine.state import carried, replace_fields
 from rampup.engine.step import TrainStep
-from rampup.engine.sums import as_summed, sum_of_means
+from rampup.engine.sums import as_summed, safe_reciprocal
 from rampup.errors import ConfigError
 
 # What the matrix units of a chip may round their operands to.
@@ -194,14 +194,14 @@ def _plain_step(
         loss_fn = loss_function(update.bound_loss(state), "check_step")
         keys = jax.random.wrap_key_data(words, impl="threefry2x32")
         loss, weight, *_ = loss_fn(state.params, rows, keys)
-        return jax.tree.map(as_summed, (loss, weight))
+        return as_summed(loss), as_summed(weight)
 
-    def gradient(state: Any, rows: Any, words: Any, weights: Any) -> Any:
+    def gradient(state: Any, rows: Any, words: Any, weight: Any) -> Any:
         """Return the gradient of what a part adds to the mean."""
 
         def mean(params: Any) -> Any:
-            losses, _ = sums(replace_fields(state, params=params), rows, words)
-            return sum_of_means(losses, weights)
+            loss, _ = sums(replace_fields(state, params=params), rows, words)
+            return loss * safe_reciprocal(weight)
 
         return jax.tree.map(as_summed, jax.grad(mean)(state.params))
 
@@ -209,9 +209,9 @@ def _plain_step(
         return jax.tree.map(lambda *x: sum(x), *trees)
 
     def run(state: Any) -> Any:
-        losses, weights = add([device.run(sums, state, *part) for part in parts])
-        grads = add([device.run(gradient, state, *part, weights) for part in parts])
-        mean, segment = sum_of_means(losses, weights), batch.position.segment
+        loss, weight = add([device.run(sums, state, *part) for part in parts])
+        grads = add([device.run(gradient, state, *part, weight) for part in parts])
+        mean, segment = loss * safe_reciprocal(weight), batch.position.segment
         return device.run(
             update.run_optimizer, state, grads, mean, step.segment_of(segment)
         )

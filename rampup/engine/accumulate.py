@@ -45,8 +45,7 @@ from rampup.engine.sums import (
     Sums,
     as_summed,
     check_trained,
-    largest,
-    sum_of_means,
+    safe_reciprocal,
 )
 from rampup.engine.zero import is_scattered
 from rampup.errors import (
@@ -234,44 +233,30 @@ def _sum_of_replica(
     ) -> Sums:
         rows, start = (batch_KR, keys_KR), recipe.mutable
 
-        def sums_of(i: Any, mutable: Any, weights: Any) -> Sums:
-            """Return the sums over microbatch i; `weights` are those of the whole step
-            if the loss has several parts.
-            """
-            args = params, *take(rows, i), mutable, recipe.scale, weights
+        def sums_of(i: Any, mutable: Any) -> Sums:
+            """Return the sums over microbatch i."""
+            args = params, *take(rows, i), mutable, recipe.scale
             if not has_grads:
                 return loss_of(*args)[1]
             (_, sums), grads = loss_of(*args)
-            if recipe.noise and isinstance(sums.weight, tuple):
-                raise ConfigError(
-                    "measure_gradient_noise=true needs a loss with one weight, but this"
-                    " one has several parts",
-                    key="measure_gradient_noise",
-                    nearest=(False,),
-                )
             grads = jax.tree.map(as_summed, grads)
             if recipe.scale is not None:
-                unit = largest(sums.weight if weights is None else weights)
-                grads = jax.tree.map(lambda g: g * unit, grads)
+                grads = jax.tree.map(lambda g: g * sums.weight, grads)
             grads = constrain_leaves(grads, shardings)
             noise = recipe.noise and recipe.noise.block(grads, sums.weight)
             dtype = loss.accumulator_dtype
             grads = jax.tree.map(lambda g: as_summed(g, dtype), grads)
             return sums._replace(grads=grads, noise=noise)
 
-        first = params, *take(rows, 0), start, recipe.scale, None
+        first = params, *take(rows, 0), start, recipe.scale
         replicas.check(jax.make_jaxpr(loss_of)(*first))
-        shapes = jax.eval_shape(sums_of, 0, start, None)
-        weights = None
-        if has_grads and isinstance(shapes.weight, tuple):
-            own = _weights(plain, params, rows, start, number, shapes.weight)
-            weights = replicas.psum(own)
         if has_one:
             with jax.named_scope("microbatch"):
-                return sums_of(0, start, weights)
+                return sums_of(0, start)
         # The sums over no microbatch: zeros shaped as those over one, and `mutable` as
         # it is, if it is carried.
-        zeros = _zeros(shapes._replace(mutable=None))
+        shapes = jax.eval_shape(sums_of, 0, start)._replace(mutable=None)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         # Without the constraints, the compiler may replicate the carried gradients over
         # fsdp and tensor.
         zeros = zeros._replace(
@@ -281,7 +266,7 @@ def _sum_of_replica(
 
         def add(i: jax.Array, sums: Sums) -> Sums:
             with jax.named_scope("microbatch"):
-                new = sums_of(i, sums.mutable if has_grads else start, weights)
+                new = sums_of(i, sums.mutable if has_grads else start)
                 added: Sums = jax.tree.map(
                     jnp.add, sums._replace(mutable=None), new._replace(mutable=None)
                 )
@@ -442,55 +427,23 @@ def _loss_of(
     """
 
     def loss_of(
-        params: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any
+        params: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any
     ) -> tuple[Any, Sums]:
         args = (params, batch_R, keys_R) + (() if mutable is None else (mutable,))
         loss, weight, aux, carried = call_loss(
             loss_fn, args, mesh.axis_names, keeps_mutable=keeps_mutable
         )
-        # The weight counts tokens; it is a constant of the gradient even if it was
-        # computed from the parameters.
-        divisor = jax.tree.map(
-            as_summed, jax.lax.stop_gradient(weight if weights is None else weights)
-        )
         value = loss
         if scale is not None:
             # A mean, at least in float32, as in a step by hand: a sum would make the
-            # gradients of float16 too large by the weight.
-            mean = sum_of_means(jax.tree.map(as_summed, loss), divisor)
-            value = mean * scale
-        elif isinstance(loss, tuple):
-            value = sum_of_means(loss, divisor) * largest(divisor)
+            # gradients of float16 too large by the weight. The weight counts tokens; it
+            # is a constant of the gradient even if it was computed from the parameters.
+            divisor = as_summed(jax.lax.stop_gradient(weight))
+            value = as_summed(loss) * safe_reciprocal(divisor) * scale
         loss, weight, aux = jax.tree.map(as_summed, (loss, weight, aux))
         return value, Sums(None, loss, weight, aux, carried if keeps_mutable else None)
 
     return loss_of
-
-
-def _weights(
-    plain: Callable[..., tuple[Any, Sums]],
-    params: Any,
-    rows: tuple[Any, Any],
-    mutable: Any,
-    number: Any,
-    shapes: tuple[Any, ...],
-) -> Any:
-    """Return the weights of the parts over `number` microbatches: known before the
-    gradients, one backward pass serves all.
-    """
-    loss_of = jax.jit(plain, inline=True)
-
-    def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
-        weights, mutable = so_far
-        _, sums = loss_of(params, *take(rows, i), mutable, None, None)
-        return jax.tree.map(jnp.add, weights, sums.weight), sums.mutable
-
-    with jax.named_scope("weights"):
-        return jax.lax.fori_loop(0, number, add, (_zeros(shapes), mutable))[0]
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def take(tree: Any, i: Any) -> Any:

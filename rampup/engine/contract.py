@@ -117,20 +117,22 @@ def check_results(
     """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
-    if isinstance(loss, (tuple, list)) and isinstance(weight, (tuple, list)):
-        loss, weight = tuple(loss), tuple(weight)
-    names = ("loss_sum", "weight_sum")
-    parts = loss if isinstance(loss, tuple) else (loss,)
-    is_same = jax.tree.structure(loss) == jax.tree.structure(weight)
-    if not parts or not is_same or not jax.tree_util.all_leaves(parts):
-        raise _contract_error(
-            "returned a loss_sum and a weight_sum that are neither one number each nor a"
-            " tuple of as many each; a dict of parts is neither",
-            carries,
-        )
-    for name, value in zip(names, (loss, weight), strict=True):
-        for part in jax.tree.leaves(value):
-            _check_number(name, part, carries, is_loss=name == "loss_sum")
+    for name, value in {"loss_sum": loss, "weight_sum": weight}.items():
+        if not jax.tree_util.all_leaves([value]):
+            raise _contract_error(
+                f"returned {a_type(value)} as {name}, which must be one number",
+                carries,
+            )
+        shape, dtype = np.shape(value), jnp.result_type(value)
+        is_loss = name == "loss_sum"
+        kinds = (jnp.floating,) if is_loss else (jnp.floating, jnp.integer)
+        if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            kind = "floating-point" if is_loss else "real"
+            raise _contract_error(
+                f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind}"
+                " scalar",
+                carries,
+            )
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not hasattr(leaf, "dtype") and not isinstance(
             leaf, (bool, int, float, complex)
@@ -158,21 +160,6 @@ def check_results(
                 carries,
             )
     return loss, weight, aux, carried[0] if carries else None
-
-
-def _check_number(name: str, value: Any, carries: bool, *, is_loss: bool) -> None:
-    """Refuse a part of loss_sum or weight_sum that is no scalar of the right kind."""
-    shape, dtype = np.shape(value), jnp.result_type(value)
-    is_right = jnp.issubdtype(dtype, jnp.floating) or (
-        not is_loss and jnp.issubdtype(dtype, jnp.integer)
-    )
-    if shape or not is_right:
-        kind = "floating-point" if is_loss else "real"
-        raise _contract_error(
-            f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind}"
-            " scalar",
-            carries,
-        )
 
 
 def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
@@ -247,7 +234,7 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
         f" (loss_sum, weight_sum, aux{more}){why}: sums over the rows of `batch`."
         " loss_sum is a floating-point scalar, weight_sum a scalar that counts what"
         " the loss is averaged over, such as tokens, and aux a pytree of further sums,"
-        " such as {}. A loss that adds up several means returns a tuple of sums and"
-        " one of weights. rampup.check_loss(loss_fn, state, rows) tells more",
+        " such as {}. A loss that adds up several means, each with a weight of its own,"
+        " sees all rows of a step, with plan.with_whole_batches(). rampup.check_loss(loss_fn, state, rows) tells more",
         key="loss_fn",
     )

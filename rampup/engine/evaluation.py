@@ -76,8 +76,7 @@ class EvalStep:
             batch: a `Batch` of one step, such as those of `batches`.
 
         Returns:
-            The sum of losses and the sum of weights, scalars on the devices, or tuples
-            of them if the loss has several parts.
+            The sum of losses and the sum of weights, scalars on the devices.
 
         Raises:
             ConfigError: the state was donated, or is not on the mesh.

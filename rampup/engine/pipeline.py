@@ -70,7 +70,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import take
-from rampup.engine.contract import Counts, SummableLoss, check_aux
+from rampup.engine.contract import Counts, SummableLoss, check_results
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, mesh_in_context
 from rampup.engine.replicas import Replicas
 from rampup.engine.sums import (
@@ -596,15 +596,12 @@ def check_parts(
             f" travels back, and not {before}; put other values into the batch, which"
             " every stage sees"
         )
-    loss_sum, weight, aux = shapes_of(loss.last, shared, y, *rows_R)
-    if not jax.tree_util.all_leaves((loss_sum, weight)):
-        raise ConfigError(
-            "a PipelinedLoss has one weight, but its `last` returns several parts",
-            fix="return one sum and one weight, or train without pipeline stages",
-            key="loss_fn",
-        )
 
-    def aux_of(rows: Any) -> Any:
-        return loss.last(shared, loss.first(shared, *rows), *rows)[2]
+    # A stage keeps the shapes, so the two others can be called as one loss function.
+    def without_stages(*args: Any) -> Any:
+        return loss.last(args[0], loss.first(*args), *args[1:])
 
-    check_aux(aux, aux_of, rows_R)
+    def checked(*args: Any) -> Any:
+        return check_results(without_stages(*args), without_stages, args)[:3]
+
+    shapes_of(checked, shared, *rows_R)

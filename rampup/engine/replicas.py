@@ -24,8 +24,8 @@ compiled  one replica with sharded rows; whole batches;   as it is, on all rows:
 Manual and mapped, a loss may name the axes of the replicas in collectives, and those of
 one device. With `reduce_once=True` one replica runs as several do. A loss is traced
 before it runs, and `Replicas.check` refuses by name what its way cannot run: no other
-way is tried. (A loss of several parts, and one whose aux has as many entries as there
-are rows, is traced again, to find its weights or its sums.)
+way is tried. (A loss whose aux has as many entries as there are rows is traced again, to
+find its sums.)
 """
 
 from __future__ import annotations
@@ -224,12 +224,6 @@ class Replicas:
         if self.has_stages:
             names = (*names, STAGE)
         return tuple(name for name in names if self.mesh.shape[name] > 1)
-
-    def psum(self, numbers: Any) -> Any:
-        """Return the sums of numbers over all replicas, in the midst of a function that
-        `run` runs.
-        """
-        return jax.lax.psum(numbers, self._names) if self._names else numbers
 
     def reduce(self, sums: Sums, recipe: Recipe) -> Sums:
         """Return the sums over all replicas. With several, call it in a function that

@@ -106,11 +106,7 @@ def train_step(
             per row, from seed, step and the row's place. Gradients do not flow through
             the weight. A backward rule that clips or rounds sees a cotangent of 1 for
             loss_sum, however the batch is split. If the state has `mutable` or
-            `batch_stats`, it is a fourth argument and its new value a fourth result. A
-            loss that adds up several means, such as one per token and one per row,
-            returns a tuple of sums and one of weights: each sum is divided by its own
-            weight over the whole step. That takes a pass over the weights before the
-            first gradient; the cotangents are then the largest weight divided by each.
+            `batch_stats`, it is a fourth argument and its new value a fourth result.
             With pipeline stages, a `PipelinedLoss`. For a mesh whose axes of the rows
             have other names than data and fsdp, an `AccumulatedLoss` with `batch_axes`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments
@@ -120,7 +116,7 @@ def train_step(
             shard_optimizer_over_data=True)`), each replica updates its own part.
         plan: which batch every step has. With `plan.with_whole_batches()`, the loss
             sees all rows of a step, for one in which rows interact: a contrastive loss,
-            normalization over the batch, a quotient of sums. Take the batches from the
+            normalization over the batch, a quotient of sums, a sum of several means. Take the batches from the
             step: they are one microbatch each. Each batch size has a program of its
             own, and needs the memory of its whole batch.
         mesh: the devices. With Explicit axes, a loss sees those, as in `jax.jit`.
@@ -354,8 +350,7 @@ class TrainStep:
 
         Returns:
             The new state and the step's metrics, on the devices: `loss` (the weighted
-            mean), `weight`, `aux` (sums); of a loss of several parts `loss_parts`, the
-            mean of each; with the engine `fused` `grad_norm`; with `skip_nonfinite` or
+            mean), `weight`, `aux` (sums); with the engine `fused` `grad_norm`; with `skip_nonfinite` or
             a `dynamic_scale` in the state `skipped`; with `measure_gradient_noise`
             `gradient_noise`.
 

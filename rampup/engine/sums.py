@@ -4,7 +4,6 @@ in which types it adds.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,12 +25,10 @@ class Sums(NamedTuple):
 
     # Gradient of `loss`, not of the mean, at least in float32, but in the loop in
     # `accumulator_dtype` if there is one. Sharded like the parameters, or with ZeRO-1
-    # like each replica's part of them; or None. If the loss has several parts, the
-    # gradient of `mean_loss` times the largest weight.
+    # like each replica's part of them; or None.
     grads: Any
-    loss: jax.Array  # a tuple if the loss has several parts
-    # such as the number of tokens: integers are in float32, so exact up to 2**24; a
-    # tuple with `loss`
+    loss: jax.Array
+    # such as the number of tokens: integers are in float32, so exact up to 2**24
     weight: jax.Array
     aux: Any
     mutable: Any = (
@@ -41,21 +38,14 @@ class Sums(NamedTuple):
 
     @property
     def mean_loss(self) -> jax.Array:
-        """Loss / weight, or 0 without weight; with several parts the sum of these
-        means.
-        """
-        return sum_of_means(self.loss, self.weight)
-
-    @property
-    def has_weight(self) -> jax.Array:
-        """Whether any weight is not 0."""
-        return jnp.any(jnp.array(jax.tree.leaves(self.weight)) != 0)
+        """Loss / weight, or 0 without weight."""
+        return self.loss * safe_reciprocal(self.weight)
 
     def mean_grads(self, params: Any = None) -> Any:
         """Return the gradient of `mean_loss`: in the types of `params`, or by default
         in those of the sums.
         """
-        scale = safe_reciprocal(largest(self.weight))
+        scale = safe_reciprocal(self.weight)
         grads = jax.tree.map(lambda g: g * scale, self.grads)
         return grads if params is None else cast_like(grads, params)
 
@@ -125,26 +115,6 @@ def safe_reciprocal(weight: jax.Array) -> jax.Array:
     # The inner `where` keeps the division by zero out of the branch that is not
     # selected.
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
-
-
-def sum_of_means(losses: Any, weights: Any) -> jax.Array:
-    """Return the sum of loss / weight over the parts of a loss. A part without weight
-    counts as 0.
-    """
-    means: Any = jax.tree.map(
-        lambda loss, weight: loss * safe_reciprocal(weight), losses, weights
-    )
-    return sum(jax.tree.leaves(means))
-
-
-def largest(weights: Any) -> Any:
-    """Return the largest magnitude of the weights of several parts, or the weight of a
-    loss that has one.
-    """
-    return functools.reduce(
-        lambda one, other: jnp.maximum(jnp.abs(one), jnp.abs(other)),
-        jax.tree.leaves(weights),
-    )
 
 
 def as_summed(x: Any, dtype: Any = None) -> jax.Array:

@@ -42,7 +42,6 @@ from rampup.engine.sums import (
     cast_like,
     check_trained,
     safe_reciprocal,
-    sum_of_means,
 )
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, a_type
@@ -113,8 +112,6 @@ class Update:
             )
             metrics = {"loss": sums.mean_loss, "weight": sums.weight, "aux": sums.aux}
             metrics |= self._measured(recipe.noise, sums, grads)
-        if isinstance(sums.loss, tuple):
-            metrics["loss_parts"] = jax.tree.map(sum_of_means, sums.loss, sums.weight)
         if scatter_axes is not None:
             state = replace_fields(
                 state, params=jax.tree.map(constrain, state.params, grad_shardings)
@@ -131,7 +128,7 @@ class Update:
             # values, which reads the whole state once more.
             is_finite = _is_finite(sums, grads, state)
             metrics["skipped"] = ~is_finite
-            new = select_step(is_finite & sums.has_weight, new, state)
+            new = select_step(is_finite & (sums.weight != 0), new, state)
             mutable = select_step(is_finite, mutable, carried(state))
             if scale is not None:
                 # Flax adapts it only when it differentiates: here a function whose
@@ -168,13 +165,6 @@ class Update:
         with jax.named_scope("accumulate"):
             sums, grads = self._sums_and_grads(
                 state, state_shardings, chunk, first_row, counts, recipe, shardings
-            )
-        if isinstance(sums.loss, tuple):
-            raise ConfigError(
-                "a loss of several parts needs gradient_accumulation=fused: multi_steps"
-                " averages microbatches that do not know the weights of the step",
-                key="gradient_accumulation",
-                nearest=("fused",),
             )
         own = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         before = so_far or jax.tree.map(jnp.zeros_like, own | {"skipped": False})

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from rampup.engine.processes import is_primary
 from rampup.engine.state import gone
@@ -50,7 +49,6 @@ TENSORBOARD_FOLDER = "tensorboard"
 # of the metrics of a step, beside `aux`
 _KNOWN = (
     "loss",
-    "loss_parts",
     "grad_norm",
     "skipped",
     "facts",
@@ -301,8 +299,6 @@ class Metrics:
             ),
             "microbatch_size": position.split.microbatch_size,
         }
-        for part, mean in enumerate(values.get("loss_parts", ())):
-            record[f"loss/{part}"] = finite_or_none(mean)
         if "grad_norm" in values:
             record["grad_norm"] = finite_or_none(values["grad_norm"])
         if options.flops_per_sample is not None:
@@ -357,9 +353,9 @@ def _to_fetch(values: Any) -> dict[str, Any]:
 
 def _means(values: Record) -> dict[str, float | None]:
     """Return means, as the loss is one: the sums over the step's rows, by the step's
-    weight, of several parts the first.
+    weight.
     """
-    weight = float(np.ravel(values.get("weight", 0))[0])
+    weight = float(values.get("weight", 0))
     return {
         name: finite_or_none(value / weight) if weight else None
         for name, value in values["aux"].items()

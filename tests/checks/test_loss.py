@@ -709,21 +709,6 @@ def test_double_precision_is_checked_closely(float64):
     assert kinds(rampup.check_loss(penalized, params, batch)) == ["penalty"]
 
 
-def test_parts_have_sums_and_weights_of_their_own():
-    """A loss of several parts is right if each is a sum, and otherwise the part is
-    named.
-    """
-
-    def loss(mean, p, b, k):
-        losses, mask = tokens(p, b)
-        return ((losses * mask).sum(), mean(errors(p, b))), (mask.sum(), len(k)), {}
-
-    assert rampup.check_loss(functools.partial(loss, jnp.sum), PARAMS, BATCH)
-    wrong = rampup.check_loss(functools.partial(loss, jnp.mean), PARAMS, BATCH)
-    assert not wrong
-    assert "loss_sum[1]" in str(wrong)
-
-
 class Model(nnx.Module):
     """A model with dropout, and if wanted with normalization over the batch."""
 

@@ -311,12 +311,9 @@ def test_an_argument_that_went_says_where_it_is(parts):
     assert MetricOptions(skip_nonfinite=2).skip_nonfinite == 2
 
 
-@pytest.mark.parametrize("has_parts", [False, True])
-def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_parts):
+def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
     """Scalars in aux are written as means, under their names, to metrics.jsonl and to
     writers, beside the use of the device.
-
-    So are the parts of a loss, if there are several.
     """
     monkeypatch.setattr("rampup.plan.topology.peak_flops", {"cpu": 1e12}.get)
     mesh = toy.mesh_of("one")
@@ -330,11 +327,7 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_par
             "loss": 3 * weight,
             "vector": jnp.ones(3),
         }
-        return (
-            ((loss, jnp.float32(5)), (weight, 1), aux)
-            if has_parts
-            else (loss, weight, aux)
-        )
+        return loss, weight, aux
 
     step, writer = train_step(loss_fn, optax.sgd(0.1), plan, mesh), mock.Mock()
     metrics = MetricOptions(
@@ -352,12 +345,7 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_par
         assert number == line["step"]
         assert line["twice"] == scalars["twice"] == 2
         assert line["aux/loss"] == 3
-        assert line["nested/loss"] == pytest.approx(
-            line["loss/0"] if has_parts else line["loss"]
-        )
-        assert not has_parts or line["loss/0"] + line["loss/1"] == pytest.approx(
-            line["loss"]
-        )
+        assert line["nested/loss"] == pytest.approx(line["loss"])
         assert "vector" not in line
         assert line["mfu"] == line["tflops_per_device"] > 0
 
