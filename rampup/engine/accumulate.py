@@ -241,7 +241,8 @@ def _sum_of_replica(
             (_, sums), grads = loss_of(*args)
             grads = jax.tree.map(as_summed, grads)
             if recipe.scale is not None:
-                grads = jax.tree.map(lambda g: g * sums.weight, grads)
+                # From the scaled mean to the sum.
+                grads = jax.tree.map(lambda g: g * sums.weight / recipe.scale, grads)
             grads = constrain_leaves(grads, shardings)
             noise = recipe.noise and recipe.noise.block(grads, sums.weight)
             dtype = loss.accumulator_dtype
@@ -292,7 +293,7 @@ def summable(
     they are given; with `whole_batch`, with no replicas.
     """
     own: Any = loss if isinstance(loss, SummableLoss) else AccumulatedLoss(loss)
-    whole_batch |= getattr(own, "whole_batch", False)
+    whole_batch |= own.whole_batch
     takes_whole = getattr(own, "param_shardings", own) is None
     if not takes_whole and (whole_batch or reduce_once is not None):
         key = "whole_batch" if whole_batch else "reduce_once"
@@ -305,7 +306,15 @@ def summable(
             nearest=(None,),
         )
     if whole_batch:
-        batch_axes = BatchAxes.whole(mesh, batch_axes or own.batch_axes)
+        found = BatchAxes.of(mesh, batch_axes or own.batch_axes)
+        if own.batch_axes is not None and found.replica:
+            raise ConfigError(
+                "a loss of whole batches sees the rows of all devices together, but"
+                f" each replica of batch_axes with replica={found.replica} sees its own",
+                fix=f"give BatchAxes(replica=(), rows={found.rows})",
+                key="batch_axes",
+            )
+        batch_axes = replace(found, replica=())
     given = {
         "batch_axes": batch_axes,
         "reduce_once": reduce_once,
@@ -385,11 +394,12 @@ def accumulate(
     if not is_traced and (
         not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K
     ):
-        problem = (
+        raise ConfigError(
             f"num_microbatches={number} must be a whole number from 0 to {K}, the"
-            " microbatches of the buffer"
+            " microbatches of the buffer",
+            key="num_microbatches",
+            nearest=(K,),
         )
-        raise ConfigError(problem, key="num_microbatches", nearest=(K,))
     has_one = K == 1 and not is_traced and int(number) == 1
     shardings = jax.tree.map(
         lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable)
@@ -397,17 +407,12 @@ def accumulate(
 
     if sees_explicit(loss, mesh):
         loss = with_explicit_axes(loss, auto_view(mesh), *shardings)
-
-    def call(
-        params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any
-    ) -> Sums:
-        run = loss.summation(mesh, param_shardings, has_one=has_one)
-        return run(params, batch_KR, keys_KR, number, Recipe(mutable=mutable))
-
-    args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
+    run = loss.summation(mesh, param_shardings, has_one=has_one)
+    recipe = Recipe(mutable=mutable)
+    args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), recipe)
     whole = replicated(mesh)
     results = Sums(shardings[0], whole, whole, whole, shardings[1], whole)
-    sums: Sums = call_with_auto_axes(call, mesh, args, results)
+    sums: Sums = call_with_auto_axes(run, mesh, args, results)
     if not is_traced:
         return sums
     # JAX clamps an index beyond an array, so the last microbatch would be added several

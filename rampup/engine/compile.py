@@ -18,12 +18,12 @@ CPU_LEVEL, _LEVEL = 2, "xla_backend_optimization_level"
 
 
 class Compiler:
-    """A cache of ahead-of-time compiled programs. A new program waits for
-    `before_first_run`.
+    """A cache of ahead-of-time compiled programs on a mesh. Before its first run, a
+    program waits until all processes have it.
     """
 
-    def __init__(self, before_first_run: Callable[[], None] = lambda: None) -> None:
-        self._before_first_run = before_first_run
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
         self.num_compilations = 0
         self.waited_seconds = 0.0  # of callers, for a trace or a compilation
         self._lowered: dict[Hashable, Any] = {}
@@ -32,12 +32,14 @@ class Compiler:
     def get(self, key: Hashable, lower: Lower) -> Any:
         """Return a program, which is compiled when it is first asked for."""
         if key not in self._programs:
+            from rampup.engine.processes import wait_for_all
+
             self.trace(key, lower)
             start = time.perf_counter()
             self._programs[key] = compile_program(self._lowered.pop(key))
             self.num_compilations += 1
             self.waited_seconds += time.perf_counter() - start
-            self._before_first_run()
+            wait_for_all(self._mesh)
         return self._programs[key]
 
     def trace(self, key: Hashable, lower: Lower) -> None:

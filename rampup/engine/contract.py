@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from rampup.engine.mesh import BatchAxes
 from rampup.engine.sums import Recipe, Sums, differing_leaves
 from rampup.errors import ConfigError, a_type
 
@@ -31,6 +32,8 @@ class SummableLoss:
     """
 
     __slots__ = ()
+    batch_axes: BatchAxes | None = None
+    whole_batch: bool = False
 
     def check(self, mesh: Mesh, engine: str) -> None:
         """Raise an error if this loss cannot run on a mesh, or with an engine.
@@ -52,7 +55,7 @@ class SummableLoss:
         """Return the sums over the microbatches, with the gradient of the loss.
 
         If the recipe has `mutable` or `noise`, so have the sums. If it has a scale, the
-        gradients are those of the scaled loss.
+        loss is scaled while it is differentiated, and the sums are as without one.
 
         Args:
             params: the parameters.
@@ -117,17 +120,17 @@ def check_results(
     """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
-    for name, value in {"loss_sum": loss, "weight_sum": weight}.items():
+    for name, value, kind, types in (
+        ("loss_sum", loss, "floating-point", (jnp.floating,)),
+        ("weight_sum", weight, "real", (jnp.floating, jnp.integer)),
+    ):
         if not jax.tree_util.all_leaves([value]):
             raise _contract_error(
                 f"returned {a_type(value)} as {name}, which must be one number",
                 carries,
             )
         shape, dtype = np.shape(value), jnp.result_type(value)
-        is_loss = name == "loss_sum"
-        kinds = (jnp.floating,) if is_loss else (jnp.floating, jnp.integer)
-        if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            kind = "floating-point" if is_loss else "real"
+        if shape or not any(jnp.issubdtype(dtype, own) for own in types):
             raise _contract_error(
                 f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind}"
                 " scalar",
@@ -235,6 +238,7 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
         " loss_sum is a floating-point scalar, weight_sum a scalar that counts what"
         " the loss is averaged over, such as tokens, and aux a pytree of further sums,"
         " such as {}. A loss that adds up several means, each with a weight of its own,"
-        " sees all rows of a step, with plan.with_whole_batches(). rampup.check_loss(loss_fn, state, rows) tells more",
+        " sees all rows of a step, with plan.with_whole_batches()."
+        " rampup.check_loss(loss_fn, state, rows) tells more",
         key="loss_fn",
     )

@@ -14,11 +14,16 @@ from rampup.engine.accumulate import OPTIONS_OF_LOSS_GONE, summable
 from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import as_auto, sees_explicit
+from rampup.engine.explicit import as_auto, sees_explicit, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_context, auto_view, replicated
-from rampup.engine.processes import wait_for_all
-from rampup.engine.state import BATCHED_GONE, check_placed, gone, shardings_of
-from rampup.engine.update import eval_sums, explicit_loss
+from rampup.engine.state import (
+    BATCHED_GONE,
+    check_placed,
+    gone,
+    read_by_loss,
+    shardings_of,
+)
+from rampup.engine.update import eval_sums
 from rampup.errors import ConfigError, DataError, a_type
 
 
@@ -64,9 +69,8 @@ class EvalStep:
     ) -> None:
         self._loss_fn, self._mesh = loss_fn, mesh
         self._loss = summable(loss_fn, mesh, reduce_once=reduce_once)
-        self._axes = BatchAxes.of(mesh, getattr(self._loss, "batch_axes", None))
-        self._whole_batch = getattr(self._loss, "whole_batch", False)
-        self._compiler = Compiler(functools.partial(wait_for_all, mesh))
+        self._axes = BatchAxes.of(mesh, self._loss.batch_axes)
+        self._compiler = Compiler(mesh)
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the sums of a batch. Batches of one size share a program.
@@ -88,7 +92,7 @@ class EvalStep:
                 f" {a_type(batch)}"
             )
         check_placed(state)
-        if self._whole_batch and batch.num_microbatches > 1:
+        if self._loss.whole_batch and batch.num_microbatches > 1:
             raise DataError(
                 "whole_batch=True evaluates a batch of one microbatch, but this one"
                 f" has {batch.num_microbatches}",
@@ -107,7 +111,8 @@ class EvalStep:
                 loss = summable(self._loss_fn, self._mesh, nowhere)
             seen = as_auto(args)
             if sees_explicit(loss, self._mesh):
-                loss = explicit_loss(loss, view, shardings_of(seen[0]))
+                shardings = read_by_loss(shardings_of(seen[0]))
+                loss = with_explicit_axes(loss, view, *shardings)
             with auto_context(self._mesh):
                 run = jax.jit(
                     functools.partial(eval_sums, loss, view),
@@ -149,5 +154,5 @@ class EvalStep:
             batch_size,
             self._mesh,
             batch_axes=self._axes,
-            whole_batch=self._whole_batch,
+            whole_batch=self._loss.whole_batch,
         )

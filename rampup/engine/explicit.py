@@ -18,25 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.engine.mesh import BatchAxes, auto_view, is_explicit
 
 
-def on_mesh(shardings: Any, mesh: Any) -> Any:
-    """Return shardings on another view of their mesh: the same devices and names, other
-    types of axes.
-    """
-
-    def move(sharding: Any) -> Any:
-        is_named = (
-            isinstance(sharding, NamedSharding)
-            and sharding.mesh.axis_names == mesh.axis_names
-        )
-        return (
-            NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-            if is_named
-            else sharding
-        )
-
-    return jax.tree.map(move, shardings)
-
-
 def as_auto(tree: Any) -> Any:
     """Return arrays, or their shapes, as a program with automatic axes takes them:
     those on Explicit axes as shapes.
@@ -47,7 +28,9 @@ def as_auto(tree: Any) -> Any:
         if not isinstance(sharding, NamedSharding) or not is_explicit(sharding.mesh):
             return leaf
         return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=on_mesh(sharding, auto_view(sharding.mesh))
+            leaf.shape,
+            leaf.dtype,
+            sharding=sharding.update(mesh=auto_view(sharding.mesh)),
         )
 
     return jax.tree.map(shape_of, tree)
@@ -68,7 +51,8 @@ def call_with_auto_axes(
     """Return `run(*args)`, which sees Auto axes, with `results` as shardings if the
     caller has Explicit ones.
     """
-    if not has_explicit_types(args):
+    # Such arrays say in their types how they are sharded.
+    if not any(is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(args)):
         return run(*args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         shardings = jax.tree.map(
@@ -77,11 +61,6 @@ def call_with_auto_axes(
         return jax.sharding.auto_axes(
             run, axes=mesh.axis_names, out_sharding=shardings
         )(*args)
-
-
-def has_explicit_types(tree: Any) -> bool:
-    """Return whether arrays say in their types how they are sharded."""
-    return any(is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(tree))
 
 
 def with_explicit_axes(

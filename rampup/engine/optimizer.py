@@ -44,8 +44,12 @@ _SEGMENT_TYPES = {
 }
 
 
-def segment_numbers(segment: ClockSegment) -> dict[str, np.number]:
-    """Return what a program needs to know of one segment."""
+def segment_numbers(tx: Any, segment: ClockSegment | None) -> SegmentNumbers | None:
+    """Return what the program of a `FollowingOptimizer` needs to know of one segment;
+    None for other optimizers, which know the plan.
+    """
+    if segment is None or not isinstance(tx, FollowingOptimizer):
+        return None
     return {name: kind(getattr(segment, name)) for name, kind in _SEGMENT_TYPES.items()}
 
 
@@ -218,19 +222,16 @@ class AdamSchedule:
         """Return the constants of optimizer step `count`, a traced int32, and 1 - b1
         and 1 - b2 as `c1` and `c2`.
         """
-        rows = [
-            (row, constants)
-            for row, constants in zip(self.plan.clock, self.constants, strict=True)
-            if row.start_step <= MAX_STEPS
-        ]
+        clock = [row for row in self.plan.clock if row.start_step <= MAX_STEPS]
+        constants = self.constants[: len(clock)]
         columns = {
-            name: np.array([getattr(constants, name) for _, constants in rows])
+            name: np.array([getattr(row, name) for row in constants])
             for name in ("b1", "b2", "eps", "weight_decay")
         }
         columns |= {"c1": 1 - columns["b1"], "c2": 1 - columns["b2"]}
         if segment is None:
-            return look_up([row.start_step for row, _ in rows], count, columns)
-        sizes = [row.global_batch_size for row, _ in rows]
+            return look_up([row.start_step for row in clock], count, columns)
+        sizes = [row.global_batch_size for row in clock]
         return look_up(sizes, segment["global_batch_size"], columns)
 
 
@@ -240,26 +241,6 @@ class FollowingOptimizer(optax.GradientTransformationExtraArgs):
     """
 
     __slots__ = ()
-
-    @classmethod
-    def of(
-        cls, make: Callable[[SegmentNumbers | None], optax.GradientTransformation]
-    ) -> Self:
-        """Return the optimizer whose update is that of the one that `make` returns for
-        the numbers of a step.
-        """
-
-        def update(
-            grads: Any,
-            state: Any,
-            params: Any = None,
-            *,
-            segment: SegmentNumbers,
-            **_: Any,
-        ) -> tuple[Any, Any]:
-            return make(segment).update(grads, state, params)
-
-        return cls(make(None).init, update)
 
 
 class MomentMasses(NamedTuple):
@@ -428,7 +409,13 @@ def optimizer_from_config(
         own_rate = functools.partial(rate, segment=segment)
         return make(learning_rate=own_rate, adam=own)
 
-    return FollowingOptimizer.of(of_step)
+    # The update is that of the optimizer for the numbers of the step.
+    def update(
+        grads: Any, state: Any, params: Any = None, *, segment: Any, **_: Any
+    ) -> tuple[Any, Any]:
+        return of_step(segment).update(grads, state, params)
+
+    return FollowingOptimizer(of_step(None).init, update)
 
 
 def _store_first_moment(

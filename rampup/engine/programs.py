@@ -16,7 +16,7 @@ from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.explicit import as_auto
 from rampup.engine.mesh import auto_context, replicated
-from rampup.engine.processes import wait_for_all
+from rampup.engine.optimizer import segment_numbers
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update
 
@@ -28,14 +28,18 @@ Run = Callable[..., tuple[Any, Metrics]]
 
 class Programs:
     """The compiled programs of an update, on the mesh that the user gave: one for each
-    key, such as the number of rows of a microbatch.
+    number of rows of a microbatch. A subclass says which, and how a step runs them.
     """
 
+    # Microbatches of a chunk of the batches that a step takes; None = as `layout_of`
+    # chooses.
+    chunk_size: int | None = None
+
     def __init__(self, update: Update, mesh: Mesh, *, donate: bool) -> None:
-        self.update = update
-        self.mesh = mesh
+        self.compiler = Compiler(mesh)
+        self._update = update
+        self._mesh = mesh
         self._donate = donate
-        self.compiler = Compiler(functools.partial(wait_for_all, mesh))
 
     def lower(self, part: Part, state: Any, *args: Any) -> Any:
         """Lower a program that maps a state, its `frozen` and further arguments to the
@@ -44,20 +48,20 @@ class Programs:
         # The next state has the shardings of the given one, so that the program accepts
         # its own result. Only the state is donated: no result has the shape of the
         # batch.
-        results = split_frozen(shardings_of(state))[0], replicated(self.mesh)
+        results = split_frozen(shardings_of(state))[0], replicated(self._mesh)
         state, args = as_auto((state, args))
-        with auto_context(self.mesh):
+        with auto_context(self._mesh):
             program = jax.jit(
-                functools.partial(part, self.update, shardings_of(state)),
+                functools.partial(part, self._update, shardings_of(state)),
                 donate_argnums=0 if self._donate else (),
                 out_shardings=results,
             )
             return program.lower(*split_frozen(state), *args)
 
-    def get(self, key: Any, part: Part, state: Any, *args: Any) -> Run:
+    def _get(self, num_rows: int, part: Part, state: Any, *args: Any) -> Run:
         """Return a compiled program, as a function of a state and further arguments."""
         lower = functools.partial(self.lower, part, state, *args)
-        program = self.compiler.get(key, lower)
+        program = self.compiler.get(num_rows, lower)
 
         def run(state: Any, *args: Any) -> tuple[Any, Metrics]:
             trained, frozen = split_frozen(state)
@@ -67,24 +71,8 @@ class Programs:
         return run
 
 
-class Fused:
+class Fused(Programs):
     """One program per optimizer step, which sums over all microbatches."""
-
-    # Microbatches of a chunk of the batches that an engine takes; None = as `layout_of`
-    # chooses.
-    chunk_size: int | None = None
-
-    def __init__(self, programs: Programs) -> None:
-        self._programs = programs
-
-        # A number of microbatches or passes, or one of a segment: each would be copied
-        # to the devices in every step. By its type too, as 1 and 1.0 are equal.
-        @functools.lru_cache(maxsize=None, typed=True)
-        def put(number: np.number) -> jax.Array:
-            whole = replicated(programs.mesh)
-            return jax.make_array_from_callback((), whole, lambda _: number)
-
-        self._put = put
 
     def compiled(self, state: Any, batch: Batch) -> Run:
         """Compile the program of the batch's shape, and return what runs it."""
@@ -97,31 +85,37 @@ class Fused:
         # The loop ends before the chunks that the batch does not fill, so any will do.
         missing = layout.num_chunks - len(batch.chunks)
         chunks = batch.chunks + batch.chunks[:1] * missing
-        segment = self._programs.update.segment_of(position.segment)
-        args = chunks, *jax.tree.map(self._put, (counts, segment))
-        run = self._programs.get(layout.num_rows, Update.fused, state, *args)
+        segment = segment_numbers(self._update.tx, position.segment)
+        put = functools.partial(_on_devices, self._mesh)
+        args = chunks, *jax.tree.map(put, (counts, segment))
+        run = self._get(layout.num_rows, Update.fused, state, *args)
         return lambda: run(state, *args)
 
 
-class ByMicrobatch:
+# A number of microbatches or passes, or one of a segment: each would be copied to the
+# devices in every step. By its type too, as 1 and 1.0 are equal.
+@functools.lru_cache(maxsize=None, typed=True)
+def _on_devices(mesh: Mesh, number: np.number) -> jax.Array:
+    """Return a number on all devices."""
+    return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
+
+
+class ByMicrobatch(Programs):
     """One program per microbatch, with `optax.MultiSteps`."""
 
-    chunk_size: int | None = 1
-
-    def __init__(self, programs: Programs) -> None:
-        self._programs = programs
-        self._zeros: Metrics | None = None
+    chunk_size = 1
+    _zeros: Metrics | None = None
 
     def compiled(self, state: Any, batch: Batch) -> Run:
         """Compile the program of a microbatch, and return what runs all of them."""
         R, part, number = batch.layout.num_rows, Update.multi_steps, np.int32(0)
         if self._zeros is None:
             # Those of the first microbatch, as all calls have the same arguments.
-            alone = self._programs.lower(part, state, None, batch.chunks[0], number)
+            alone = self.lower(part, state, None, batch.chunks[0], number)
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), alone.out_info)
-            self._zeros = jax.device_put(zeros[1], replicated(self._programs.mesh))
+            self._zeros = jax.device_put(zeros[1], replicated(self._mesh))
         zeros = self._zeros
-        run = self._programs.get(R, part, state, zeros, batch.chunks[0], number)
+        run = self._get(R, part, state, zeros, batch.chunks[0], number)
 
         def run_all() -> tuple[Any, Metrics]:
             new, metrics = state, zeros

@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.engine.contract import SummableLoss
-from rampup.engine.explicit import as_auto, on_mesh
+from rampup.engine.explicit import as_auto
 from rampup.engine.mesh import BatchAxes, auto_context, is_explicit, shardings_like
 from rampup.engine.processes import wait_for_all
 from rampup.engine.sums import check_trained, differing_leaves
@@ -145,7 +145,7 @@ def create_state(
     check_trained(params)
     wait_for_all(mesh)
     given = params, mutable, frozen
-    params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)
+    params, mutable, frozen = _put(given, shardings_like(given, mesh))
     axes = BatchAxes.of(mesh, batch_axes) if shard_optimizer_over_data else None
     with auto_context(mesh):
         parts = params
@@ -199,7 +199,7 @@ def prepare_state(
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
     axes = BatchAxes.of(mesh, batch_axes) if shard_optimizer_over_data else None
     with auto_context(mesh):
-        state = _put(given, shardings_like(given, mesh), may_alias=False)
+        state = _put(given, shardings_like(given, mesh))
         return _finished(state, given, mesh, axes)
 
 
@@ -224,6 +224,13 @@ def carried(state: Any) -> Any:
         ),
         None,
     )
+
+
+def read_by_loss(state: Any) -> tuple[Any, Any, Any]:
+    """Return what a loss reads of a state: parameters, what it carries, and frozen
+    arrays.
+    """
+    return state.params, carried(state), getattr(state, "frozen", None)
 
 
 def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
@@ -307,10 +314,11 @@ def check_placed(state: Any) -> None:
 def check_step_number(steps: int) -> None:
     """Refuse a number of steps that a device cannot count."""
     if steps > MAX_STEPS:
-        problem = (
-            f"steps={steps:,} does not fit into the int32 step counter of a device"
+        raise RampDefinitionError(
+            f"steps={steps:,} does not fit into the int32 step counter of a device",
+            key="steps",
+            nearest=(MAX_STEPS,),
         )
-        raise RampDefinitionError(problem, key="steps", nearest=(MAX_STEPS,))
 
 
 # What takes the place of `batched` where rows have numbers.
@@ -332,8 +340,9 @@ def gone(**replacements: str) -> Callable[[F], F]:
             for name in replacements.keys() & options.keys():
                 # A class is called by its name.
                 call = function.__qualname__.removesuffix(".__init__")
-                problem = f"{call} has no argument {name!r}"
-                raise TypeError(f"{problem}; {replacements[name]}")
+                raise TypeError(
+                    f"{call} has no argument {name!r}; {replacements[name]}"
+                )
             return function(*args, **options)
 
         return cast(F, checked)
@@ -389,7 +398,7 @@ def _check_arrays(name: str, tree: Any) -> None:
             )
 
 
-def _put(tree: Any, shardings: Any, **options: Any) -> Any:
+def _put(tree: Any, shardings: Any) -> Any:
     """Put a tree on devices like `jax.device_put`, which alone refuses random keys on
     the devices of several processes.
     """
@@ -404,7 +413,6 @@ def _put(tree: Any, shardings: Any, **options: Any) -> Any:
     put = jax.device_put(
         jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree),
         shardings,
-        **options,
     )
 
     def wrap(leaf: Any, own: Any) -> Any:
@@ -425,10 +433,10 @@ def _finished(state: Any, given: Any, mesh: Mesh, axes: BatchAxes | None) -> Any
         parts = scattered_shardings(state.opt_state, mesh, axes)
         state = replace_fields(state, opt_state=_put(state.opt_state, parts))
     state = _without_aliases(state, given)
+    if not is_explicit(mesh):
+        return state
     # The optimizer saw Auto axes.
-    return (
-        _put(state, on_mesh(shardings_of(state), mesh)) if is_explicit(mesh) else state
-    )
+    return _put(state, jax.tree.map(lambda x: x.sharding.update(mesh=mesh), state))
 
 
 def _without_aliases(state: Any, given: Any) -> Any:
@@ -468,10 +476,11 @@ def _without_aliases(state: Any, given: Any) -> Any:
 def check_new_state(
     state: Any, tx: Any, mesh: Mesh, axes: BatchAxes, *, donate: bool
 ) -> None:
-    """Refuse a state that a step did not return and cannot run on. The replicas of
-    `axes` are those of several devices.
-    """
+    """Refuse a state that a step did not return and cannot run on."""
     check_placed(state)
+    # An axis of one device shards nothing, even if a sharding names it.
+    replica = tuple(name for name in axes.replica if mesh.shape[name] > 1)
+    axes = dataclasses.replace(axes, replica=replica)
 
     def refuse(problem: str, fix: str, key: str = "state") -> NoReturn:
         raise ConfigError(problem, fix=fix, key=key)

@@ -11,7 +11,6 @@ devices still work.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -45,8 +44,8 @@ from rampup.engine.mesh import (
     process_rows,
     replicated,
 )
-from rampup.engine.optimizer import SegmentNumbers
-from rampup.engine.programs import ByMicrobatch, Fused, Programs
+from rampup.engine.optimizer import segment_numbers
+from rampup.engine.programs import ByMicrobatch, Fused
 from rampup.engine.state import (
     BATCHED_GONE,
     carried,
@@ -58,7 +57,6 @@ from rampup.engine.state import (
 from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
 from rampup.errors import ConfigError, DataError, a_type, raise_together
-from rampup.plan.learning_rate import ClockSegment
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import RampPlan
@@ -116,9 +114,9 @@ def train_step(
             shard_optimizer_over_data=True)`), each replica updates its own part.
         plan: which batch every step has. With `plan.with_whole_batches()`, the loss
             sees all rows of a step, for one in which rows interact: a contrastive loss,
-            normalization over the batch, a quotient of sums, a sum of several means. Take the batches from the
-            step: they are one microbatch each. Each batch size has a program of its
-            own, and needs the memory of its whole batch.
+            normalization over the batch, a quotient of sums, a sum of several means.
+            Take the batches from the step: they are one microbatch each. Each batch
+            size has a program of its own, and needs the memory of its whole batch.
         mesh: the devices. With Explicit axes, a loss sees those, as in `jax.jit`.
         seed: of the random keys that the loss gets.
         skip_nonfinite: do not run the optimizer in a step whose loss or gradient is not
@@ -223,8 +221,9 @@ def train_step(
         plan = plan.with_whole_batches()
     check_step_number(plan.total_steps)
     users_mesh, mesh = mesh, auto_view(mesh)
-    check_plan_fits(plan, mesh, getattr(loss_fn, "batch_axes", None))
     loss = summable(loss_fn, mesh, reduce_once=reduce_once, whole_batch=whole_batch)
+    axes = BatchAxes.of(mesh, loss.batch_axes)
+    check_plan_fits(plan, mesh, axes)
     loss.check(mesh, "multi_steps" if has_multi_steps else "fused")
     planned = plan.splitter.num_repeats
     repeats = getattr(loss, "num_repeats", planned)
@@ -236,8 +235,7 @@ def train_step(
             key="num_pipeline_repeats",
             nearest=(repeats,),
         )
-    batch_axes = getattr(loss, "batch_axes", None)
-    num_replicas = BatchAxes.of(mesh, batch_axes).num_replicas(mesh)
+    num_replicas = axes.num_replicas(mesh)
     if measure_gradient_noise:
         raise_together(noise_problems(plan, num_replicas))
     has_explicit = sees_explicit(loss, users_mesh)
@@ -256,14 +254,19 @@ def train_step(
         loss=loss,
         tx=tx,
         mesh=mesh,
-        batch_axes=batch_axes,
+        axes=axes,
         key=run_key,
         skip_nonfinite=skip_nonfinite,
         measures_noise=measure_gradient_noise,
         has_explicit=has_explicit,
     )
-    check_loss &= not whole_batch
-    return TrainStep(update, plan, users_mesh, donate=donate, check_loss=check_loss)
+    return TrainStep(
+        update,
+        plan,
+        users_mesh,
+        donate=donate,
+        check_loss=check_loss and not whole_batch,
+    )
 
 
 class TrainStep:
@@ -310,23 +313,22 @@ class TrainStep:
         self._update = update
         self._plan = plan
         self._mesh = mesh
-        self._batch_axes = update.batch_axes
+        self._axes = update.axes
         self._checks_loss = check_loss
-        self._programs = Programs(update, mesh, donate=donate)
-        by_microbatch = isinstance(self.tx, optax.MultiSteps)
-        self._engine = (ByMicrobatch if by_microbatch else Fused)(self._programs)
+        engine: type[Fused | ByMicrobatch] = Fused
+        if isinstance(self.tx, optax.MultiSteps):
+            engine = ByMicrobatch
+        self._programs = engine(update, mesh, donate=donate)
         self._donate = donate
         self._layouts: set[BufferLayout] = set()
         # The `step` of the state that the last call returned, and its number, known
         # without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        # The phase in which the programs of the next phases were traced.
-        self._traced_in: int | None = None
 
     @property
     def chunk_size(self) -> int | None:
         """Microbatches of a chunk of its batches; None = as `step_batches` chooses."""
-        return self._engine.chunk_size
+        return self._programs.chunk_size
 
     @property
     def num_compilations(self) -> int:
@@ -350,24 +352,23 @@ class TrainStep:
 
         Returns:
             The new state and the step's metrics, on the devices: `loss` (the weighted
-            mean), `weight`, `aux` (sums); with the engine `fused` `grad_norm`; with `skip_nonfinite` or
-            a `dynamic_scale` in the state `skipped`; with `measure_gradient_noise`
-            `gradient_noise`.
+            mean), `weight`, `aux` (sums); with the engine `fused` `grad_norm`; with
+            `skip_nonfinite` or a `dynamic_scale` in the state `skipped`; with
+            `measure_gradient_noise` `gradient_noise`.
 
         Raises:
             ConfigError: the state does not fit the step.
             DataError: the batch is that of another step or plan.
         """
         self._check(state, batch)
-        run = self._engine.compiled(state, batch)
+        run = self._programs.compiled(state, batch)
         if self._checks_loss and not batch.position.step:
             # By name, as the checks stand on the engine, and few runs need them twice.
             # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
             is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
-            axes = BatchAxes.of(self._mesh, self._batch_axes)
-            sees_whole = is_one and axes.num_replicas(self._mesh) == 1
+            sees_whole = is_one and self._axes.num_replicas(self._mesh) == 1
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
         # Before the run, which takes the memory of the state.
@@ -448,8 +449,7 @@ class TrainStep:
         """Return how batches of this step are read, as `BatchOptions`."""
         from rampup.data.batches import BatchOptions
 
-        axes, size = self._batch_axes, self.chunk_size
-        return BatchOptions(batch_axes=axes, chunk_size=size, **given)
+        return BatchOptions(batch_axes=self._axes, chunk_size=self.chunk_size, **given)
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
         """Return the batch of a step, by default that after the last call, from arrays
@@ -467,7 +467,7 @@ class TrainStep:
         position = self._plan.position(step)
         number = position.split.num_microbatches
         R = _num_rows(position.split)
-        needed = number * len(process_rows(self._mesh, R, self._batch_axes))
+        needed = number * len(process_rows(self._mesh, R, self._axes))
         from rampup.data.fields import own_arrays
 
         # Copied: the caller may fill the same arrays with the next rows while the
@@ -485,7 +485,7 @@ class TrainStep:
             position,
             self._plan,
             self._mesh,
-            batch_axes=self._batch_axes,
+            batch_axes=self._axes,
             chunk_size=self.chunk_size,
         )
 
@@ -499,16 +499,16 @@ class TrainStep:
         """
         layout = layout_of(self._plan, split, row_size(row))
         C, R = layout.chunk_size, layout.num_rows
-        by_rows = batch_sharding(self._mesh, leading=1, axes=self._batch_axes)
+        by_rows = batch_sharding(self._mesh, leading=1, axes=self._axes)
         shape = jax.ShapeDtypeStruct
         chunk = jax.tree.map(
             lambda x: shape((C, R, *np.shape(x)), np.result_type(x), sharding=by_rows),
             row,
         )
-        numbers = (np.int32(0), np.int32(0)), self.segment_of(self._plan.clock[0])
-        whole = replicated(self._mesh)
+        segment = segment_numbers(self.tx, self._plan.clock[0])
+        numbers = (np.int32(0), np.int32(0)), segment
         counts, segment = jax.tree.map(
-            lambda x: shape((), x.dtype, sharding=whole), numbers
+            lambda x: shape((), x.dtype, sharding=replicated(self._mesh)), numbers
         )
         chunks = (chunk,) * layout.num_chunks
         return self._programs.lower(Update.fused, state, chunks, counts, segment)
@@ -533,7 +533,7 @@ class TrainStep:
         found = {}
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
-            segment = self.segment_of(self._plan.clock[0])
+            segment = segment_numbers(self.tx, self._plan.clock[0])
             value = shape((), np.float32)
             traces = {
                 "optimizer": (self._update.run_optimizer, own.params, value, segment),
@@ -545,14 +545,6 @@ class TrainStep:
                 with contextlib.suppress(Exception):
                     found[name] = jax.make_jaxpr(function)(own, *args)
         return found
-
-    def segment_of(self, segment: ClockSegment | None) -> SegmentNumbers | None:
-        """Return the numbers of a segment if the optimizer takes them.
-
-        Args:
-            segment: the segment of the plan's clock, or None.
-        """
-        return self._update.segment_of(segment)
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of a program's loops: microbatches, or passes and the
@@ -579,11 +571,7 @@ class TrainStep:
         # A state with the `step` that the last call returned needs no check. Before the
         # first call, `known` is None.
         if known is None or getattr(state, "step", None) is not known:
-            axes = BatchAxes.of(self._mesh, self._batch_axes)
-            # An axis of one device shards nothing, even if a sharding names it.
-            replica = tuple(n for n in axes.replica if self._mesh.shape[n] > 1)
-            axes = dataclasses.replace(axes, replica=replica)
-            check_new_state(state, self.tx, self._mesh, axes, donate=self._donate)
+            check_new_state(state, self.tx, self._mesh, self._axes, donate=self._donate)
             if known is None:
                 self._warn_of_carried(state)
             done = int(state.step)  # waits for the devices, once
@@ -604,9 +592,9 @@ class TrainStep:
                 fix="make both with the same plan",
             )
         if batch.layout not in self._layouts:
-            size, chunk_size = row_size(batch.row), self.chunk_size
+            size = row_size(batch.row)
             layouts = {
-                layout_of(self._plan, split, size, chunk_size=chunk_size)
+                layout_of(self._plan, split, size, chunk_size=self.chunk_size)
                 for split in self._plan.splits_to_come
             }
             if batch.layout not in layouts:
@@ -632,20 +620,16 @@ class TrainStep:
             )
 
     def _trace_next_phases(self, batch: Batch, state: Any) -> None:
-        """Trace the programs of the next phases that this run reaches, once per phase:
+        """Trace the programs of the next phases that this run reaches, if they are new:
         what a loss raises there is seen before hours of training.
         """
+        if self.chunk_size is not None:
+            return  # `lower` has the programs of the engine `fused`
         index = batch.position.phase.index
-        if index == self._traced_in or isinstance(self._engine, ByMicrobatch):
-            return
-        self._traced_in = index
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
         for phase in self._plan.ramp.phases[index + 1 :][:PHASES_AHEAD]:
             if phase.start_step < self._plan.total_steps:
                 split = self._plan.splits[phase.index]
-                lower = functools.partial(self.lower, shapes, batch.row, split)
+                lower = functools.partial(self.lower, state, batch.row, split)
                 self._programs.compiler.trace(_num_rows(split), lower)
 
 

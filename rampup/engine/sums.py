@@ -61,8 +61,8 @@ class Recipe:
         None  # what the loss function carries, as it is before the first microbatch
     )
     noise: NoiseMeter | None = None  # measures the squares of the gradients
-    # a factor of the loss in the gradients, which keeps small ones of float16 from
-    # vanishing
+    # a factor of the mean loss while a microbatch is differentiated, which keeps small
+    # gradients of float16 from vanishing; the sums have none
     scale: Any = None
 
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
@@ -77,17 +77,6 @@ class Recipe:
         return jax.lax.psum(sums._replace(mutable=None), names)._replace(
             mutable=mutable
         )
-
-    def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:
-        """Return the sums, and the gradients of the scaled loss, as if the loss had not
-        been scaled.
-        """
-        if self.scale is None:
-            return sums, grads
-        noise = sums.noise and sums.noise._replace(
-            squares=sums.noise.squares / self.scale**2
-        )
-        return sums._replace(noise=noise), jax.tree.map(lambda g: g / self.scale, grads)
 
 
 def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:

@@ -24,14 +24,11 @@ from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter
 from rampup.engine.keys import per_row_keys, random_key
 from rampup.engine.mesh import BatchAxes, constrain
-from rampup.engine.optimizer import (
-    FollowingOptimizer,
-    SegmentNumbers,
-    segment_numbers,
-)
+from rampup.engine.optimizer import SegmentNumbers
 from rampup.engine.state import (
     carried,
     join_frozen,
+    read_by_loss,
     replace_carried,
     replace_fields,
     split_frozen,
@@ -45,7 +42,6 @@ from rampup.engine.sums import (
 )
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, a_type
-from rampup.plan.learning_rate import ClockSegment
 
 Metrics = dict[str, Any]
 
@@ -59,26 +55,11 @@ class Update:
     loss: SummableLoss
     tx: Any  # for `multi_steps`, the `optax.MultiSteps` around the optimizer
     mesh: Mesh
-    batch_axes: BatchAxes | None
+    axes: BatchAxes  # those of the rows
     key: jax.Array  # of the run: a constant of the programs
     skip_nonfinite: bool
     measures_noise: bool
-    has_explicit: bool = False  # the loss function sees Explicit axes
-
-    def scatter_axes(self, state_shardings: Any) -> BatchAxes | None:
-        """Return the axes of the replicas if they split the optimizer's state
-        (ZeRO-1).
-        """
-        axes = BatchAxes.of(self.mesh, self.batch_axes)
-        is_split = is_scattered(state_shardings.opt_state, axes)
-        return axes if is_split and axes.num_replicas(self.mesh) > 1 else None
-
-    def segment_of(self, segment: ClockSegment | None) -> SegmentNumbers | None:
-        """Return the numbers of a segment if the optimizer takes them: other optimizers
-        know the plan.
-        """
-        follows = isinstance(self.tx, FollowingOptimizer)
-        return segment_numbers(segment) if segment is not None and follows else None
+    has_explicit: bool  # the loss function sees Explicit axes
 
     def fused(
         self,
@@ -94,25 +75,28 @@ class Update:
         """
         state = join_frozen(state, frozen)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
-        # The shardings of the gradients are those of the parameters, or with ZeRO-1
-        # those of each replica's own part.
+        # The shardings of the gradients are those of the parameters, or those of each
+        # replica's own part if the replicas split the optimizer's state (ZeRO-1).
         grad_shardings = state_shardings.params
-        scatter_axes = self.scatter_axes(state_shardings)
-        if scatter_axes is not None:
+        is_split = is_scattered(state_shardings.opt_state, self.axes)
+        is_split &= self.axes.num_replicas(self.mesh) > 1
+        if is_split:
             placed = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                 state.params,
                 grad_shardings,
             )
-            grad_shardings = scattered_shardings(placed, self.mesh, scatter_axes)
-        recipe = self._recipe(state, grad_shardings)
+            grad_shardings = scattered_shardings(placed, self.mesh, self.axes)
+        meter = None
+        if self.measures_noise:
+            meter = NoiseMeter.of(grad_shardings, self.mesh, self.axes)
         with jax.named_scope("accumulate"):
             sums, grads = self._sums_and_grads(
-                state, state_shardings, batch_KR, 0, counts, recipe, grad_shardings
+                state, state_shardings, batch_KR, 0, counts, grad_shardings, meter
             )
             metrics = {"loss": sums.mean_loss, "weight": sums.weight, "aux": sums.aux}
-            metrics |= self._measured(recipe.noise, sums, grads)
-        if scatter_axes is not None:
+            metrics |= self._measured(meter, sums, grads)
+        if is_split:
             state = replace_fields(
                 state, params=jax.tree.map(constrain, state.params, grad_shardings)
             )
@@ -138,7 +122,7 @@ class Update:
                 )
                 changes["dynamic_scale"] = adapt(jnp.float32(0))[0]
         new = replace_carried(new, mutable, **changes)
-        if scatter_axes is not None:
+        if is_split:
             with jax.named_scope("gather"):
                 # First as parts, or the compiler would gather what is selected from.
                 parts = jax.tree.map(constrain, new.params, grad_shardings)
@@ -161,10 +145,9 @@ class Update:
         """
         state = join_frozen(state, frozen)
         counts = np.int32(1), np.int32(1)
-        recipe, shardings = self._recipe(state), state_shardings.params
         with jax.named_scope("accumulate"):
             sums, grads = self._sums_and_grads(
-                state, state_shardings, chunk, first_row, counts, recipe, shardings
+                state, state_shardings, chunk, first_row, counts, state_shardings.params
             )
         own = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         before = so_far or jax.tree.map(jnp.zeros_like, own | {"skipped": False})
@@ -210,17 +193,24 @@ class Update:
         batch_KR: Any,
         first_row: Any,
         counts: Counts,
-        recipe: Recipe,
         grad_shardings: Any,
+        meter: NoiseMeter | None = None,
     ) -> tuple[Sums, Any]:
         """Return the sums over microbatches, with None as `grads`, and the gradient of
-        their mean loss, at least in float32.
+        their mean loss, at least in float32; or refuse what the loss does not support
+        in the state.
         """
+        check_trained(state.params)
+        scale = getattr(state, "dynamic_scale", None)
+        if scale is not None:
+            _check_support(self.loss, "`dynamic_scale`")
+            scale = scale.scale
+        recipe = Recipe(mutable=carried(state), noise=meter, scale=scale)
         loss = self.bound_loss(state, state_shardings)
         numbers = _row_numbers(batch_KR, first_row)
         rows = batch_KR, per_row_keys(self.key, state.step, numbers)
         sums = loss.sums(state.params, rows, counts, recipe, self.mesh, grad_shardings)
-        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
+        return sums._replace(grads=None), sums.mean_grads()
 
     def _measured(self, meter: NoiseMeter | None, sums: Sums, grads: Any) -> Metrics:
         """Return the norm of the gradient, and its noise if that is measured."""
@@ -236,29 +226,14 @@ class Update:
         with jax.named_scope("gradient_noise"):
             return meter.metrics(sums.noise, grads, sums.weight)
 
-    def _recipe(self, state: Any, grad_shardings: Any = None) -> Recipe:
-        """Return what a step adds up besides loss and gradients, or refuse what the
-        loss does not support in the state.
-        """
-        scale, meter = getattr(state, "dynamic_scale", None), None
-        check_trained(state.params)
-        if scale is not None:
-            _check_support(self.loss, "`dynamic_scale`")
-        if self.measures_noise:
-            meter = NoiseMeter.of(grad_shardings, self.mesh, self.batch_axes)
-        return Recipe(
-            mutable=carried(state),
-            noise=meter,
-            scale=None if scale is None else scale.scale,
-        )
-
     def bound_loss(self, state: Any, state_shardings: Any = None) -> SummableLoss:
         """Return the loss with the frozen arrays of a state, if it has any, as an
         argument, and with the axes that it needs.
         """
         loss = self.loss
         if self.has_explicit and state_shardings is not None:
-            loss = explicit_loss(loss, self.mesh, state_shardings)
+            shardings = read_by_loss(state_shardings)
+            loss = with_explicit_axes(loss, self.mesh, *shardings)
         return _bind_frozen(loss, state)
 
     def run_optimizer(
@@ -271,19 +246,17 @@ class Update:
         """Return the state after the optimizer, run by the state's own
         `apply_gradients` if it has one.
         """
-
-        def update_with_loss(*args: Any) -> Any:
-            if isinstance(self.tx, FollowingOptimizer):
-                return self.tx.update(*args, segment=segment)
-            return self.tx.update(*args, value=loss)
-
         tx = self.tx
         # `optax.contrib.sam` takes further arguments, but not the loss.
         known = inspect.signature(tx.update).parameters.values()
         if any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in known):
             # Flax's `apply_gradients` passes no further arguments to an optimizer, so
             # the loss is bound to it.
-            tx = optax.GradientTransformation(tx.init, update_with_loss)
+            options = {"value": loss}
+            if segment is not None:
+                options["segment"] = segment
+            update = functools.partial(tx.update, **options)
+            tx = optax.GradientTransformation(tx.init, update)
         grads = cast_like(grads, state.params)
         if not hasattr(state, "apply_gradients"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -295,19 +268,6 @@ class Update:
             own = replace_fields(state, tx=tx).apply_gradients(grads=grads)
             return replace_fields(own, tx=state.tx)
         return state.apply_gradients(grads=grads)
-
-
-def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLoss:
-    """Return a loss whose function sees Explicit axes, for a state with these
-    shardings.
-    """
-    return with_explicit_axes(
-        loss,
-        mesh,
-        shardings.params,
-        carried(shardings),
-        getattr(shardings, "frozen", None),
-    )
 
 
 def eval_sums(

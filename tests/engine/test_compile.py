@@ -9,6 +9,7 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.toy import mesh_of
 
 from rampup.engine.compile import (
     Compiler,
@@ -20,7 +21,7 @@ def test_a_program_is_traced_and_compiled_once():
     """Also if it was traced before it is needed; what the trace or the compiler raises
     is raised each time, and every wait counts.
     """
-    compiler, traces = Compiler(), []
+    compiler, traces = Compiler(mesh_of("one")), []
 
     def lower():
         traces.append(1)
@@ -59,7 +60,7 @@ def test_a_program_is_traced_and_compiled_once():
 
 def test_a_program_has_the_contexts_in_which_it_was_traced():
     """Those of the first caller: JAX's, Flax's and any other."""
-    compiler, own, seen = Compiler(), threading.local(), []
+    compiler, own, seen = Compiler(mesh_of("one")), threading.local(), []
 
     def lower():
         rules = flax.linen.get_logical_axis_rules()

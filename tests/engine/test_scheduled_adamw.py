@@ -13,6 +13,7 @@ from helpers.toy import make_step
 from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.optimizer import (
     AdamSchedule,
+    FollowingOptimizer,
     LearningRate,
     make_optimizer,
     scheduled_adamw,
@@ -289,6 +290,7 @@ def test_a_program_that_is_given_its_segment_computes_what_one_with_a_table_does
         LearningRate(plan=plan, peak=0.3, warmup_fraction=0.1)
         for plan in (planned, began)
     )
+    tx = FollowingOptimizer(init=None, update=None)
     constants, given_constants = (
         AdamSchedule.from_scaling(plan, BASE, SCALING) for plan in (planned, began)
     )
@@ -297,7 +299,7 @@ def test_a_program_that_is_given_its_segment_computes_what_one_with_a_table_does
         *(phase.start_step + n for phase in ramp.phases for n in (0, 1)),
         899,
     }:
-        segment = segment_numbers(grown.position(step).segment)
+        segment = segment_numbers(tx, grown.position(step).segment)
         assert (
             table(jnp.int32(step))
             == given(jnp.int32(step), segment)

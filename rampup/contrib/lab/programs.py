@@ -20,6 +20,7 @@ from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
+from rampup.engine.optimizer import segment_numbers
 from rampup.lm.train import TrainSetup
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
@@ -116,7 +117,7 @@ class Trial:
             self._source, self.plan, self.setup.mesh, start=start, stop=start + 1
         )
         batch = next(batches)
-        segment = self.setup.step.segment_of(batch.position.segment)
+        segment = segment_numbers(self.setup.step.tx, batch.position.segment)
         split = batch.position.split
         counts = (
             np.int32(split.num_pipeline_microbatches),

@@ -26,7 +26,6 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -72,7 +71,6 @@ from rampup.engine.processes import (
     broadcast_from_process0,
     is_primary,
     kv_store,
-    wait_for_all,
 )
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import train_step
@@ -193,10 +191,7 @@ class RolloutStep:
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers = {
-            role: Compiler(partial(wait_for_all, mesh))
-            for role in ("generate", "logprobs")
-        }
+        self._compilers = {role: Compiler(mesh) for role in ("generate", "logprobs")}
         self._parts = (*self._compilers.values(), self._step)
         # Every process needs all results of generation and forward passes.
         self._fetched = (
