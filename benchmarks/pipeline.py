@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -31,7 +31,7 @@ from measure import (
 )
 
 from rampup.contrib.lab.design_model import weighted_line
-from rampup.engine.mesh import STAGE, make_mesh
+from rampup.engine.mesh import STAGE, BatchAxes, make_mesh, replicated
 from rampup.engine.pipeline import (
     LAYERS,
     PipelinedLoss,
@@ -39,8 +39,8 @@ from rampup.engine.pipeline import (
     check_parts,
     check_sizes,
     permute_layers,
-    stage_replicas,
 )
+from rampup.engine.replicas import Replicas
 from rampup.engine.sums import Recipe, Sums, as_summed
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
@@ -441,20 +441,23 @@ def gpipe_sums(
     ticks, as GPipe and MaxText do.
     """
     check_sizes(loss, params, mesh)
-    replicas = stage_replicas(loss, params, mesh, param_shardings)
+    layers = NamedSharding(mesh, PartitionSpec(STAGE))
+    shards = jax.tree.map(lambda _: replicated(mesh), params)
+    shards[LAYERS] = jax.tree.map(lambda _: layers, params[LAYERS])
+    replicas = Replicas(
+        mesh=mesh,
+        axes=BatchAxes.of(mesh),
+        shardings=param_shardings,
+        shards=shards,
+        has_stages=True,
+    )
     check_parts(loss, params, (batch_KR, keys_KR), replicas)
 
     def sum_stage(params: Any, batch_KR: Any, keys_KR: Any, *_: Any) -> Sums:
         def forward(params: Any) -> tuple[jax.Array, Sums]:
-            shared = {name: part for name, part in params.items() if name != LAYERS}
-            stage = Stage(
-                loss,
-                params[LAYERS],
-                shared,
-                (batch_KR, keys_KR),
-                mesh,
-                has_grads=False,
-            )
+            # Without shardings of gradients, a stage runs the forward alone.
+            forward_only = replace(replicas, shardings=None)
+            stage = Stage(loss, params, (batch_KR, keys_KR), forward_only)
             sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
             return sums.loss, sums
 

@@ -71,7 +71,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import take
 from rampup.engine.contract import Counts, SummableLoss, check_results
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, mesh_in_context
+from rampup.engine.mesh import STAGE, BatchAxes, mesh_in_context, replicated
 from rampup.engine.replicas import Replicas
 from rampup.engine.sums import (
     Recipe,
@@ -188,7 +188,18 @@ class PipelinedLoss(SummableLoss):
             )
         check_sizes(self, params, mesh)
         # As in the program below, a `jax.shard_map` of the loss finds the mesh.
-        replicas = stage_replicas(self, params, mesh, grad_shardings)
+        # Each stage takes its layers and all other parameters.
+        layers = NamedSharding(mesh, PartitionSpec(STAGE))
+        shards = jax.tree.map(lambda _: replicated(mesh), params)
+        shards[LAYERS] = jax.tree.map(lambda _: layers, params[LAYERS])
+        replicas = Replicas(
+            mesh=mesh,
+            axes=BatchAxes.of(mesh, self.batch_axes),
+            shardings=grad_shardings,
+            shards=shards,
+            has_stages=True,
+            reduction_dtype=self.reduction_dtype,
+        )
         with mesh_in_context(mesh):
             check_parts(self, params, rows, replicas)
 
@@ -200,8 +211,7 @@ class PipelinedLoss(SummableLoss):
             _: Recipe,
         ) -> Sums:
             m, passes = counts
-            own = (params[LAYERS], without_layers(params), (batch_KR, keys_KR))
-            stage = Stage(self, *own, mesh, has_grads=grad_shardings is not None)
+            stage = Stage(self, params, (batch_KR, keys_KR), replicas)
             sums = jax.lax.fori_loop(
                 0,
                 passes,
@@ -216,30 +226,6 @@ class PipelinedLoss(SummableLoss):
 
         counts = tuple(jnp.asarray(count, jnp.int32) for count in counts)
         return replicas.run(sum_stage)(params, *rows, counts, recipe)
-
-
-def stage_replicas(
-    loss: PipelinedLoss, params: Params, mesh: Mesh, grad_shardings: Any
-) -> Replicas:
-    """Return how the stages of all replicas run: each takes its layers and all other
-    parameters.
-    """
-    stage, whole = (
-        NamedSharding(auto_view(mesh), spec)
-        for spec in (PartitionSpec(STAGE), PartitionSpec())
-    )
-    shards = {
-        name: jax.tree.map(lambda _: stage if name == LAYERS else whole, part)  # noqa: B023
-        for name, part in params.items()
-    }
-    return Replicas(
-        mesh=mesh,
-        axes=BatchAxes.of(mesh, loss.batch_axes),
-        shardings=grad_shardings,
-        shards=shards,
-        has_stages=True,
-        reduction_dtype=loss.reduction_dtype,
-    )
 
 
 def permute_layers(tree: Any, order: Sequence[int]) -> Any:
@@ -268,37 +254,31 @@ class Stage:
     def __init__(
         self,
         loss: PipelinedLoss,
-        layers: Any,
-        shared: Any,
+        params: Params,
         rows: Any,
-        mesh: Mesh,
-        *,
-        has_grads: bool,
+        replicas: Replicas,
     ) -> None:
-        self.loss, self.shared, self.has_grads = loss, shared, has_grads
-        self.rows_KR = rows
-        self.p, self.v = mesh.shape[STAGE], loss.num_repeats
+        self.loss, self.has_grads = loss, replicas.shardings is not None
+        self.shared, self.rows_KR = without_layers(params), rows
+        self.p, self.v = replicas.mesh.shape[STAGE], loss.num_repeats
         self.s = jax.lax.axis_index(STAGE)
         # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the
         # model.
         self.chunks = jax.tree.map(
-            lambda x: x.reshape(self.v, -1, *x.shape[1:]), layers
+            lambda x: x.reshape(self.v, -1, *x.shape[1:]), params[LAYERS]
         )
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
         # Ticks from the first forward of a pass to its first backward, and slots for
         # the inputs of forwards.
         self.lag = self.v * self.p - 1
         self.ring_size = 2 * self.v * self.p - 1
-        own = (STAGE, *BatchAxes.of(mesh, loss.batch_axes).replica)
-        has_others = any(
-            size > 1 for axis, size in mesh.shape.items() if axis not in own
-        )
-        self.skips_idle = not has_others if loss.skip_idle is None else loss.skip_idle
+        skips = not replicas.automatic if loss.skip_idle is None else loss.skip_idle
+        self.skips_idle = skips
+        self.x_shapes = jax.eval_shape(self._first, 0)
 
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
-        x = jax.eval_shape(self._first, 0)
-        loss, weight, aux = zeros_to_sum(jax.eval_shape(self._last, x, 0))
+        loss, weight, aux = zeros_to_sum(jax.eval_shape(self._last, self.x_shapes, 0))
         grads = None
         if self.has_grads:
             params = self.chunks, self.shared
@@ -313,9 +293,7 @@ class Stage:
 
         # Placeholders are ones: their results are dropped, but a NaN in them would stop
         # a run with jax_debug_nans.
-        x = jax.tree.map(
-            lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0)
-        )
+        x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), self.x_shapes)
         ring = None
         if self.has_grads:
             ring = jax.tree.map(
@@ -330,11 +308,7 @@ class Stage:
             rest = unit % (self.v * self.p)
             k, turn = group * self.p + rest % self.p, rest // self.p
             is_real = (unit >= 0) & (k < m)
-            return (
-                is_real,
-                start + jnp.where(is_real, k, 0),
-                jnp.where(is_real, turn, 0),
-            )
+            return is_real, start + jnp.where(is_real, k, 0), turn
 
         def forward(t: jax.Array, arrived: Any, ring: Any, sums: Sums) -> Any:
             """Run the forward of unit t - s; return the activation to send, the ring
@@ -350,21 +324,16 @@ class Stage:
                 # input.
                 runs = is_real & ~is_last if self.has_grads else is_real
                 y = self._if(runs, lambda: self.loss.stage(*self._inputs(x, k, r)), x)
-                if not self.has_grads:
+                if self.has_grads:
+                    slot = (t - self.s) % self.ring_size
+                    # Without a microbatch, the slot is one that nobody reads any more.
+                    ring = jax.tree.map(lambda ring, x: ring.at[slot].set(x), ring, x)
+                else:
                     sums = self._if(
                         is_real & is_last,
                         lambda: _add_loss(sums, self._last(y, k)),
                         sums,
                     )
-                    return y, ring, sums
-                slot = (t - self.s) % self.ring_size
-                ring = jax.tree.map(
-                    lambda ring, x: ring.at[slot].set(
-                        jnp.where(is_real, x, ring[slot])
-                    ),
-                    ring,
-                    x,
-                )
                 return y, ring, sums
 
         def backward(
@@ -436,10 +405,14 @@ class Stage:
             chunks,
             chunk_gradient,
         )
-        is_first = (self.s == 0) & (r == 0)
-        shared = self._if(
-            is_first, lambda: self._first_gradient(shared, gradient, k), shared
-        )
+
+        def first_gradient() -> Any:
+            """Add the gradient of the first part."""
+            rows = self._microbatch(k)
+            run = jax.vjp(lambda shared: self.loss.first(shared, *rows), self.shared)[1]
+            return _add_gradient(shared, *run(gradient))
+
+        shared = self._if((self.s == 0) & (r == 0), first_gradient, shared)
         return sums._replace(grads=(chunks, shared)), gradient
 
     def _is_last(self, r: Any) -> jax.Array:
@@ -460,14 +433,6 @@ class Stage:
         )(self.shared, y)
         grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
         return _add_loss(sums._replace(grads=grads), results), gradient
-
-    def _first_gradient(self, total: Any, gradient: Any, k: jax.Array) -> Any:
-        """Add the gradients of the first part."""
-        _, pullback = jax.vjp(
-            lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared
-        )
-        (shared,) = pullback(gradient)
-        return _add_gradient(total, shared)
 
     def _first(self, k: Any) -> Any:
         return self.loss.first(self.shared, *self._microbatch(k))

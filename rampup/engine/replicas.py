@@ -113,7 +113,7 @@ class Replicas:
 
         if self.way != "manual":
             return mesh_in_context(self.mesh)(run)
-        rows = self.axes.replica if self._takes_whole_rows else self.axes.rows
+        rows = tuple(name for name in self._own_axes if name != STAGE)
         specs = self.shards and manual_specs(self.shards, self.mesh, self._manual)
         whole, by_rows = PartitionSpec(), PartitionSpec(None, rows)
         in_specs = (whole if specs is None else specs, by_rows, by_rows, whole)
@@ -131,7 +131,7 @@ class Replicas:
                 self._check_shard_map(eqn)
         # XLA aborts beside a manual axis and two automatic ones of several devices.
         # (Seen on JAX 0.7.2 and 0.12, on CPUs.)
-        if self.way != "manual" or len(self._automatic) < 2:
+        if self.way != "manual" or len(self.automatic) < 2:
             return
         for eqn in needing_whole_operands(loss):
             # Of a pipeline, the forward is checked. Elsewhere the gradient is too, and
@@ -143,7 +143,7 @@ class Replicas:
             )
             raise ConfigError(
                 f"the loss has a {eqn.primitive.name}, at which XLA aborts beside"
-                f" {' and '.join(sorted(self._automatic))} here",
+                f" {' and '.join(sorted(self.automatic))} here",
                 fix=f"use one of these axes only,{whole if self.has_stages else ''} or"
                 " multiply with jax.nn.one_hot(index, ...)",
                 key="loss_fn",
@@ -183,35 +183,35 @@ class Replicas:
             # The rows that an evaluation leaves over are on every device of the axes
             # that else take rows: there is nothing to partition along those.
             rows = {DATA, FSDP}
-        others = self._automatic - rows
+        others = self.automatic - rows
         if self.way != "mapped" and not (
-            others and (len(self._automatic) > 1 or max(groups) > 1)
+            others and (len(self.automatic) > 1 or max(groups) > 1)
         ):
             return
         raise ConfigError(
             "the loss has a conv_general_dilated, which XLA partitions wrongly"
-            f" beside {' and '.join(sorted(self._automatic))}",
+            f" beside {' and '.join(sorted(self.automatic))}",
             fix="train on a mesh of data and fsdp alone, or write it as products of"
             " matrices",
         )
 
     @property
-    def _automatic(self) -> set[str]:
+    def automatic(self) -> set[str]:
         """The axes of several devices over which the compiler partitions a loss."""
         names = {str(name) for name, size in self.mesh.shape.items() if size > 1}
         return names - self._manual if self.way == "manual" else names
 
     @property
-    def _takes_whole_rows(self) -> bool:
-        """Whether the loss sees the rows of a whole replica, not of one device."""
-        return self.shards is None or self.has_stages
+    def _own_axes(self) -> tuple[str, ...]:
+        """The axes along which each call of the loss has rows or layers of its own."""
+        if self.has_stages:
+            return (*self.axes.replica, STAGE)
+        return self.axes.replica if self.shards is None else self.axes.rows
 
     @property
     def _manual(self) -> set[str]:
         """The manual axes of the way `manual`."""
-        others = (STAGE,) if self.has_stages else ()
-        rows = () if self._takes_whole_rows else self.axes.rows
-        return self.axes.manual(self.mesh) | {*others, *rows}
+        return self.axes.manual(self.mesh) | {*self._own_axes}
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -220,10 +220,7 @@ class Replicas:
         """
         if self.way in ("plain", "compiled"):
             return ()
-        names = self.axes.replica if self._takes_whole_rows else self.axes.rows
-        if self.has_stages:
-            names = (*names, STAGE)
-        return tuple(name for name in names if self.mesh.shape[name] > 1)
+        return tuple(name for name in self._own_axes if self.mesh.shape[name] > 1)
 
     def reduce(self, sums: Sums, recipe: Recipe) -> Sums:
         """Return the sums over all replicas. With several, call it in a function that
@@ -238,17 +235,15 @@ class Replicas:
             # loop; with stages once for the layers and once for what all stages have.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
             leaves, structure = jax.tree.flatten(grads)
-            left = [names] * len(leaves)
+            # The axes over which the loss has not summed a gradient: those that its
+            # sharding does not name. Replicas that get parts are added up with them.
             own = self.shards if self.has_stages else self.shardings
-            if leaves and own is not None:
-                left = axes_left(own, names)
             scatters = is_scattered(self.shardings, self.axes)
-            if scatters:
-                # The replicas are added up when each gets its own part.
-                left = [
-                    tuple(name for name in over if name not in self.axes.replica)
-                    for over in left
-                ]
+            used = [{*self.axes.replica} if scatters else set[str]()] * len(leaves)
+            if leaves and own is not None:
+                named = map(axes_of, jax.tree.leaves(own))
+                used = [a | b for a, b in zip(used, named, strict=True)]
+            left = [tuple(name for name in names if name not in x) for x in used]
             # One psum for each set of axes. The other sums travel with the gradients
             # that are summed over all of them, as the compiler combines the two.
             reduced = recipe.aggregate(sums._replace(grads=None), names)
@@ -299,9 +294,14 @@ class Replicas:
         sums_of: Callable[..., Sums] = mesh_in_context(mesh)(
             own_constraints(replica)(sum_replica)
         )
-        for name, size in zip(reversed(replica), reversed(sizes), strict=True):
-            options = {"axis_size": size, "axis_name": name, "spmd_axis_name": name}
-            sums_of = jax.vmap(sums_of, (None, 1, 1, None, None), **options)
+        for name in reversed(replica):
+            sums_of = jax.vmap(
+                sums_of,
+                in_axes=(None, 1, 1, None, None),
+                axis_size=mesh.shape[name],
+                axis_name=name,
+                spmd_axis_name=name,
+            )
 
         def by_replica(x_KR: jax.Array) -> jax.Array:
             """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
@@ -334,11 +334,3 @@ class Replicas:
             return reduced(sums, recipe)
 
         return run
-
-
-def axes_left(shardings: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return, for each gradient, the axes over which the loss has not summed it: those
-    that its sharding does not name.
-    """
-    all_used = map(axes_of, jax.tree.leaves(shardings))
-    return [tuple(name for name in names if name not in used) for used in all_used]
