@@ -13,6 +13,7 @@ covariance, and G2 the square of the true gradient.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -49,24 +50,16 @@ class NoiseMeter:
     mesh: Mesh
 
     @classmethod
-    def of(
-        cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None
-    ) -> NoiseMeter:
+    def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes) -> NoiseMeter:
         """Return the meter of gradients with these shardings; of none, the compiler
         adds up each sum of squares by itself.
         """
-        outside = BatchAxes.of(mesh, batch_axes).replica
         axes = _used_axes(shardings, mesh)
         return cls(
             shardings=tuple(jax.tree.leaves(shardings)),
-            axes=tuple(name for name in axes if name not in outside),
+            axes=tuple(name for name in axes if name not in batch_axes.replica),
             mesh=mesh,
         )
-
-    @property
-    def shards(self) -> tuple[int, ...]:
-        """The shape of a sum of squares: one partial sum per shard."""
-        return tuple(self.mesh.shape[name] for name in self.axes)
 
     def squares(self, grads: Any) -> jax.Array:
         """Return the sum of squares of a gradient: one partial sum per shard."""
@@ -97,8 +90,15 @@ class NoiseMeter:
         # clipping.
         is_scattered = _used_axes(self.shardings, self.mesh) != self.axes
         meter = replace(self, axes=()) if is_scattered else self
-        divided, squares = self._total(noise.squares)
-        norm = meter._total(meter.squares(grads)[None])[0]
+        # A gradient in 2 x 2 parts, with the sum of squares that each device has of its own part:
+        #
+        #               fsdp 0   fsdp 1
+        #     tensor 0     a        b         squares[n] = [[a, b],
+        #     tensor 1     c        d                       [c, d]]       total[n] = (a + c) + (b + d)
+        #
+        over = tuple(range(1, noise.squares.ndim))
+        divided, squares = jnp.sum(noise.squares, axis=over)
+        norm = jnp.sum(meter.squares(grads))
         blocks = jnp.where(noise.blocks > 1, noise.blocks, jnp.nan)
         trace, squared_norm = noise_trace(divided, weight, norm, blocks)
         found = {"trace": trace, "squared_norm": squared_norm, "squares": squares}
@@ -107,16 +107,6 @@ class NoiseMeter:
             "gradient_noise": found | {"blocks": noise.blocks},
         }
 
-    def _total(self, parts: jax.Array) -> jax.Array:
-        """Return the sums over the shards of partial sums (n, *shards)."""
-        # A gradient in 2 x 2 parts, with the sum of squares that each device has of its own part:
-        #
-        #               fsdp 0   fsdp 1
-        #     tensor 0     a        b         parts[n] = [[a, b],
-        #     tensor 1     c        d                     [c, d]]       total[n] = (a + c) + (b + d)
-        #
-        return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))
-
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         """Return the sum of an array as one partial sum per shard, an array
         (*shards).
@@ -124,8 +114,7 @@ class NoiseMeter:
         shape: list[int] = []
         names: list[str] = []
         rest: list[int] = []
-        whole = [None] * (x.ndim - len(sharding.spec))
-        for size, entry in zip(x.shape, (*sharding.spec, *whole), strict=True):
+        for size, entry in itertools.zip_longest(x.shape, sharding.spec):
             own = [name for name in axis_names(entry) if name in self.axes]
             shards = [self.mesh.shape[name] for name in own]
             names += own
@@ -133,12 +122,14 @@ class NoiseMeter:
             rest.append(len(shape))
             shape.append(size // math.prod(shards))
         found = jnp.sum(x.reshape(shape), axis=tuple(rest))
-        order = sorted(names, key=self.axes.index)
         # An equal part of the sum is on each of the shards along the other axes.
-        missing = [place for place, name in enumerate(self.axes) if name not in names]
-        parts = math.prod(self.mesh.shape[self.axes[place]] for place in missing)
-        found = found.transpose([names.index(name) for name in order]) / parts
-        return jnp.broadcast_to(jnp.expand_dims(found, missing), self.shards)
+        others = [name for name in self.axes if name not in names]
+        names += others
+        found = found.reshape(*found.shape, *[1] * len(others))
+        found = found.transpose([names.index(name) for name in self.axes])
+        parts = math.prod(self.mesh.shape[name] for name in others)
+        sizes = tuple(self.mesh.shape[name] for name in self.axes)
+        return jnp.broadcast_to(found / parts, sizes)
 
 
 def _used_axes(shardings: Any, mesh: Mesh) -> tuple[str, ...]:
