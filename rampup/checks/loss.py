@@ -27,11 +27,11 @@ from rampup.checks.trials import (
     Sums,
     Trials,
     norm,
-    read_by_loss,
 )
 from rampup.data.sources import as_source
 from rampup.engine.batch import Batch
 from rampup.engine.contract import LossFn, SummableLoss
+from rampup.engine.state import read_by_loss
 from rampup.errors import DataError, LossWarning
 
 # Trials with moved parameters. The first has them as they are.

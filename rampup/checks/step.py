@@ -18,9 +18,10 @@ import numpy as np
 from rampup.checks.trials import OneDevice, is_real, loss_function, norm, signs
 from rampup.engine.batch import Batch
 from rampup.engine.keys import per_row_keys
+from rampup.engine.optimizer import segment_numbers
 from rampup.engine.state import carried, replace_fields
 from rampup.engine.step import TrainStep
-from rampup.engine.sums import as_summed, safe_reciprocal
+from rampup.engine.sums import Sums, as_summed
 from rampup.errors import ConfigError
 
 # What the matrix units of a chip may round their operands to.
@@ -177,7 +178,7 @@ def _plain_step(
     """
     update, number = step._update, batch.num_microbatches * batch.layout.num_rows
     size = batch.position.split.microbatch_size
-    if getattr(update.loss, "whole_batch", False):
+    if update.loss.whole_batch:
         size = number
     index = jnp.arange(number, dtype=jnp.int32).reshape(-1, size)
     words = jax.random.key_data(per_row_keys(update.key, state.step, index))
@@ -189,32 +190,24 @@ def _plain_step(
     every = jax.tree.map(in_parts, *batch.chunks), np.asarray(words)
     parts = [jax.tree.map(lambda x, n=n: x[n], every) for n in range(len(index))]
 
-    def sums(state: Any, rows: Any, words: Any) -> Any:
-        """Return loss and weight of a part."""
+    def sums_of(state: Any, rows: Any, words: Any) -> Sums:
+        """Return gradient, loss and weight of a part."""
         loss_fn = loss_function(update.bound_loss(state), "check_step")
         keys = jax.random.wrap_key_data(words, impl="threefry2x32")
-        loss, weight, *_ = loss_fn(state.params, rows, keys)
-        return as_summed(loss), as_summed(weight)
 
-    def gradient(state: Any, rows: Any, words: Any, weight: Any) -> Any:
-        """Return the gradient of what a part adds to the mean."""
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            return loss_fn(params, rows, keys)[:2]
 
-        def mean(params: Any) -> Any:
-            loss, _ = sums(replace_fields(state, params=params), rows, words)
-            return loss * safe_reciprocal(weight)
-
-        return jax.tree.map(as_summed, jax.grad(mean)(state.params))
-
-    def add(trees: list[Any]) -> Any:
-        return jax.tree.map(lambda *x: sum(x), *trees)
+        run = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, weight), grads = run(state.params)
+        return jax.tree.map(as_summed, Sums(grads, loss, weight, None))
 
     def run(state: Any) -> Any:
-        loss, weight = add([device.run(sums, state, *part) for part in parts])
-        grads = add([device.run(gradient, state, *part, weight) for part in parts])
-        mean, segment = loss * safe_reciprocal(weight), batch.position.segment
-        return device.run(
-            update.run_optimizer, state, grads, mean, step.segment_of(segment)
-        )
+        found = [device.run(sums_of, state, *part) for part in parts]
+        sums: Sums = jax.tree.map(lambda *x: sum(x), *found)
+        segment = segment_numbers(step.tx, batch.position.segment)
+        args = state, sums.mean_grads(), sums.mean_loss, segment
+        return device.run(update.run_optimizer, *args)
 
     return run
 

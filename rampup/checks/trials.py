@@ -21,7 +21,7 @@ from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.operations import axes_of_collectives, operations
 from rampup.engine.pipeline import LAYERS, PipelinedLoss, without_layers
-from rampup.engine.state import carried
+from rampup.engine.state import read_by_loss
 from rampup.engine.sums import as_summed, check_trained
 from rampup.errors import ConfigError, a_type
 
@@ -84,13 +84,9 @@ class OneDevice:
         self._refuses_effects = refuses_effects
         self._programs: dict[Any, Any] = {}
 
-    def put(self, tree: Any) -> Any:
-        """Return arrays on the device."""
-        return jax.device_put(tree, replicated(self.mesh))
-
     def run(self, function: Any, *args: Any, mapped: tuple[str, ...] = ()) -> Any:
         """Return the results of a function in which some axes are mapped."""
-        args = self.put(args)
+        args = jax.device_put(args, replicated(self.mesh))
         if function not in self._programs:
             whole = PartitionSpec()
             mesh = auto_view(self.mesh)
@@ -145,7 +141,8 @@ class Trials:
         *,
         is_quiet: bool = False,
     ) -> None:
-        read = read_by_loss(state)
+        is_state = hasattr(state, "opt_state")
+        read = read_by_loss(state) if is_state else (state, None, None)
         arrays = jax.tree.leaves(read)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             raise ConfigError(
@@ -159,7 +156,8 @@ class Trials:
         if getattr(self._loss_fn, "has_streams", False):
             self._loss_fn = functools.partial(self._loss_fn, deterministic=True)
         self.device = OneDevice(arrays, refuses_effects=is_quiet)
-        self._arrays, self._rows = self.device.put(read), rows
+        self._arrays = jax.device_put(read, replicated(self.device.mesh))
+        self._rows = rows
         keys = jax.random.split(random_key(seed), R * (1 + KEY_SETS))
         self._words = np.asarray(jax.random.key_data(keys))
         self.epsilons: dict[str, float] = {}
@@ -190,17 +188,14 @@ class Trials:
             lambda x: x[index],
             self._rows,
         )
-        whole, each = self.device.run(
+        found = self.device.run(
             self._whole_and_each,
             self._arrays,
             batch,
             self._words[np.array(keys)],
             np.uint32(move),
         )
-        return Sums(
-            jax.device_get(whole),
-            jax.device_get(each),
-        )
+        return Sums(*jax.device_get(found))
 
     def run_replicas(self) -> dict[str, np.ndarray]:
         """Return the sums over two replicas along the first of `axes`, of half of the
@@ -290,15 +285,6 @@ class Trials:
                 dtype = jnp.float32
             self.epsilons[name] = float(jnp.finfo(dtype).eps)
         return sums
-
-
-def read_by_loss(state: Any) -> tuple[Any, Any, Any]:
-    """Return what a loss reads of a state: parameters, `mutable` and `frozen`. What is
-    no state is parameters.
-    """
-    if not hasattr(state, "opt_state"):
-        return state, None, None
-    return state.params, carried(state), getattr(state, "frozen", None)
 
 
 def loss_function(
