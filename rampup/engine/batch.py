@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from rampup.engine.mesh import BatchAxes, axis_names, batch_sharding, process_rows
+from rampup.engine.mesh import BatchAxes, batch_sharding, process_rows
 from rampup.errors import DataError, a_type
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
@@ -93,11 +93,11 @@ class Batch(NamedTuple):
 
     def __repr__(self) -> str:
         # With the shape of a row, so that one sees batches that were given as rows.
-        samples = (
-            f"{self.position.split.global_batch_size:,} samples in microbatches of"
-            f" {self.layout.num_rows:,}"
+        return (
+            f"Batch(step={self.position.step},"
+            f" {self.position.split.global_batch_size:,} samples in microbatches of"
+            f" {self.layout.num_rows:,}, a row is {self.row})"
         )
-        return f"Batch(step={self.position.step}, {samples}, a row is {self.row})"
 
     @property
     def row(self) -> Any:
@@ -138,10 +138,11 @@ def put_batch(
             ) from None
     layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
     sharding = batch_sharding(mesh, leading=1, axes=batch_axes)
+    local = process_rows(mesh, layout.num_rows, batch_axes)
     C = layout.chunk_size
     firsts = range(0, len(arrays[0]), C)
     chunks = [
-        [_global_array(x[first : first + C], layout, sharding) for x in arrays]
+        [_global_array(x[first : first + C], layout, sharding, local) for x in arrays]
         for first in firsts
     ]
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
@@ -194,10 +195,13 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
 
 
 def _global_array(
-    part_CR: np.ndarray, layout: BufferLayout, sharding: NamedSharding
+    part_CR: np.ndarray,
+    layout: BufferLayout,
+    sharding: NamedSharding,
+    local: np.ndarray,
 ) -> jax.Array:
-    """Return the global array (C, R, ...). This process has its rows `part_CR` (at most
-    C, local rows, ...).
+    """Return the global array (C, R, ...). This process has the rows `local` of each
+    microbatch, `part_CR` (at most C, local rows, ...).
     """
     missing, num_rows = layout.chunk_size - len(part_CR), layout.num_rows
     if missing:
@@ -205,14 +209,11 @@ def _global_array(
         part_CR = np.concatenate(
             [part_CR, np.zeros((missing, *part_CR.shape[1:]), part_CR.dtype)]
         )
+
     # Rows of other processes are missing here; a device of this process asks for a
     # range of its own ones.
-    axes = BatchAxes(replica=(), rows=axis_names(sharding.spec[1]))
-    local = process_rows(sharding.mesh, num_rows, axes)
-
     def shard(index: tuple[slice, ...]) -> np.ndarray:
-        start = index[1].start or 0
-        stop = num_rows if index[1].stop is None else index[1].stop
+        start, stop, _ = index[1].indices(num_rows)
         first = int(np.searchsorted(local, start))
         return part_CR[:, first : first + stop - start]
 

@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -84,28 +84,6 @@ class BatchAxes:
                 key="batch_axes",
             )
         return axes
-
-    @classmethod
-    def whole(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
-        """Return the axes of a loss that sees whole batches: those of the rows, without
-        replicas.
-
-        Args:
-            mesh: the devices.
-            axes: the axes, or None for data and fsdp.
-
-        Raises:
-            ConfigError: `axes` names replicas.
-        """
-        found = cls.of(mesh, axes)
-        if axes is not None and found.replica:
-            raise ConfigError(
-                "a loss of whole batches sees the rows of all devices together, but"
-                f" each replica of batch_axes with replica={found.replica} sees its own",
-                fix=f"give BatchAxes(replica=(), rows={found.rows})",
-                key="batch_axes",
-            )
-        return replace(found, replica=())
 
     def num_replicas(self, mesh: Mesh) -> int:
         """Return the number of copies of the parameters.
@@ -218,9 +196,8 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
             key="num_slices",
             nearest=(found,),
         )
-    within = [
-        getattr(axes, name) // size for name, size in zip(names, between, strict=True)
-    ]
+    sizes = [getattr(axes, name) for name in names]
+    within = [size // slices for size, slices in zip(sizes, between, strict=True)]
     # Without a split, JAX refuses most meshes whose axes are not products of whole
     # sides of the torus.
     split = devices[0].platform == "tpu"
@@ -232,9 +209,7 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
     ]
     blocks = np.stack(arranged).reshape(*between, *within)
     order = np.arange(2 * len(names)).reshape(2, -1).T.ravel()
-    return blocks.transpose(order).reshape(
-        [a * b for a, b in zip(between, within, strict=True)]
-    )
+    return blocks.transpose(order).reshape(sizes)
 
 
 @functools.cache
@@ -296,7 +271,7 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             and PartitionSpec.UNCONSTRAINED not in sharding.spec
             and axes_of(sharding) <= {*mesh.axis_names}
         ):
-            found = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+            found = sharding.update(mesh=mesh)
             if found.is_equivalent_to(sharding, leaf.ndim):
                 return found
         raise ConfigError(
@@ -378,9 +353,7 @@ def without_manual_axes(sharding: Any) -> Any:
     context = jax.sharding.get_abstract_mesh()
     manual = frozenset((*context.manual_axes, *(getattr(_patch, "mapped", None) or ())))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        sharding = NamedSharding(
-            auto_view(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind
-        )
+        sharding = sharding.update(mesh=auto_view(sharding.mesh))
     if not manual or not isinstance(sharding, (NamedSharding, PartitionSpec)):
         return sharding
     if context.manual_axes and all(
@@ -490,12 +463,12 @@ def rows_of_processes(
     ascending order: those of its devices.
     """
     # A set: devices, and processes, that differ only in tensor or stage need the same
-    # rows. A missing stop is the end.
-    found: dict[int, set[tuple[int, int]]] = {}
+    # rows.
+    found: dict[int, set[tuple[int, int, int]]] = {}
     for device, index in (
         batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items()
     ):
-        part = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop
+        part = index[0].indices(num_rows)
         found.setdefault(device.process_index, set()).add(part)
     rows = {
         process: np.concatenate([np.arange(*part) for part in sorted(parts)])

@@ -9,19 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rampup.engine.state import check_step_number
+from rampup.engine.state import check_step_number, gone
 from rampup.engine.tables import look_up
-from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 
 
+@gone(
+    should_skip_update_fn=(
+        "it makes optax.MultiSteps skip a microbatch without counting it, so all later"
+        " optimizer steps would straddle two batches of the plan; use"
+        " train_step(..., skip_nonfinite=True), or zero the gradient yourself"
+    )
+)
 def multi_steps(
     tx: optax.GradientTransformation,
     plan: RampPlan,
     *,
     use_grad_mean: bool = True,
     accumulator_dtype: Any = None,
-    should_skip_update_fn: None = None,
 ) -> optax.MultiSteps:
     """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at
     every optimizer step.
@@ -40,7 +45,6 @@ def multi_steps(
         use_grad_mean: average the microbatches' gradients, or with False add them up.
         accumulator_dtype: type of the accumulated gradients; None = that of Optax,
             float32 in newer versions.
-        should_skip_update_fn: of `optax.MultiSteps`; must be None.
 
     Returns:
         The `optax.MultiSteps`; its `init` and `update` are called once per microbatch.
@@ -48,9 +52,8 @@ def multi_steps(
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which
             MultiSteps cannot count.
-        ConfigError: `should_skip_update_fn` is given, which would not count the
-            microbatches that it skips.
-        TypeError: this Optax has no `accumulator_dtype`.
+        TypeError: this Optax has no `accumulator_dtype`, or `should_skip_update_fn` is
+            given, which would not count the microbatches that it skips.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -64,14 +67,6 @@ def multi_steps(
         >>> [int(tx._every_k_schedule(jnp.int32(step))) for step in range(4)]
         [1, 1, 2, 2]
     """
-    if should_skip_update_fn is not None:
-        raise ConfigError(
-            "should_skip_update_fn makes optax.MultiSteps skip a microbatch without"
-            " counting it, so all later optimizer steps would straddle two batches of"
-            " the plan; use train_step(..., skip_nonfinite=True), or zero the gradient"
-            " yourself",
-            key="should_skip_update_fn",
-        )
     check_step_number(plan.ramp.ramp_steps)
     start_steps = [phase.start_step for phase in plan.ramp.phases]
     numbers = np.array([split.num_microbatches for split in plan.splits], np.int32)

@@ -84,10 +84,9 @@ def split_model(
         2.0
     """
     if not isinstance(model, nnx.Module) or not callable(loss_fn):
-        found = f"model is {a_type(model)}, loss_fn is {a_type(loss_fn)}"
         raise ConfigError(
-            f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the"
-            " arguments",
+            f"split_model(model, loss_fn, tx, mesh): model is {a_type(model)}, loss_fn"
+            f" is {a_type(loss_fn)}; check the order of the arguments",
             key="model",
         )
     check_signature(loss_fn)
@@ -126,15 +125,16 @@ def split_model(
         )
 
     pure.has_streams = bool(jax.tree.leaves(streams))  # type: ignore[attr-defined]
-    options: dict[str, Any] = {
-        "mutable": rest if has_rest else None,
-        "frozen": frozen if has_frozen else None,
-    }
-    options |= {
-        "shard_optimizer_over_data": shard_optimizer_over_data,
-        "batch_axes": batch_axes,
-    }
-    return create_state(params, tx, mesh, **options), pure
+    state = create_state(
+        params,
+        tx,
+        mesh,
+        mutable=rest if has_rest else None,
+        frozen=frozen if has_frozen else None,
+        shard_optimizer_over_data=shard_optimizer_over_data,
+        batch_axes=batch_axes,
+    )
+    return state, pure
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from rampup.engine.mesh import axes_of
+from rampup.engine.mesh import axes_of, axis_names
 
 
 def operations(value: Any) -> Iterator[Any]:
@@ -47,7 +47,7 @@ def needing_whole_operands(value: Any) -> Iterator[Any]:
             is_lookup = name.startswith(("gather", "scatter"))
             if is_lookup and eqn.invars[1].aval.ndim < 2:
                 continue
-            if is_lookup and name == "gather" and id(eqn.invars[0]) in whole:
+            if name == "gather" and id(eqn.invars[0]) in whole:
                 continue
             if is_lookup or name in ("shard_map", "sort", "top_k"):
                 yield eqn
@@ -67,7 +67,6 @@ def axes_of_collectives(eqns: Iterable[Any]) -> set[str]:
     found: set[Any] = set()
     for eqn in eqns:
         for key in ("axes", "axis_name"):
-            names = eqn.params.get(key, ())
-            found |= {*names} if isinstance(names, tuple) else {names}
+            found.update(axis_names(eqn.params.get(key)))
     # The axes of an array are numbers.
     return {name for name in found if isinstance(name, str)}

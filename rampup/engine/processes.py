@@ -20,10 +20,8 @@ from jax.sharding import Mesh
 from rampup.errors import ConfigError
 
 FOLDER = "rampup"
-# Seconds after which a process says for whom it waits, at the start and at a meeting,
-# and then says so again.
+# Seconds after which a process says for whom it waits, and then says so again.
 _QUIET_SECONDS = 10.0
-_QUIET_SECONDS_OF_MEETING = 30.0
 _AGAIN_SECONDS = 60.0
 _MEETING_SECONDS = 24 * 3600
 _meeting_numbers = itertools.count()
@@ -85,15 +83,12 @@ def check_joined() -> None:
     them. This starts JAX's backend.
     """
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
-        problem = (
+        raise ConfigError(
             f"JAX sees the devices of {jax.process_count()} processes, but this one has"
-            " not joined them"
+            " not joined them: set coordinator_address, num_processes and process_id, or"
+            " call jax.distributed.initialize() first",
+            key="coordinator_address",
         )
-        fix = (
-            "set coordinator_address, num_processes and process_id, or call"
-            " jax.distributed.initialize() first"
-        )
-        raise ConfigError(f"{problem}: {fix}", key="coordinator_address")
 
 
 def wait_for_all(mesh: Mesh) -> None:
@@ -120,9 +115,7 @@ def _gather(folder: str, value: str) -> list[str]:
     store = kv_store()
     milliseconds = 1000 * _MEETING_SECONDS
     store.key_value_set(f"{FOLDER}/{folder}/{own}", value)
-    with announced(
-        f"process {own} of {count} waits for process 0", _QUIET_SECONDS_OF_MEETING
-    ) as waiting:
+    with announced(f"process {own} of {count} waits for process 0") as waiting:
         if own == 0:
             found = []
             for other in range(count):
@@ -141,16 +134,14 @@ def _gather(folder: str, value: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def announced(
-    words: str, quiet_seconds: float | None = None
-) -> Iterator[SimpleNamespace]:
+def announced(words: str) -> Iterator[SimpleNamespace]:
     """Say on standard error what this process waits for, in words that can be changed,
     if the context takes long.
     """
     waiting, done = SimpleNamespace(words=words), threading.Event()
 
     def announce() -> None:
-        pause = _QUIET_SECONDS if quiet_seconds is None else quiet_seconds
+        pause = _QUIET_SECONDS
         while not done.wait(pause):
             print(f"rampup: {waiting.words}", file=sys.stderr, flush=True)
             pause = _AGAIN_SECONDS

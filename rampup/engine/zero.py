@@ -8,6 +8,7 @@ parameters. It combines collectives where that pays.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -33,10 +34,8 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
         sharding: NamedSharding = leaf.sharding
         if d == 1 or is_scattered(sharding, axes):
             return sharding
-        entries = [
-            _names(entry, mesh)
-            for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
-        ]
+        dims = itertools.zip_longest(leaf.shape, sharding.spec)
+        entries = [_names(entry, mesh) for _, entry in dims]
         # Not the dimension of the stages: a stage takes whole layers, and an optimizer
         # may treat each layer by itself.
         found = [

@@ -444,5 +444,5 @@ def test_multi_steps_follows_the_plan():
             RampPlan(ramp=BatchRamp.piecewise([(0, 2), (2**33, 4)]), **keys),
         )
     # It would swallow a microbatch without counting it.
-    with pytest.raises(ConfigError, match="skip_nonfinite"):
+    with pytest.raises(TypeError, match="skip_nonfinite"):
         multi_steps(optax.sgd(0.1), plan, should_skip_update_fn=optax.skip_not_finite)

@@ -588,8 +588,8 @@ def wait_with_others(number, port, delay, seen):
             coordinator_address=f"localhost:{port}", num_processes=2, process_id=number
         )
 
-    engine_processes._QUIET_SECONDS_OF_MEETING = 0.2
     asyncio.run(cell())  # as in a notebook
+    engine_processes._QUIET_SECONDS = 0.2
     mesh = make_mesh()
     with pytest.raises(ValueError, match="in both"), leaving_on_error():
         raise ValueError("in both")
