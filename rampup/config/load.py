@@ -308,6 +308,8 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     )
     close = difflib.get_close_matches(name.stem, own_names, n=1)
     hint = f"; did you mean {close[0]}.yml?" if close else ""
+    if "=" in name.name:
+        hint = "; first give a configuration or the folder of a run, then key=value"
     kind = "is not a regular file" if candidates[0].exists() else "no such file"
     if candidates[0].is_dir():
         run = candidates[0] / "config.yml"

@@ -35,7 +35,7 @@ import jax
 
 from rampup.engine.processes import first_problem, is_primary
 from rampup.engine.state import gone
-from rampup.errors import DataEndedError, DataError
+from rampup.errors import ConfigError, DataEndedError, DataError, a_type
 from rampup.loop import events
 from rampup.loop.checkpoint import (
     CheckpointOptions,
@@ -219,6 +219,13 @@ class Loop:
     components: tuple[Component, ...] = ()
 
     def __post_init__(self) -> None:
+        if not callable(self.batches):
+            raise ConfigError(
+                f"`batches` is {a_type(self.batches)}, and must be a function of the"
+                " first step",
+                fix="give lambda start: step.batches(rows, start)",
+                key="batches",
+            )
         object.__setattr__(self, "folder", as_path(self.folder))
         brought = [SameRun(self.step)]
         if getattr(self.step, "measures_noise", False):

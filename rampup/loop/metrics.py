@@ -10,6 +10,7 @@ import importlib
 import os
 import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import jax
 
 from rampup.engine.processes import is_primary
 from rampup.engine.state import gone
-from rampup.errors import MissingDependencyError, NonFiniteError
+from rampup.errors import LossWarning, MissingDependencyError, NonFiniteError
 from rampup.loop.components import Component
 from rampup.loop.events import (
     OnEvent,
@@ -35,6 +36,7 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     Record,
     StepLog,
+    as_path,
     describe_gaps,
     is_bucket,
     read_lines,
@@ -174,6 +176,7 @@ class Metrics:
         self._eval_log = log(folder / EVAL_FILE, keep_below=start or -1)
         self._writers = options.writers(start) if is_primary() else ()
         self._phase: int | None = None
+        self._warned = False  # of a loss that is not finite
         self._tokens, self._seconds, self._first = 0, 0.0, start
         self.restart_clock()
 
@@ -273,6 +276,15 @@ class Metrics:
             self._on_event(PhaseStarted(step=position.step, phase=self._phase))
         self._on_event(StepDone(step=position.step, metrics=record))
         self._count_skipped(record)
+        if record["loss"] is None and not self._skipped and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the loss of step {position.step} is not finite, and the step was not"
+                " skipped: the parameters, and the checkpoints from here on, may not be"
+                " finite either; train_step(..., skip_nonfinite=True) skips such steps",
+                LossWarning,
+                stacklevel=2,
+            )
 
     def _line(
         self,
@@ -377,13 +389,13 @@ class TensorBoardWriter:
     `start`, and later ones.
     """
 
-    def __init__(self, folder: Path, *, start: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, start: int = 0) -> None:
         required("tensorboardX")
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
 
         self._event = Event
-        self._folder = folder
+        self._folder = folder = as_path(folder)
         with writing(folder):
             self._local = _local_folder(folder)
             self._local.mkdir(parents=True, exist_ok=True)

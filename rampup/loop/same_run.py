@@ -22,7 +22,7 @@ import optax
 
 import rampup
 from rampup.engine.processes import is_primary
-from rampup.errors import ResumeMismatchError, ResumeWarning
+from rampup.errors import ResumeMismatchError, ResumeWarning, a_type
 from rampup.loop.components import Component, LoopPlan, LoopStep
 from rampup.loop.run_folder import ANOTHER_FOLDER, Record
 
@@ -75,9 +75,9 @@ class SameRun(Component):
 
     Other rows, by number, order and content of some of them, are an error. Another
     optimizer or loss, by its jaxpr, which also changes with the libraries, is a
-    warning. Not seen: rows that `step_batches` does not read, larger arrays in a
-    closure, and what a pipeline or a loss with a class of its own computes. `step` is
-    None if a configuration says what it computes.
+    warning, and so are rows that `step_batches` does not read, which cannot be
+    compared. Not seen: larger arrays in a closure, and what a pipeline or a loss with a
+    class of its own computes. `step` is None if a configuration says what it computes.
     """
 
     def __init__(self, step: LoopStep | None) -> None:
@@ -108,6 +108,14 @@ class SameRun(Component):
             f"give the rows and the seed of that run, or {ANOTHER_FOLDER}",
         )
         self._own[ROWS] = rows
+        if self._before and self._step is not None and not rows and is_primary():
+            warnings.warn(
+                f"whether the rows are those of {place} cannot be told: `batches`"
+                f" returned {a_type(batches)}. See that they go on where they were, or"
+                " return step.batches(...) itself, which is compared",
+                ResumeWarning,
+                stacklevel=2,
+            )
         traced = getattr(self._step, "jaxprs", None)
         if traced is None:
             return

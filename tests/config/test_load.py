@@ -191,6 +191,7 @@ def test_missing_files_are_refused(tmp_path):
     (tmp_path / "run" / "config.yml").write_text("steps: 1\n")
     for path, message in (
         (tmp_path / "none.yml", "no such file"),
+        ("run_name=k", "first give a configuration or the folder of a run"),
         (tmp_path, "is a folder, not a file$"),
         ("bloom_176.yml", r"did you mean bloom_176b\.yml"),
         (tmp_path / "pipe", "is not a regular file"),

@@ -23,7 +23,7 @@ import rampup
 from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
-from rampup.errors import ResumeMismatchError
+from rampup.errors import ConfigError, LossWarning, ResumeMismatchError
 from rampup.loop import events as told
 from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
 from rampup.loop.lock import LOCK_FILE
@@ -556,3 +556,27 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, wor
     ]
     assert len(found) == (words or "").startswith("the ")
     assert all(re.search(words, each) for each in found)
+
+
+def test_a_loss_that_is_not_finite_is_said_once(parts, tmp_path):
+    """Nothing else of a loop of one's own says that its parameters may be spoilt."""
+    mesh, plan, _ = parts
+    rows = toy.rows()
+    rows[40] = jax.tree.map(
+        lambda x: np.full_like(x, np.nan) if np.asarray(x).dtype.kind == "f" else x,
+        rows[40],
+    )
+
+    def batches(start):
+        return step_batches(rows, plan, mesh, start=start)
+
+    with pytest.warns(LossWarning, match=r"not finite.*skip_nonfinite=True") as caught:
+        run_own(parts, tmp_path, batches=batches)
+    assert len([each for each in caught if each.category is LossWarning]) == 1
+
+
+def test_batches_must_be_a_function(parts, tmp_path):
+    """The batches themselves are refused in words."""
+    mesh, plan, _ = parts
+    with pytest.raises(ConfigError, match="a StepBatches, and must be a function"):
+        run_own(parts, tmp_path, batches=step_batches(toy.rows(), plan, mesh))

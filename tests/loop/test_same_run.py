@@ -4,6 +4,7 @@ records that are damaged.
 
 import json
 import shutil
+import warnings
 
 import jax
 import numpy as np
@@ -12,7 +13,12 @@ import pytest
 from helpers import toy
 
 import rampup
-from rampup.errors import DataEndedError, ResumeMismatchError, StorageError
+from rampup.errors import (
+    DataEndedError,
+    ResumeMismatchError,
+    ResumeWarning,
+    StorageError,
+)
 from rampup.loop import ramp_to_continue
 from rampup.loop.checkpoint import write_checksums
 from rampup.loop.run_folder import describe_gaps
@@ -218,6 +224,18 @@ def test_metrics_with_lines_twice_are_reported(tmp_path):
     assert describe_gaps(file, 5).endswith(
         "has 2 lines of step 0, and not one each of 5 steps before this start"
     )
+
+
+def test_rows_that_cannot_be_compared_are_said(tmp_path):
+    """A generator around the batches hides which rows they are: a resume warns, and a
+    start does not.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, stop=5)
+    with pytest.warns(ResumeWarning, match=r"cannot be told: .*a generator.* itself"):
+        summary, _ = run(tmp_path)
+    assert summary.resumed_from == 5
 
 
 def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):

@@ -156,8 +156,8 @@ def print_design(
     for each in facts["candidates"]:
         rule = " ".join(f"{key}={value}" for key, value in each["rate_rule"].items())
         console.print(
-            f'{each["name"]}: batch_size_schedule="{each["batch_size_schedule"]}"'
-            f" {rule}"
+            f"{each['name']}: enable_rampup_batch_size=false"
+            f' batch_size_schedule="{each["batch_size_schedule"]}" {rule}'
         )
         console.print(
             f"  {_with_ends(each, 'token_overhead', '{:.0%}'.format)} more tokens"

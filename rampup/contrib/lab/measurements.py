@@ -88,7 +88,7 @@ class Measurements(NamedTuple):
             if not found.noise:
                 found = found._replace(**_noise_of(path, lines, notes))
         if not found.noise:
-            names = ", ".join(map(str, paths)) or "no run"
+            names = ", ".join(map(str, paths)) or "any run"
             raise DataError(
                 f"no noise scale was measured in {names}",
                 fix="give --measured RUN_DIR of a run with measure_gradient_noise=true",
@@ -104,7 +104,7 @@ class Measurements(NamedTuple):
         if found is not None and not _is_precise(found):
             raise DataError(
                 "the noise scale of the second half of the measured samples is"
-                f" {found}, which is not precise enough to design from: the ends of"
+                f" {found} tokens, which is not precise enough to design from: the ends of"
                 f" its interval must be within a factor of {PRECISE:g}; measure in a"
                 " longer run, or in one with a larger batch",
                 key="measured",

@@ -5,6 +5,7 @@ planned.
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,16 @@ def test_design_json(run, capsys):
         )
         == found
     )
+
+
+def test_the_printed_keys_run(run, capsys, monkeypatch):
+    """What stands behind a candidate's name is legal for base.yml as it is."""
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["design", str(run), *LONG]) == 0
+    (line,) = re.findall(r"^fastest ramp: (enable.*)$", capsys.readouterr().out, re.M)
+    settings = ["train_tokens=20M", "steps=-1", *shlex.split(line), "--devices", "1"]
+    code, plan = run_json(capsys, "plan", BASE, *settings)
+    assert (code, len(plan["phases"]) > 1) == (0, True)
 
 
 def test_design_does_not_extrapolate_without_limit(run, capsys):
