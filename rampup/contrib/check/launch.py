@@ -107,9 +107,6 @@ _LAUNCHERS = (
 # The key of a file that names those from which it starts.
 PARENT = "defaults"
 
-# The sizes and defaults that each shipped base file sets, by its name.
-Bases = Mapping[str, Mapping[str, Any]]
-
 
 def parse_known(text: str, path: str) -> Any:
     """Return the value of a text in YAML; as it is, one with a part that the script
@@ -156,7 +153,8 @@ class Launch:
     read: Callable[[Command], dict[str, Located]] = (
         read_words  # the keys that a command sets; values may contain markers
     )
-    bases: Bases = field(default_factory=dict)  # the base files that it ships
+    # The sizes and defaults that each base file sets that it ships, by its name.
+    bases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     version: str = ""  # that of `bases`, for notes
     # The base file that a program starts from if its command names none, by a part of
     # its name; that of all others by "".

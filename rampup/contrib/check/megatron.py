@@ -52,12 +52,8 @@ from rampup.plan.split import BatchSplitter
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
 MICRO, GLOBAL = "micro_batch_size", "global_batch_size"
 DECREASE = "decrease_batch_size_if_needed"
-MODEL_AXES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
-TENSOR, STAGES, CONTEXT = MODEL_AXES
+TENSOR, STAGES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CONTEXT = "context_parallel_size"
 SEQUENCE = "ds_sequence_parallel_size"
 # The axes whose devices share a sample, with their names in messages.
 AXES = {TENSOR: "tensor", STAGES: "pipeline", CONTEXT: "context", SEQUENCE: "sequence"}
@@ -337,7 +333,7 @@ class MegatronJob(PretrainingJob):
             {
                 f"{name} parallel size": self[axis]
                 for axis, name in AXES.items()
-                if axis in MODEL_AXES or axis in self.settings.given
+                if axis != SEQUENCE or axis in self.settings.given
             }
         )
         self.model_parallel = self.replica.number

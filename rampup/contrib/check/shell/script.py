@@ -166,7 +166,7 @@ class _Reader(Flow):
                 return self.shift(rest)
             case "cd":
                 folders = [word for word in rest if not word.startswith("-")]
-                path = os.path.join(self.folder, *(folders or [mark("PWD")]))
+                path = os.path.join(self.get("PWD"), *(folders or [mark("PWD")]))
                 is_open = has_unknown(path)
                 self.env["PWD"] = mark("PWD") if is_open else os.path.normpath(path)
             case "unset":
@@ -386,10 +386,10 @@ class _Reader(Flow):
                 f"{explain_unknown(word)}, in {show_unknown(word)}{settle}"
             )
         # The working directory may be one of another machine.
-        folders = ["."] if has_unknown(self.folder) else [self.folder, "."]
+        folders = [self.get("PWD"), "."]
         own = self.path.absolute()
         found: list[tuple[str, str]] = []
-        for folder in folders:
+        for folder in itertools.filterfalse(has_unknown, folders):
             for up in own.parents:
                 start = os.path.normpath(os.path.join(up, folder))
                 file = os.path.normpath(os.path.join(start, word))

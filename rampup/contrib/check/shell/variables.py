@@ -72,14 +72,6 @@ class Variables:
 
     # The value of a variable.
 
-    @property
-    def folder(self) -> str:
-        """The working directory: `.` where the run begins, and also after `unset
-        PWD`.
-        """
-        found: str = self.get("PWD")
-        return "." if found == mark("PWD", UNSET) else found
-
     def argument(self, name: str) -> Any:
         """Return a positional parameter, all of them, or their number."""
         arguments = self.env["@"]
@@ -303,7 +295,7 @@ class Variables:
             return None
         with self.changed(depth=self.depth + 1, env=dict(self.env)):
             *before, last = [nodes[0].words for _, _, nodes in rows]
-            folder = self.folder
+            folder = self.get("PWD")
             for raw in before:
                 words = self.expanded(raw)
                 if words[:1] != ["cd"] or len(words) != 2:
