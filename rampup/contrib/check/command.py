@@ -54,7 +54,7 @@ CHECK = {
     "-o --output": arg("FILE", "the converted file"),
 }
 MAX_FILES = 500
-SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json")
+SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".ipynb")
 OUTCOMES = {
     "accepts": "its own check accepts the file",
     "rejects": "its own check rejects the file",

@@ -170,9 +170,18 @@ def test_a_folder_and_several_files_are_rows(capsys, tmp_path):
     b = write(tmp_path, "b.sh", f"torchrun --nproc_per_node 3 {GPT}\n")
     write(tmp_path, "c.sh", f"torchrun --nproc_per_node $N {GPT}\n")
     write(tmp_path, "other.sh", "echo done\n")
+    cell = (
+        "from tunix.rl.grpo.grpo_learner import GRPOConfig\n"
+        "grpo = GRPOConfig(num_generations=2)\n"
+        "train = RLTrainingConfig(mini_batch_size=6)\n"
+        "BATCH_SIZE = 3"
+    )
+    cells = [{"cell_type": "code", "source": cell, "metadata": {}, "outputs": []}]
+    write(tmp_path, "d.ipynb", json.dumps({"cells": cells, "metadata": {}}))
     code, found = run(capsys, str(tmp_path))
     assert code == 2
-    assert [row["ok"] for row in found["files"]] == [True, False, False]
+    assert [row["ok"] for row in found["files"]] == [True, False, False, False]
+    assert found["files"][3]["file"].endswith("d.ipynb")
     assert "256 samples" in found["files"][0]["summary"]
     assert "number of devices is not" in found["files"][2]["error"]
     assert found["others"] == 1
