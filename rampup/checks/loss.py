@@ -31,7 +31,7 @@ from rampup.checks.trials import (
 from rampup.data.sources import as_source
 from rampup.engine.batch import Batch
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.state import read_by_loss
+from rampup.engine.state import check_arguments, read_by_loss
 from rampup.errors import DataError, LossWarning
 
 # Trials with moved parameters. The first has them as they are.
@@ -157,6 +157,7 @@ def check_loss(
         >>> bool(report), [problem.kind for problem in report.problems]
         (False, ['mean'])
     """
+    check_arguments("check_loss(loss_fn, state_or_params, rows)", loss_fn=loss_fn)
     return _report(Trials(loss_fn, state_or_params, _pick(rows), seed))
 
 

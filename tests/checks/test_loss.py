@@ -1053,3 +1053,9 @@ def test_a_donated_state_is_refused_in_words():
     jax.tree.map(lambda x: x.delete(), state.params)
     with pytest.raises(ConfigError, match=r"took its memory; give the state that"):
         rampup.check_loss(RIGHT["regression"], state, BATCH)
+
+
+def test_arguments_in_another_order_are_refused():
+    """As by `train_step`, and not by JAX."""
+    with pytest.raises(ConfigError, match=r"loss_fn is a dict; check the order"):
+        rampup.check_loss({"w": jnp.float32(0)}, lambda *args: args, np.zeros((4, 2)))
