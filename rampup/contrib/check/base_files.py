@@ -1,17 +1,17 @@
-"""The base files from which a source starts (Hydra): beside it, beside its program, or
-those that the system ships.
+"""The base files from which a source starts: beside it, in its repository, or those that
+the system ships; and how Hydra reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.known import with_lines
 from rampup.contrib.check.launch import (
@@ -23,10 +23,11 @@ from rampup.contrib.check.launch import (
 )
 from rampup.contrib.check.launchers import option
 from rampup.contrib.check.reading import Source, read_leaves, read_source
-from rampup.contrib.check.settings import Settings, type_settings
+from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import (
     explain_unknown,
+    show_unknown,
     unknown_names,
 )
 from rampup.errors import ConfigError
@@ -40,66 +41,211 @@ _MAX_FILES = 40
 _MAX_FOLDERS = 8
 
 
-def _base_folders(command: Command, path: str) -> list[Path]:
-    """Return where the base file of a command may be: its `--config-path` in a folder
-    above, or above its program's folder.
+class BaseFiles:
+    """The base files from which a source starts."""
+
+    def __init__(self, launch: Launch, source: Reading) -> None:
+        self.launch = launch
+        self.source = source
+        # The keys of files that are there, which count as given; an upper file wins.
+        self.beside: dict[str, Located] = {}
+        self.files: list[Path] = []  # those files
+        self.shipped: dict[str, Any] = {}  # the keys of files that the system ships
+        self.named: list[str] = []  # those files
+        self.missing: list[str] = []
+
+    def follow(self, parents: Located, package: str = "") -> None:
+        """Read what the key of a file that names its base files says: one that must be
+        there, or a list, in its order. Their keys go below the package.
+        """
+        folder = Path(parents.path).parent
+        if isinstance(parents.value, list):
+            for name, below in self._choices(parents.value, package):
+                if not self.add(name, [folder / f"{name}.yaml"], parents.path, below):
+                    self.missing.append(name)
+        elif isinstance(parents.value, str) and parents.value.strip():
+            name = parents.value
+            files = [folder / name]
+            if parents.path != COMMAND_LINE:
+                files += _find_end(parents.path, name)
+            if not self.add(name, files, parents.path):
+                raise self.unknown(show_unknown(name), parents)
+
+    def _choices(
+        self, defaults: Sequence[Any], package: str
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the files of a `defaults` list and the packages of their keys; the
+        choice of a known key is its value.
+        """
+        for item in defaults:
+            if isinstance(item, Mapping):
+                for group, choice in item.items():
+                    name = group.removeprefix("override ").removeprefix("optional ")
+                    if name in self.launch.entries and choice is not None:
+                        self.shipped[name] = choice
+                    elif isinstance(choice, str):
+                        place, _, below = name.partition("@")
+                        below = below or place.rpartition("../")[2]
+                        below = below.replace("_global_", "").replace("/", ".")
+                        yield (
+                            f"{place}/{choice}",
+                            ".".join(filter(None, (package, below))),
+                        )
+            elif isinstance(item, str) and item != "_self_":
+                yield item, package
+
+    def add(
+        self, name: str, files: Iterable[Path], path: str, package: str = ""
+    ) -> bool:
+        """Read the first of some files that is there and is not `path`, or else take the
+        shipped one of that name; return whether there is one.
+        """
+        last = PurePosixPath(name).name
+        if unknown := unknown_names(last):
+            raise ConfigError(
+                f"{explain_unknown(last)}, its base file; add {unknown[0]}=...",
+                path=path,
+            )
+        file = next((f for f in files if f.is_file() and str(f) != path), None)
+        if file is not None:
+            self._read(file, package)
+            return True
+        for shipped, keys in self.launch.bases.items():
+            # MaxText's have a suffix, and other folders in other versions.
+            path_of = PurePosixPath(shipped)
+            if name == shipped or (path_of.suffix and path_of.name == last):
+                self.named.append(shipped)
+                self.shipped |= keys
+                return True
+        return False
+
+    def _read(self, file: Path, package: str) -> None:
+        if len(self.files) == _MAX_FILES:
+            raise ConfigError(
+                f"more than {_MAX_FILES} base files; do they name each other?",
+                key=self.launch.parent,
+                path=self.source.path,
+            )
+        self.files.append(file)
+        leaves = read_leaves(read_text(file), str(file))
+        if self.launch.parent in leaves:
+            self.follow(leaves.pop(self.launch.parent), package)
+        prefix = f"{package}." if package else ""
+        below = {f"{prefix}{key}": value for key, value in leaves.items()}
+        found = dataclasses.replace(self.source, path=str(file), leaves=below)
+        self.beside |= rename(found, self.launch).leaves
+
+    def unknown(self, name: str, place: Located) -> ConfigError:
+        """Return the refusal of a base file that is nowhere."""
+        fix = "put it there"
+        if self.launch.bases:
+            first = next(iter(self.launch.bases))
+            fix += f", or add {self.launch.parent}={first} for its defaults"
+        return ConfigError(
+            f"the base file {name} is neither beside this file nor one that"
+            f" {self.launch.system} ships",
+            fix=fix,
+            key=self.launch.parent,
+            path=place.path,
+            line=place.line,
+        )
+
+
+def split_parent(overrides: Sequence[str], launch: Launch) -> tuple[str, list[str]]:
+    """Return the base file that the user chooses, or an empty text, and the other
+    settings.
     """
-    written = option(command.words, "--config-path", "-cp") or "config"
-    folder = Path(known_end(written))
-    ends = [folder]
-    if folder.is_absolute():  # it may be one of another machine
-        ends += [Path(*folder.parts[first:]) for first in range(1, len(folder.parts))]
-    ends.append(Path(program_of(command)).parent / folder)
-    return [up / end for end in ends for up in Path(path).absolute().parents]
+    start = f"{launch.parent}="
+    chosen = [text.removeprefix(start) for text in overrides if text.startswith(start)]
+    others = [text for text in overrides if not text.startswith(start)]
+    return (chosen[-1] if chosen else ""), others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """The version of a system that a source is for."""
-
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # where they differ from those of its entries
-    notes: Sequence[str] = ()  # which it is, and why
-    others: tuple[str, ...] = ()  # versions that are possible as well
-    is_fork: bool = False  # whether the user has said so
-    questions: tuple[ConfigError, ...] = ()  # what must be answered to know it
-
-
-# From what a source sets, and its keys in base files beside it.
-ChooseVersion = Callable[[Reading, Mapping[str, Located]], Version]
-
-
-def read_hydra(
-    source: Source,
-    overrides: Sequence[str],
-    launch: Launch,
-    choose_version: ChooseVersion = lambda *_: Version(),
-) -> Settings:
-    """Read a YAML file, a script or a command, above the base files that it names; the
-    arguments are those of `read_source`.
+def read_bases(
+    source: Source, overrides: Sequence[str], launch: Launch
+) -> tuple[Reading, BaseFiles]:
+    """Read a YAML file, a script or a command of Hydra, with the base files that it
+    names; the keys of those that are there count as its own.
     """
-    chosen: str | None = None
-    others: list[str] = []
-    for setting in overrides:
-        if setting.startswith(f"{PARENT}="):
-            chosen = setting.partition("=")[2]
-        else:
-            others.append(setting)
+    chosen, others = split_parent(overrides, launch)
     reading = read_source(source, others, launch)
-    bases = _BaseFiles(launch, reading.path)
+    bases = BaseFiles(launch, reading)
+    own = {name: at for name, at in reading.leaves.items() if name != PARENT}
     if reading.command is not None:
-        bases.start(reading.command, chosen)
+        _start(bases, reading.command, chosen)
     elif PARENT in reading.leaves:
-        bases.follow(reading.leaves[PARENT], Path(reading.path).parent)
-    own = {name: value for name, value in reading.leaves.items() if name != PARENT}
+        bases.follow(reading.leaves[PARENT])
     reading.leaves = bases.beside | own
     reading.recognized |= bool(bases.named)
-    version = choose_version(reading, bases.beside)
-    reading.questions += version.questions
-    known_keys = launch.known_keys
-    settings = type_settings(reading, launch, {**version.defaults, **bases.shipped})
-    notes = [*settings.notes, *version.notes]
+    return reading, bases
+
+
+def _start(bases: BaseFiles, command: Command, chosen: str) -> None:
+    """Read the base file that the user or a command names, or else that of its
+    program.
+    """
+    launch, path = bases.launch, bases.source.path
+    name = chosen or option(command.words, "--config-name", "-cn")
+    folder = PurePosixPath(program_of(command).lstrip("/")).parent
+    if name is not None:
+        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
+        file = f"{name}.yaml"
+        place = option(command.words, "--config-path", "-cp") or "config"
+        here = Path(path).parent
+        files = [here / file, here / place / file, *_find_end(path, f"{place}/{file}")]
+        files += find_in_repository(path, f"{folder}/{known_end(place)}/{file}")
+        if not bases.add(name, files, path):
+            raise bases.unknown(file, Located(value=name, path=path))
+        return
+    text = " ".join(command.words)
+    part = next((part for part in launch.programs if part and part in text), "")
+    default = launch.programs.get(part, "")
+    files = []
+    if folder.name:  # they are in `config` beside the program
+        files = find_in_repository(path, f"{folder}/config/{default}.yaml")
+    if part or files:
+        bases.add(default, files, path)
+    else:
+        bases.shipped |= launch.bases.get(default, {})
+
+
+def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a source above its base files; the arguments are those of `read_source`."""
+    return type_above(*read_bases(source, overrides, launch))
+
+
+def type_above(
+    reading: Reading,
+    bases: BaseFiles,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    notes: Sequence[str] = (),
+) -> Settings:
+    """Return the typed values of a source above its base files, and those above the
+    defaults of its version, of which the notes tell.
+    """
+    launch, known_keys = bases.launch, bases.launch.known_keys
+    settings = type_settings(reading, launch, {**defaults, **bases.shipped})
+    said = [*settings.notes, *notes, *_notes_of(reading, bases)]
+    looked = looked_up(reading, bases.beside)
+    own_answers = [
+        name
+        for name in reading.answered - launch.entries.keys()
+        if known_keys.life(name) is None
+    ]
+    if launch.keys and (reading.is_fork or own_answers):
+        foreign = [name for name in looked if known_keys.life(name) is None]
+        if foreign:
+            said.append(
+                f"a fork: {', '.join(foreign)} are taken as keys of its own that change"
+                " no size."
+            )
+        looked = {}
+    return dataclasses.replace(settings, looked_up=looked, notes=tuple(said))
+
+
+def _notes_of(reading: Reading, bases: BaseFiles) -> Iterator[str]:
+    """Yield which keys no version has, and which base files were read or not."""
+    launch, known_keys = bases.launch, bases.launch.known_keys
     if reading.command is None:
         groups = tuple({f"{name.partition('.')[0]}." for name in known_keys.lives})
         own = {
@@ -110,42 +256,25 @@ def read_hydra(
             and name not in launch.entries
         }
         if named := ", ".join(with_lines(own)[:4]):
-            notes.append(
+            yield (
                 f"no version of {launch.system} has {named}: a fork's, or another"
                 " trainer's, whose rules may differ."
             )
     if bases.named:
-        notes.append(
+        yield (
             f"{', '.join(bases.named)}: the sizes of"
             f" {launch.system}{launch.version and f' of {launch.version}'}."
         )
     if bases.missing and (reading.command is None or bases.beside):
-        notes.append(
+        yield (
             f"defaults: {', '.join(bases.missing)} not found beside this file; what it"
             " sets is not read."
         )
     if SEARCH_PATH in reading.leaves:
-        notes.append(
+        yield (
             f"{SEARCH_PATH} adds base files, which are not read: keys that only they"
             " have are not checked."
         )
-    looked = looked_up(reading, bases.beside)
-    own_answers = [
-        name
-        for name in reading.answered - launch.entries.keys()
-        if known_keys.life(name) is None
-    ]
-    if launch.keys and (version.is_fork or own_answers):
-        foreign = [name for name in looked if known_keys.life(name) is None]
-        if foreign:
-            notes.append(
-                f"a fork: {', '.join(foreign)} are taken as keys of its own that change"
-                " no size."
-            )
-        looked = {}
-    return dataclasses.replace(
-        settings, looked_up=looked, other_versions=version.others, notes=tuple(notes)
-    )
 
 
 def looked_up(
@@ -163,119 +292,6 @@ def looked_up(
         for name, value in reading.leaves.items()
         if name not in others and is_key.fullmatch(name)
     }
-
-
-class _BaseFiles:
-    """The base files from which a source starts."""
-
-    def __init__(self, launch: Launch, path: str) -> None:
-        self.launch = launch
-        self.path = path  # the source
-        self.beside: dict[
-            str, Located
-        ] = {}  # the keys of files beside the source or the program, which count as given
-        self.shipped: dict[str, Any] = {}  # those of files that the system ships
-        self.named: list[str] = []  # the shipped files
-        self.missing: list[str] = []
-        self.count = 0  # of files
-
-    def start(self, command: Command, chosen: str | None) -> None:
-        """Read the base file that the user or a command names, or else that of its
-        program.
-        """
-        launch, path = self.launch, self.path
-        name = (
-            option(command.words, "--config-name", "-cn") if chosen is None else chosen
-        )
-        beside = _program_folders(command, path)
-        if name is not None:
-            folders = [*_base_folders(command, path), *beside]
-            self.add(name, [Path(path).parent, *folders], path)
-            return
-        text = " ".join(command.words)
-        part = next((part for part in launch.programs if part and part in text), "")
-        default = launch.programs.get(part, "")
-        if part or any((folder / f"{default}.yaml").is_file() for folder in beside):
-            self.add(default, beside, path)
-        else:
-            self.shipped |= launch.bases.get(default, {})
-
-    def follow(self, defaults: Located, folder: Path, package: str = "") -> None:
-        """Read what a `defaults` list names, in order; its keys go below the
-        package.
-        """
-        for item in defaults.value if isinstance(defaults.value, list) else []:
-            if isinstance(item, Mapping):
-                for group, choice in item.items():
-                    name = group.removeprefix("override ").removeprefix("optional ")
-                    if name in self.launch.entries and choice is not None:
-                        self.shipped[name] = choice
-                    elif isinstance(choice, str):
-                        place, _, below = name.partition("@")
-                        below = (
-                            (below or place.rpartition("../")[2])
-                            .replace("_global_", "")
-                            .replace("/", ".")
-                        )
-                        below = ".".join(filter(None, (package, below)))
-                        self.add(
-                            f"{place}/{choice}",
-                            [folder],
-                            defaults.path,
-                            package=below,
-                            required=False,
-                        )
-            elif isinstance(item, str) and item != "_self_":
-                self.add(item, [folder], defaults.path, package=package, required=False)
-
-    def add(
-        self,
-        name: str,
-        folders: Sequence[Path],
-        path: str,
-        *,
-        package: str = "",
-        required: bool = True,
-    ) -> None:
-        """Read a base file in one of the folders, or else take the shipped one."""
-        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
-        if unknown := unknown_names(name):
-            raise ConfigError(
-                f"{explain_unknown(name)}, its base file; add {unknown[0]}=...",
-                path=path,
-            )
-        self.count += 1
-        if self.count > _MAX_FILES:
-            raise ConfigError(
-                f"more than {_MAX_FILES} base files; do they name each other?",
-                key=PARENT,
-                path=path,
-            )
-        for folder in folders:
-            file = folder / f"{name}.yaml"
-            if file.is_file() and str(file) != path:
-                found = read_leaves(read_text(file), str(file))
-                if PARENT in found:
-                    self.follow(found.pop(PARENT), file.parent, package)
-                for key, value in found.items():
-                    self.beside[f"{package}.{key}" if package else key] = value
-                return
-        if name in self.launch.bases:
-            self.named.append(name)
-            self.shipped.update(self.launch.bases[name])
-        elif not required:
-            self.missing.append(name)
-        else:
-            said = (
-                f"the base file {name}.yaml is neither beside this file nor one that is"
-                " known; put it into this folder"
-            )
-            if self.launch.programs:
-                said += (
-                    f", or start from a known one ({PARENT}={self.launch.programs['']})"
-                    " and add its sizes as key=value"
-                )
-            raise ConfigError(said, key=PARENT, path=path)
 
 
 def repository_folders(path: str) -> list[Path]:
@@ -301,12 +317,12 @@ def find_in_repository(path: str, place: str) -> list[Path]:
     return [file for file in found if file.exists()]
 
 
-def _program_folders(command: Command, path: str) -> list[Path]:
-    """Return the folders of a program's base files that are there: `config` beside it,
-    from the script upwards.
+def _find_end(path: str, place: str) -> list[Path]:
+    """Return what is in the repository of a file at a place, or at the end of it: the
+    folders before may be those of another machine.
     """
-    program = program_of(command)
-    if "/" not in program.strip("/"):
-        return []
-    place = str(Path(program.lstrip("/")).parent / "config")
-    return find_in_repository(path, place)
+    parts = known_end(place).strip("/").split("/")
+    ends = ["/".join(parts[first:]) for first in range(max(len(parts) - 1, 1))]
+    if ".." in parts:
+        ends = ends[:1]
+    return [file for end in ends for file in find_in_repository(path, end)]

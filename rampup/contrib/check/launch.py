@@ -155,6 +155,7 @@ class Launch:
     )
     # The sizes and defaults that each base file sets that it ships, by its name.
     bases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    parent: str = PARENT  # the key of a file that names those from which it starts
     version: str = ""  # that of `bases`, for notes
     # The base file that a program starts from if its command names none, by a part of
     # its name; that of all others by "".

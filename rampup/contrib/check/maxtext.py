@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from rampup.config.key import other_names
-from rampup.config.load import BASE, COMMAND_LINE
+from rampup.config.load import BASE
 from rampup.config.yaml import Located
-from rampup.contrib.check.base_files import find_in_repository
+from rampup.contrib.check.base_files import BaseFiles, split_parent
 from rampup.contrib.check.known import load_table, load_unread
-from rampup.contrib.check.launch import Launch, Reading, known_end, load_launch
+from rampup.contrib.check.launch import Launch, load_launch
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
@@ -32,7 +30,6 @@ from rampup.contrib.check.rules import (
     found_by_run,
 )
 from rampup.contrib.check.settings import Settings, rename, type_settings
-from rampup.contrib.check.shell.values import show_unknown
 from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
@@ -59,11 +56,7 @@ AXIS_GROUPS: dict[str, list[str]] = load_table("maxtext", "axes")
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
 BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
 UNREAD = load_unread("maxtext")
-LAUNCH = load_launch(
-    "maxtext",
-    bases=BASES,
-    unread=UNREAD,
-)
+LAUNCH = load_launch("maxtext", bases=BASES, unread=UNREAD, parent=BASE)
 
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -71,35 +64,32 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     command names. Files of models are not read: those of MaxText set no batch sizes,
     and a note names another one.
     """
-    reading = rename(read_source(source, overrides, launch), launch)
-    chosen = dict(setting.split("=", 1) for setting in reading.overrides)
-    given = dict(reading.leaves)
-    command = reading.command
-    if command is not None and command.devices:  # those of a manifest
-        given.setdefault("num_devices", command.locate(command.devices))
-    bases = _read_bases(reading, launch, given, chosen.get(BASE, ""))
-    answered = {*chosen, BASE, *launch.entries, *bases.own}
+    chosen, others = split_parent(overrides, launch)
+    reading = rename(read_source(source, others, launch), launch)
+    given, command = dict(reading.leaves), reading.command
+    start = given.get(BASE)
+    if command is not None:
+        words = [word for word in command.words if "=" not in word]
+        named = (word for word in words if word.endswith((".yml", ".yaml")))
+        start = command.locate(next(named, ""))
+        if command.devices:  # those of a manifest
+            given.setdefault("num_devices", command.locate(command.devices))
+    if chosen:
+        start = Located(value=chosen, path=reading.path)
+    bases = BaseFiles(launch, reading)
+    if start is not None:
+        bases.follow(start)
+    answered = {*reading.answered, BASE, *launch.entries, *bases.beside}
     looked_up = {
         key: value for key, value in reading.leaves.items() if key not in answered
     }
-    reading = dataclasses.replace(
-        reading,
-        leaves={
-            name: value
-            for name, value in bases.leaves.items()
-            if not (name in MAY_BE_EMPTY and value.value in ("", None))
-        },
-        overrides=[
-            text for text in reading.overrides if not text.startswith(f"{BASE}=")
-        ],
-        recognized=reading.recognized or bool(bases.shipped),
-    )
-    defaults = {
+    reading.leaves = {
         name: value
-        for name, value in launch.bases.get(bases.shipped, {}).items()
-        if name in launch.entries
+        for name, value in {**bases.beside, **given}.items()
+        if not (name in MAY_BE_EMPTY and value.value in ("", None))
     }
-    settings = type_settings(reading, launch, defaults)
+    reading.recognized |= bool(bases.named)
+    settings = type_settings(reading, launch, bases.shipped)
     notes = [*settings.notes]
     model = settings.values.get("model_name", "default")
     if model != "default":
@@ -107,79 +97,15 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
             f"model_name={model}: the file of the model is not read; those of MaxText"
             " set no batch sizes."
         )
-    if bases.files[1:] and reading.command is not None:
-        notes.append(f"{', '.join(bases.files[1:])}: its base file, which is read.")
-    if bases.shipped not in ("", "base.yml"):
-        notes.append(
-            f"what the source does not set is from MaxText's own {bases.shipped} of"
-            f" {launch.version}."
-        )
+    if bases.files and command is not None:
+        files = [str(file.resolve()) for file in bases.files]
+        notes.append(f"{', '.join(files)}: its base file, which is read.")
+    notes += [
+        f"what the source does not set is from MaxText's own {name} of {launch.version}."
+        for name in bases.named
+        if name != "base.yml"
+    ]
     return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
-
-
-class _Bases(NamedTuple):
-    """The base files from which a source starts."""
-
-    leaves: Mapping[str, Located]  # the keys of the source above those of its bases
-    own: Mapping[str, Located]  # the keys of the bases
-    files: Sequence[str]  # the source and the bases that were read
-    shipped: str  # the last base, if it is one that MaxText ships
-
-
-def _read_bases(
-    reading: Reading, launch: Launch, given: Mapping[str, Located], chosen: str
-) -> _Bases:
-    """Follow the base files of a source, from the one that the user, its command or its
-    `base_config` names. Upper ones win over those from which they start.
-    """
-    leaves, own = dict(given), dict[str, Located]()
-    files = [os.path.realpath(reading.path)]
-    place = leaves.get(BASE, Located(value="", path=reading.path))
-    if chosen:
-        place = dataclasses.replace(place, value=chosen)
-    elif reading.command is not None:
-        words = [word for word in reading.command.words if "=" not in word]
-        named = (word for word in words if word.endswith((".yml", ".yaml")))
-        place = reading.command.locate(next(named, ""))
-    folder = Path(reading.path).parent
-    while isinstance(place.value, str) and place.value.strip():
-        beside = [folder / place.value]
-        # Or within the repository: the path may be one of another machine.
-        parts = known_end(place.value).strip("/").split("/")
-        if reading.path != COMMAND_LINE and ".." not in parts:
-            for first in range(max(len(parts) - 1, 1)):
-                beside += find_in_repository(reading.path, "/".join(parts[first:]))
-        file = next((path for path in beside if path.is_file()), None)
-        if file is None:
-            return _Bases(leaves, own, files, _find_shipped(place, launch))
-        if os.path.realpath(file) in files:
-            raise ConfigError(
-                f"{BASE} is a circular reference at {file.name}",
-                key=BASE,
-                path=str(file),
-            )
-        files.append(os.path.realpath(file))
-        below = rename(read_source(file, reading.overrides, launch), launch).leaves
-        own |= below
-        leaves = {**below, **leaves}
-        place, folder = below.get(BASE, Located(value="", path="")), file.parent
-    return _Bases(leaves, own, files, "")
-
-
-def _find_shipped(place: Located, launch: Launch) -> str:
-    """Return the file of MaxText's configs that has the name of a path."""
-    name = show_unknown(place.value)
-    last = PurePosixPath(name).name
-    for shipped in launch.bases:
-        if PurePosixPath(shipped).name == last:
-            return shipped
-    raise ConfigError(
-        f"{BASE}={name} is neither beside this file nor one that MaxText ships",
-        fix=f"put it there, or add {BASE}=base.yml for MaxText's defaults",
-        key=BASE,
-        path=place.path,
-        line=place.line,
-    )
 
 
 def known_keys(job: Any, key: str) -> Iterator[Ruling]:

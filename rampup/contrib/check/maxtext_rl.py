@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rampup.config.load import BASE
 from rampup.contrib.check.known import load_unread
 from rampup.contrib.check.launch import load_entries, load_launch
 from rampup.contrib.check.maxtext import (
@@ -36,6 +37,7 @@ KEYS = load_entries("maxtext_rl")
 LAUNCH = load_launch(
     "maxtext_rl",
     bases=BASES,
+    parent=BASE,
     unread={
         **{name: row for name, row in UNREAD.items() if name not in KEYS},
         **load_unread("maxtext_rl", "maxtext"),

@@ -13,7 +13,7 @@ from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, Term, counted, times
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrainedModel:
     """The sizes with which a step's samples train one model."""
 
@@ -89,13 +89,8 @@ class RolloutJob(Job):
         """
         if mini_samples is None:
             mini_samples = mini_batch * self.samples_per_prompt
-        self.trained[name] = TrainedModel(
-            name=name,
-            mini_batch=mini_batch,
-            mini_samples=mini_samples,
-            replicas=replicas,
-            epochs=epochs,
-        )
+        model = TrainedModel(name, mini_batch, mini_samples, replicas, epochs)
+        self.trained[name] = model
 
     def read_data(self, epochs: int, most: int | None) -> None:
         """Count training steps, and what each pass over the data set leaves over;

@@ -293,7 +293,7 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
 
     def violation(rule: Ruling) -> Violation:
         found = (
-            (key, _nearest_values(dialect, job, rule.name, key, tried, broken))
+            (key, _nearest_values(dialect, job, key, tried, broken - {rule.name}))
             for key, tried in attempts(rule)
         )
         first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
@@ -380,13 +380,12 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
 def _nearest_values(
     dialect: Dialect,
     job: Job,
-    rule: str,
     key: str,
     candidates: Iterable[Any],
     broken: set[str],
 ) -> tuple[Any, ...]:
-    """Return up to one legal value of a key below the given one and one above;
-    of the `broken` rules, others than `rule` may stay broken.
+    """Return up to one value of a key below the given one and one above with which no
+    rule is broken but those of `broken`.
     """
     before = job[key]
     is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
@@ -400,7 +399,7 @@ def _nearest_values(
             still_broken = broken_names(dialect, changed)
         except RampupError:
             continue
-        if still_broken <= broken - {rule}:
+        if still_broken <= broken:
             found[is_below] = value
             if False in found and (True in found or not is_number):
                 break

@@ -333,6 +333,8 @@ def rename(reading: Reading, launch: Launch) -> Reading:
     """Give the keys of a reading the system's own names, and return it. Two names of a
     key that the rules read must not have different values, unless a setting chooses.
     """
+    if launch.canonical is str:  # no key has another name
+        return reading
     overrides = list[str]()
     for setting in reading.overrides:
         name, equals, text = setting.partition("=")

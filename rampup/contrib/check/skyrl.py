@@ -8,12 +8,11 @@ replica. Sources: SkyRL `train/utils/utils.py`, `train/trainer.py`,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from rampup.config.yaml import Located
-from rampup.contrib.check.base_files import Version, read_hydra
+from rampup.contrib.check.base_files import read_bases, type_above
 from rampup.contrib.check.known import load_unread
-from rampup.contrib.check.launch import Launch, Reading, load_launch, program_of
+from rampup.contrib.check.launch import Launch, load_launch, program_of
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
     RolloutJob,
@@ -89,16 +88,11 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source by the version that its module's name tells; programs beside
     SkyRL's own, such as its examples, add keys to its settings.
     """
-
-    def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
-        program = "" if reading.command is None else program_of(reading.command)
-        is_old = "skyrl_train" in program
-        return Version(
-            defaults={WORD: OLD if is_old else NEWEST},
-            is_fork=reading.is_fork or ("/" in program and "skyrl" not in program),
-        )
-
-    return read_hydra(source, overrides, launch, choose)
+    reading, bases = read_bases(source, overrides, launch)
+    program = "" if reading.command is None else program_of(reading.command)
+    reading.is_fork |= "/" in program and "skyrl" not in program
+    version = OLD if "skyrl_train" in program else NEWEST
+    return type_above(reading, bases, {WORD: version})
 
 
 class SkyRLJob(RolloutJob):

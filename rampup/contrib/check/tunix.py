@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rampup.config.yaml import Located, read_text
-from rampup.contrib.check.base_files import repository_folders
+from rampup.config.yaml import Located
+from rampup.contrib.check.base_files import BaseFiles, find_in_repository
 from rampup.contrib.check.known import Unread
 from rampup.contrib.check.launch import Launch, Reading, load_launch
 from rampup.contrib.check.notebook import Call, read_program
-from rampup.contrib.check.reading import Source, read_leaves, read_source
+from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rollout import RolloutJob, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings, type_settings
@@ -74,13 +74,11 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
     """Return the keys that the constants of a notebook or a program stand for. What it
     gives to calls counts more than a constant of the same name.
     """
-    sizes = [text.partition("=") for text in overrides]
-    devices = [
-        int(value)
-        for name, _, value in sizes
-        if name == "num_devices" and value.isdecimal()  # others are refused later
-    ]
-    program = read_program(Path(path), devices=devices[-1] if devices else None)
+    given = dict(text.split("=", 1) for text in overrides if "=" in text)
+    devices = given.get("num_devices", "")  # what is no number is refused later
+    program = read_program(
+        Path(path), devices=int(devices) if devices.isdecimal() else None
+    )
     calls = [*program.calls()]
     constants = [
         (_NAMES[name.lower()], place)
@@ -147,36 +145,28 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     command.
     """
     reading = read_source(source, overrides, launch)
-    leaves = dict[str, Located]()
-    files = _files_of(reading)
-    for name, found in files.items():
-        leaves |= found
-        reading.notes.append(f"{name} is read below the command.")
-    leaves |= reading.leaves
+    bases = BaseFiles(launch, reading)
+    read: list[str] = []  # the files that a command names and that are there
+    for word in () if reading.command is None else reading.command.words:
+        name = word.rpartition("=")[2]
+        if unknown_names(name) or not name.endswith((".yaml", ".yml")):
+            continue
+        if bases.add(name, find_in_repository(reading.path, name), reading.path):
+            read.append(name)
     # What YAML merges into a model Tunix inherits from `model_config`.
-    leaves = {name: place for name, place in leaves.items() if ".<<." not in name}
-    override = leaves.get(OVERRIDE)
-    if override is not None and str(override.value) in files:
-        del leaves[OVERRIDE]
-    reading.leaves = leaves
+    reading.leaves = {
+        name: place
+        for name, place in {**bases.beside, **reading.leaves}.items()
+        if ".<<." not in name and not (name == OVERRIDE and str(place.value) in read)
+    }
+    reading.notes += [
+        f"{name} is read below the command." for name in dict.fromkeys(read)
+    ]
     reading.questions += _questions(reading)
     settings = type_settings(reading, launch)
     if settings[BATCH] is None and settings[MINI] is None:
         raise _no_batch(reading.path)
     return settings
-
-
-def _files_of(reading: Reading) -> dict[str, dict[str, Located]]:
-    """Return the leaves of each YAML file that a command names and that is there."""
-    found = {}
-    for word in () if reading.command is None else reading.command.words:
-        name = word.rpartition("=")[2]
-        if unknown_names(name) or not name.endswith((".yaml", ".yml")):
-            continue
-        files = [folder / name for folder in repository_folders(reading.path)]
-        if file := next((path for path in files if path.is_file()), None):
-            found[name] = read_leaves(read_text(file), str(file))
-    return found
 
 
 def _no_batch(path: str) -> ConfigError:

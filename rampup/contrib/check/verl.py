@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.base_files import (
-    Version,
     find_in_repository,
     looked_up,
-    read_hydra,
+    read_bases,
     repository_folders,
+    type_above,
 )
 from rampup.contrib.check.known import (
     load_known_keys,
@@ -154,25 +154,23 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source as Hydra does, by the rules of its version. A version without
     rules is asked about; the user's word answers that.
     """
+    reading, bases = read_bases(source, overrides, launch)
+    numbers, why = _find_versions(reading, bases.beside)
+    keys_of = numbers[0]  # the version whose keys the source may have
+    rules = {row.number: name for name, row in GENERATIONS.items()}
+    covered = [rules[number] for number in numbers if number in rules]
     chosen = dict(text.split("=", 1) for text in overrides if "=" in text)
-    keys_of = NEWEST  # the version whose keys the source may have
-
-    def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
-        nonlocal keys_of
-        numbers, why = _find_versions(reading, beside)
-        keys_of = numbers[0]
-        rules = {row.number: name for name, row in GENERATIONS.items()}
-        covered = [rules[number] for number in numbers if number in rules]
-        in_file = reading.leaves.get(WORD)
-        stated = chosen.get(WORD) or (in_file and str(in_file.value))
-        if stated:
-            # A word chooses rules; the keys are those of the source.
-            version, why = _chosen(stated), f"{WORD} says so"
-            keys_of = GENERATIONS[version].number if covered else keys_of
-        elif covered:
-            version = covered[0]
-        else:
-            version = "0.9" if keys_of > _LAST_OF_OLD_WORKERS else "0.4"
+    in_file = reading.leaves.get(WORD)
+    stated = chosen.get(WORD) or (in_file and str(in_file.value))
+    if stated:
+        # A word chooses rules; the keys are those of the source.
+        version, why = _chosen(stated), f"{WORD} says so"
+        keys_of = GENERATIONS[version].number if covered else keys_of
+    elif covered:
+        version = covered[0]
+    else:
+        version = "0.9" if keys_of > _LAST_OF_OLD_WORKERS else "0.4"
+    if not (stated or covered or reading.questions):
         question = ConfigError(
             f"unknown: this is for veRL 0.{keys_of} ({why}), and rampup has the rules of"
             f" {', '.join(GENERATIONS)}",
@@ -181,15 +179,13 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             path=reading.path,
             line=(reading.command and reading.command.line) or None,
         )
-        return Version(
-            defaults={WORD: float(version), **GENERATIONS[version].defaults},
-            notes=[f"the rules are those of veRL {version}: {why}."] if why else [],
-            others=() if stated else tuple(covered[1:]),
-            is_fork=reading.is_fork,
-            questions=() if stated or covered or reading.questions else (question,),
-        )
-
-    settings = read_hydra(source, overrides, launch, choose)
+        reading.questions.append(question)
+    settings = type_above(
+        reading,
+        bases,
+        {WORD: float(version), **GENERATIONS[version].defaults},
+        [f"the rules are those of veRL {version}: {why}."] if why else [],
+    )
     known = load_known_keys("verl")
     # A source without a stated version may be of a day between two versions.
     versions = [keys_of] if WORD in chosen else [keys_of - 1, keys_of, keys_of + 1]
@@ -198,7 +194,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         for name, place in settings.looked_up.items()
         if not any(known.has(name, version) for version in versions)
     }
-    return dataclasses.replace(settings, looked_up=unknown)
+    others = () if stated else tuple(covered[1:])
+    return dataclasses.replace(settings, looked_up=unknown, other_versions=others)
 
 
 def _chosen(text: str) -> str:

@@ -142,7 +142,7 @@ FILES = {
     # veRL's own gives its sizes.
     "shipped defaults": ("verl", GSM8K, {}, REST, {"samples_per_step": 256}),
     "own defaults": ("verl", GSM8K, OWN_GSM8K, REST, {"samples_per_step": 32}),
-    "missing --config-name": ("verl", OTHER, {}, [], r"base file other\.yaml is neither beside this file nor one that is known"),
+    "missing --config-name": ("verl", OTHER, {}, [], r"base file other\.yaml is neither beside this file nor one that veRL ships"),
     "own --config-name": ("verl", OTHER, {"config/other.yaml": "data: {train_batch_size: 16}\n"}, [], {"samples_per_step": 16}),
     "shipped --config-name": ("verl", f"{MAIN_PPO} --config-name=ppo_megatron_trainer.yaml {' '.join(REST)} data.train_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", {}, [], {"data_parallel_size": 2}),
     # A mandatory key is no misspelling of another; a repeated key is refused; a mapping
@@ -200,7 +200,7 @@ FILES = {
         {"recipe/own/settings/own.yaml": "actor_rollout_ref: {rollout: {n: 4}}"}, [], {"samples_per_step": 256}),
     "base file of another machine": ("verl", f"{PPO} --config-path=/root/me/settings --config-name=own",
         {"settings/own.yaml": "actor_rollout_ref: {rollout: {n: 2}}"}, [], {"samples_per_step": 128}),
-    "base file nowhere": ("verl", f"{PPO} --config-name=own", {}, [], r"start from a known one \(defaults=ppo_trainer\)"),
+    "base file nowhere": ("verl", f"{PPO} --config-name=own", {}, [], r"add defaults=ppo_trainer for its defaults"),
     "base file that is given": ("verl", f"{PPO} --config-name=own", {}, ["defaults=ppo_trainer"], {"samples_per_step": 64}),
     "equal branches": ("megatron", BRANCHES.replace("TP=4", "TP=2"), {}, [], {"data_parallel_size": 4}),
     "open branches": ("megatron", BRANCHES, {}, [], r"does not say what \$TP is; add TP="),
@@ -255,3 +255,16 @@ def test_files_that_are_not_read_are_named(tmp_path, name, kind):
         ConfigError, match=f"this is {kind}, which is not read; paste its command"
     ):
         check_file(tmp_path / name, "skyrl")
+
+
+def test_a_base_file_elsewhere_on_this_machine_is_read(tmp_path):
+    """Where `--config-path` names its folder from the root."""
+    elsewhere = tmp_path / "settings"
+    elsewhere.mkdir()
+    (elsewhere / "own.yaml").write_text("data: {train_batch_size: 16}\n")
+    run = tmp_path / "repository" / "run.sh"
+    run.parent.mkdir()
+    (run.parent / ".git").mkdir()
+    text = f"{MAIN_PPO} --config-path={elsewhere} --config-name=own {' '.join(REST)}\n"
+    run.write_text(text)
+    assert check_file(run, "verl").derived["samples_per_step"] == 16

@@ -219,7 +219,7 @@ def test_upper_file_wins_whatever_the_name_of_a_key(tmp_path):
     assert check_file(mine, "maxtext").derived[TO_TRAIN] == 48
     assert check_file(mine, "maxtext", ["num_target_devices=4"]).derived[TO_TRAIN] == 12
     base.write_text("base_config: mine.yml\n")
-    with pytest.raises(ConfigError, match="circular"):
+    with pytest.raises(ConfigError, match="do they name each other"):
         check_file(mine, "maxtext")
     base.write_text("num_target_devices: 8\nnum_devices: 16\n")
     with pytest.raises(ConfigError, match="num_devices is given twice") as caught:
