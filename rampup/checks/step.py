@@ -198,16 +198,16 @@ def _plain_step(
         def loss_of(params: Any) -> tuple[Any, Any]:
             return loss_fn(params, rows, keys)[:2]
 
-        run = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, weight), grads = run(state.params)
+        (loss, weight), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         return jax.tree.map(as_summed, Sums(grads, loss, weight, None))
 
     def run(state: Any) -> Any:
         found = [device.run(sums_of, state, *part) for part in parts]
         sums: Sums = jax.tree.map(lambda *x: sum(x), *found)
         segment = segment_numbers(step.tx, batch.position.segment)
-        args = state, sums.mean_grads(), sums.mean_loss, segment
-        return device.run(update.run_optimizer, *args)
+        return device.run(
+            update.run_optimizer, state, sums.mean_grads(), sums.mean_loss, segment
+        )
 
     return run
 

@@ -273,8 +273,7 @@ class Trials:
             lambda x: _moved(x, move),
             params,
         )
-        differentiated = jax.grad(loss_of, has_aux=True)
-        gradient, found = differentiated(moved)
+        gradient, found = jax.grad(loss_of, has_aux=True)(moved)
         found["gradient"] = gradient
         sums = {}
         for path, leaf in jax.tree.leaves_with_path(found):

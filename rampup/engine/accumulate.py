@@ -381,7 +381,6 @@ def accumulate(
     # Python's numbers too are parameters, as they are for `jax.grad`.
     params, mutable = jax.tree.map(jnp.asarray, (params, mutable))
     check_trained(params)
-    number = num_microbatches
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     if loss.whole_batch and K != 1:
         raise ConfigError(
@@ -390,17 +389,18 @@ def accumulate(
             fix="make its batches with plan.with_whole_batches()",
             key="whole_batch",
         )
-    is_traced = isinstance(number, jax.core.Tracer)
+    is_traced = isinstance(num_microbatches, jax.core.Tracer)
     if not is_traced and (
-        not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K
+        not np.issubdtype(np.asarray(num_microbatches).dtype, np.integer)
+        or not 0 <= num_microbatches <= K
     ):
         raise ConfigError(
-            f"num_microbatches={number} must be a whole number from 0 to {K}, the"
-            " microbatches of the buffer",
+            f"num_microbatches={num_microbatches} must be a whole number from 0 to {K},"
+            " the microbatches of the buffer",
             key="num_microbatches",
             nearest=(K,),
         )
-    has_one = K == 1 and not is_traced and int(number) == 1
+    has_one = K == 1 and not is_traced and int(num_microbatches) == 1
     shardings = jax.tree.map(
         lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable)
     )
@@ -409,7 +409,7 @@ def accumulate(
         loss = with_explicit_axes(loss, auto_view(mesh), *shardings)
     run = loss.summation(mesh, param_shardings, has_one=has_one)
     recipe = Recipe(mutable=mutable)
-    args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), recipe)
+    args = (params, batch_KR, keys_KR, jnp.asarray(num_microbatches, jnp.int32), recipe)
     whole = replicated(mesh)
     results = Sums(shardings[0], whole, whole, whole, shardings[1], whole)
     sums: Sums = call_with_auto_axes(run, mesh, args, results)
@@ -417,7 +417,7 @@ def accumulate(
         return sums
     # JAX clamps an index beyond an array, so the last microbatch would be added several
     # times.
-    is_valid = (number >= 0) & (number <= K)
+    is_valid = (num_microbatches >= 0) & (num_microbatches <= K)
     loss, weight = jax.tree.map(
         lambda x: jnp.where(is_valid, x, jnp.nan), (sums.loss, sums.weight)
     )

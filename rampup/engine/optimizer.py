@@ -229,10 +229,11 @@ class AdamSchedule:
             for name in ("b1", "b2", "eps", "weight_decay")
         }
         columns |= {"c1": 1 - columns["b1"], "c2": 1 - columns["b2"]}
-        if segment is None:
-            return look_up([row.start_step for row in clock], count, columns)
-        sizes = [row.global_batch_size for row in clock]
-        return look_up(sizes, segment["global_batch_size"], columns)
+        key, value = "start_step", count
+        if segment is not None:
+            key = "global_batch_size"
+            value = segment[key]
+        return look_up([getattr(row, key) for row in clock], value, columns)
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):

@@ -116,8 +116,8 @@ class Replicas:
         rows = tuple(name for name in self._own_axes if name != STAGE)
         specs = self.shards and manual_specs(self.shards, self.mesh, self._manual)
         whole, by_rows = PartitionSpec(), PartitionSpec(None, rows)
-        in_specs = (whole if specs is None else specs, by_rows, by_rows, whole)
-        return self._manually(run, (*in_specs, whole))
+        params = whole if specs is None else specs
+        return self._manually(run, (params, by_rows, by_rows, whole, whole))
 
     def check(self, loss: Any) -> None:
         """Refuse what the way of running, or XLA, cannot run, among the operations of

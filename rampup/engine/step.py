@@ -534,9 +534,13 @@ class TrainStep:
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
             segment = segment_numbers(self.tx, self._plan.clock[0])
-            value = shape((), np.float32)
             traces = {
-                "optimizer": (self._update.run_optimizer, own.params, value, segment),
+                "optimizer": (
+                    self._update.run_optimizer,
+                    own.params,
+                    shape((), np.float32),
+                    segment,
+                ),
                 "loss": (loss, rows, keys, *mutable),
             }
             for name, (function, *args) in traces.items():

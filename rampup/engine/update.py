@@ -178,8 +178,9 @@ class Update:
         keep = self.tx.has_updated(opt_state)
         if self.skip_nonfinite:
             keep &= ~metrics["skipped"] & (weight != 0)
-        inner = opt_state.inner_opt_state
-        inner = select_step(keep, inner, state.opt_state.inner_opt_state)
+        inner = select_step(
+            keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state
+        )
         opt_state = opt_state._replace(inner_opt_state=inner)
         new, old = (replace_fields(x, opt_state=opt_state) for x in (new, state))
         new = select_step(keep, new, old)
