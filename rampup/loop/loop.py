@@ -35,7 +35,7 @@ import jax
 
 from rampup.engine.processes import first_problem, is_primary
 from rampup.engine.state import gone
-from rampup.errors import ConfigError, DataEndedError, DataError, a_type
+from rampup.errors import DataEndedError, DataError
 from rampup.loop import events
 from rampup.loop.checkpoint import (
     CheckpointOptions,
@@ -58,6 +58,7 @@ from rampup.loop.run_folder import (
 )
 from rampup.loop.same_run import NUM_DEVICES, RAMP_ROWS, SameRun, check_same_run
 from rampup.plan.noise_scale import default_half_life
+from rampup.plan.numbers import finite_or_none
 from rampup.plan.ramp import BatchRamp
 
 ENDED_FILE = "data_ended.json"  # the step for which the run had no rows
@@ -219,13 +220,6 @@ class Loop:
     components: tuple[Component, ...] = ()
 
     def __post_init__(self) -> None:
-        if not callable(self.batches):
-            raise ConfigError(
-                f"`batches` is {a_type(self.batches)}, and must be a function of the"
-                " first step",
-                fix="give lambda start: step.batches(rows, start)",
-                key="batches",
-            )
         object.__setattr__(self, "folder", as_path(self.folder))
         brought = [SameRun(self.step)]
         if getattr(self.step, "measures_noise", False):
@@ -500,8 +494,9 @@ class Loop:
         values = {
             "step": done - 1,
             "consumed_samples": plan.ramp.samples_before(done),
-            **self.evaluation.evaluate(state),
         }
+        for name, value in self.evaluation.evaluate(state).items():
+            values[name] = finite_or_none(value)
         metrics.write_eval(values)
         self._report(events.Evaluated(step=done - 1, metrics=values))
         metrics.restart_clock()

@@ -23,7 +23,7 @@ import rampup
 from rampup.data.batches import BatchOptions, step_batches
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
-from rampup.errors import ConfigError, LossWarning, ResumeMismatchError
+from rampup.errors import LossWarning, ResumeMismatchError
 from rampup.loop import events as told
 from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
 from rampup.loop.lock import LOCK_FILE
@@ -570,13 +570,15 @@ def test_a_loss_that_is_not_finite_is_said_once(parts, tmp_path):
     def batches(start):
         return step_batches(rows, plan, mesh, start=start)
 
+    def evaluate(state):
+        return {"eval_loss": float("nan")}
+
+    evaluation = EvalOptions(evaluate=evaluate, eval_interval=6)
     with pytest.warns(LossWarning, match=r"not finite.*skip_nonfinite=True") as caught:
-        run_own(parts, tmp_path, batches=batches)
+        run_own(parts, tmp_path, batches=batches, evaluation=evaluation)
+    # NaN is no JSON.
+    assert [line["eval_loss"] for line in read_lines(tmp_path / "eval.jsonl")] == [
+        None,
+        None,
+    ]
     assert len([each for each in caught if each.category is LossWarning]) == 1
-
-
-def test_batches_must_be_a_function(parts, tmp_path):
-    """The batches themselves are refused in words."""
-    mesh, plan, _ = parts
-    with pytest.raises(ConfigError, match="a StepBatches, and must be a function"):
-        run_own(parts, tmp_path, batches=step_batches(toy.rows(), plan, mesh))
