@@ -110,7 +110,7 @@ class EvalStep:
                 nowhere = BatchAxes(replica=(), rows=())
                 loss = summable(self._loss_fn, self._mesh, nowhere)
             seen = as_auto(args)
-            if sees_explicit(loss, self._mesh):
+            if sees_explicit(self._loss, self._mesh):
                 shardings = read_by_loss(shardings_of(seen[0]))
                 loss = with_explicit_axes(loss, view, *shardings)
             with auto_context(self._mesh):

@@ -4,8 +4,8 @@ one: decided here, before the loss is traced.
 A replica is a group of devices that together have the parameters once. With fsdp, it
 has several of a plan's replicas, the shards of the rows. It adds up its own rows and
 reduces once, after the loop. Over fsdp and the other axes the compiler gathers and
-reduces, once per microbatch. `Recipe.aggregate` reduces all other sums, and without
-ZeRO-1 the gradients with them.
+reduces, once per microbatch. `Replicas.reduce` reduces the gradients, and
+`Recipe.aggregate` all other sums.
 
 ========  ==============================================  =====================================================
 way       when                                            the sum over microbatches runs
@@ -83,11 +83,18 @@ class Replicas:
 
     @property
     def way(self) -> str:
-        """How the replicas run; see the table above."""
+        """How the replicas run; see the table above. Whole batches, and a loss that
+        sees Explicit axes, come with `axes` that have no replicas.
+        """
         if self.shards is not None:
             return "manual"
-        is_alone = self.axes.num_replicas(self.mesh) == 1
-        if not (self.reduce_once if is_alone else self.reduce_once is not False):
+        if self.axes.num_replicas(self.mesh) > 1:
+            is_mapped_or_manual = self.reduce_once is not False
+        else:
+            # A region without an axis to be manual over would be so over all of them,
+            # and every device would run all rows.
+            is_mapped_or_manual = bool(self.reduce_once and self._manual)
+        if not is_mapped_or_manual:
             return "plain" if self.axes.num_shards(self.mesh) == 1 else "compiled"
         others = [
             name

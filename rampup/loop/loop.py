@@ -170,8 +170,8 @@ class Loop:
         metrics: what is in a line of metrics.jsonl, who else gets it, and who hears of
             the run.
         checkpoints: when checkpoints are written; by default never.
-        batches: called with a step number; returns the batches from that step on, such
-            as `BatchLoader.batches`. If a component changes the plan, it is called with
+        batches: called with a step number; returns the batches from that step on, as
+            `step.batches(rows, start)` does. If a component changes the plan, it is called with
             `plan=` as well.
         evaluation: when to evaluate, and how; None = never.
         components: what else has state and belongs to the run, such as an iterator of
@@ -437,7 +437,7 @@ class Loop:
                     self._evaluate(plan, 0, state, metrics)
                 found = batches(done)
                 for number, batch in enumerate(found):
-                    if number == 0 and period and plan is self.plan:
+                    if number == 0 and (period or start) and plan is self.plan:
                         for component in self.components:
                             if isinstance(component, SameRun):
                                 component.check(found, state, batch)
@@ -546,7 +546,7 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
         A ramp whose steps before the checkpoint are those that the run has done.
 
     Raises:
-        ResumeMismatchError: every checkpoint is damaged, or the newest has no ramp.
+        ResumeMismatchError: every checkpoint is damaged.
 
     Example:
         >>> ramp = BatchRamp.from_schedule("0:8 100:16")
@@ -557,7 +557,7 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
     if saved is None:
         return ramp
     before = BatchRamp.from_rows(saved.record[RAMP_ROWS])
-    return before.spliced_at(saved.step, ramp).resumed_at(saved.step)
+    return before.spliced_at(saved.step, ramp)
 
 
 @contextlib.contextmanager

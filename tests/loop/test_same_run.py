@@ -233,9 +233,12 @@ def test_rows_that_cannot_be_compared_are_said(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(tmp_path, stop=5)
+    # Also by a run that writes no checkpoints of its own.
     with pytest.warns(ResumeWarning, match=r"cannot be told: .*a generator.* itself"):
-        summary, _ = run(tmp_path)
+        summary, _ = run(tmp_path, period=None, steps=7)
     assert summary.resumed_from == 5
+    with pytest.warns(ResumeWarning, match="cannot be told"):
+        run(tmp_path)
 
 
 def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):

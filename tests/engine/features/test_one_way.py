@@ -11,6 +11,7 @@ from helpers.toy import MESHES, loss_fn, mesh_of, new_params, plan_for, rows, st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup
+from rampup.engine.replicas import Replicas
 from rampup.errors import ConfigError
 
 EXPLICIT = {
@@ -231,6 +232,47 @@ def test_evaluation_of_any_number_of_rows_on_an_explicit_mesh(name):
             ]
             found.append(np.sum(jax.device_get(sums), axis=0))
         np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_one_replica_has_no_region_without_an_axis_for_it():
+    """Manual over no axis means over all, so that every device would run all rows."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    axes = rampup.BatchAxes(replica=(), rows=("fsdp",))
+    assert Replicas(mesh=mesh, axes=axes, reduce_once=True).way == "compiled"
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.constant(16),
+        splitter=rampup.BatchSplitter(data_parallel_size=4),
+        num_devices=4,
+        total_steps=1,
+    )
+    step = rampup.train_step(
+        loss_fn, optax.sgd(0.1), plan, mesh, reduce_once=True, check_loss=False
+    )
+    state = rampup.create_state(setting("one")[1], step.tx, mesh)
+    plain = rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh, check_loss=False)
+    flops = [
+        each.lower(state, rows()[0], plan.splits[0]).compile().cost_analysis()["flops"]
+        for each in (step, plain)
+    ]
+    assert flops[0] == flops[1]
+
+
+def test_rows_that_an_evaluation_leaves_over_see_the_axes_of_the_others():
+    """With `reduce_once=True` on an Explicit mesh, all of them are Auto."""
+    mesh, params, _ = setting("explicit data")
+    seen = []
+
+    def loss(params, batch, keys):
+        types = jax.typeof(batch["x"]).sharding.mesh.axis_types
+        seen.append(AxisType.Explicit in types)
+        return loss_fn(params, batch, keys)
+
+    evaluate = rampup.EvalStep(loss, mesh, reduce_once=True)
+    state = rampup.create_state(params, optax.sgd(0.1), mesh)
+    for batch in evaluate.batches(rows(11), 8):
+        evaluate(state, batch)
+    assert len(seen) > 1
+    assert not any(seen)
 
 
 def test_explicit_axes_are_those_of_the_mesh():
