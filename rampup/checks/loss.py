@@ -24,8 +24,8 @@ from rampup.checks.trials import (
     KEY_SETS,
     R,
     SingleRowError,
-    Sums,
     Trials,
+    TrialSums,
     norm,
 )
 from rampup.data.sources import as_source
@@ -231,7 +231,7 @@ class _Rounding:
 
     def __init__(
         self,
-        moved: list[Sums],
+        moved: list[TrialSums],
         trials: Trials,
     ) -> None:
         self._epsilons = trials.epsilons
@@ -252,7 +252,7 @@ class _Rounding:
     def _scale(
         self,
         name: str,
-        sums: Sums,
+        sums: TrialSums,
     ) -> float:
         """Return what a gap is compared with. A gradient that is zero but for rounding
         is small beside the others.
@@ -273,7 +273,7 @@ class _Rounding:
 
     def wrong(
         self,
-        sums: Sums,
+        sums: TrialSums,
         number: int = 1,
     ) -> list[str]:
         """Return the names of what does not add up."""
@@ -306,7 +306,7 @@ def _report(trials: Trials) -> LossReport:
         starts = range(R, R * (1 + KEY_SETS), R)
         further += [trials.run(keys=range(start, start + R)) for start in starts]
     if trials.axes:
-        further.append(Sums(trials.run_replicas(), moved[0].each))
+        further.append(TrialSums(trials.run_replicas(), moved[0].each))
     for sums in further:
         wrong = dict.fromkeys(rounding.wrong(sums), sums) | wrong
     unseen = [rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong]
@@ -323,7 +323,7 @@ class _Hints:
         self,
         trials: Trials,
         rounding: _Rounding,
-        orders: tuple[Sums, ...],
+        orders: tuple[TrialSums, ...],
     ) -> None:
         self._trials, (self._first, self._ordered) = trials, orders
         self._equal = [trials.run((n,) * R, (0,) * R) for n in (0, R - 1)]
@@ -335,7 +335,7 @@ class _Hints:
     def of(
         self,
         name: str,
-        sums: Sums,
+        sums: TrialSums,
     ) -> str:
         """Return the hint for a name that does not add up in `sums`."""
         whole, gap = self._first.whole[name], sums.gap(name)
@@ -362,7 +362,7 @@ class _Hints:
 
 
 def _problems(
-    wrong: dict[str, Sums],
+    wrong: dict[str, TrialSums],
     hints: _Hints,
 ) -> tuple[LossProblem, ...]:
     """Return what is wrong, by the hint that fits."""
@@ -378,7 +378,7 @@ def _problems(
 
 
 def _factor(
-    sums: Sums,
+    sums: TrialSums,
     name: str,
 ) -> float:
     """Return how many times as large the sum of R equal rows is as that of one, 0 if it
@@ -406,7 +406,7 @@ def _kind(name: str) -> str:
 
 def _numbers(
     names: list[str],
-    sums: Sums,
+    sums: TrialSums,
 ) -> str:
     """Return what was evaluated of the first of some names, and the others."""
     name, *others = names

@@ -36,7 +36,7 @@ KEY_SETS = 12
 _SUMS = 64
 
 
-class Sums(NamedTuple):
+class TrialSums(NamedTuple):
     """What a loss returns by name: loss_sum, weight_sum, entries of aux and gradients,
     each as up to `_SUMS` numbers (whole), and for each row alone (each).
     """
@@ -179,7 +179,7 @@ class Trials:
         rows: Sequence[int] = ROWS,
         keys: Sequence[int] = ROWS,
         move: int = 0,
-    ) -> Sums:
+    ) -> TrialSums:
         """Return the sums over some rows with some keys, all by number, where the
         parameters are moved in one of several directions, or for 0 are not.
         """
@@ -195,7 +195,7 @@ class Trials:
             self._words[np.array(keys)],
             np.uint32(move),
         )
-        return Sums(*jax.device_get(found))
+        return TrialSums(*jax.device_get(found))
 
     def run_replicas(self) -> dict[str, np.ndarray]:
         """Return the sums over two replicas along the first of `axes`, of half of the

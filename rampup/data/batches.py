@@ -78,7 +78,7 @@ class SampleOrder:
     every epoch has another order.
 
     With `has_epochs`, the source can be indexed beyond its length, as a Grain
-    MapDataset can. No `num_epochs` is unlimited.
+    MapDataset can. With `num_epochs=None`, their number has no limit.
     """
 
     num_rows: int
@@ -139,8 +139,8 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Which processes read which rows: 0, f, 2f, ..., each for itself and the f - 1
-    processes after it; f is `factor`, MaxText's `expansion_factor_real_data`.
+    """Which processes read rows: those with the numbers 0, f, 2f, ..., each for itself
+    and the f - 1 processes after it; f is `factor`, MaxText's `expansion_factor_real_data`.
     """
 
     factor: int = 1

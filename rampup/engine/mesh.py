@@ -474,10 +474,9 @@ def rows_of_processes(
         process: np.concatenate([np.arange(*part) for part in sorted(parts)])
         for process, parts in found.items()
     }
+    # Cached: to ask a sharding takes longer than to read a small batch.
     for own in rows.values():
-        own.setflags(
-            write=False
-        )  # cached: to ask a sharding takes longer than to read a small batch
+        own.setflags(write=False)
     return rows
 
 

@@ -187,7 +187,6 @@ class PipelinedLoss(SummableLoss):
                 nearest=(1,),
             )
         check_sizes(self, params, mesh)
-        # As in the program below, a `jax.shard_map` of the loss finds the mesh.
         # Each stage takes its layers and all other parameters.
         layers = NamedSharding(mesh, PartitionSpec(STAGE))
         shards = jax.tree.map(lambda _: replicated(mesh), params)
@@ -200,6 +199,7 @@ class PipelinedLoss(SummableLoss):
             has_stages=True,
             reduction_dtype=self.reduction_dtype,
         )
+        # As in the program below, a `jax.shard_map` of the loss finds the mesh.
         with mesh_in_context(mesh):
             check_parts(self, params, rows, replicas)
 

@@ -1,7 +1,7 @@
 """The training step: one call per optimizer step, one executable per microbatch shape.
 
-`TrainStep.__call__` checks that state and batch belong together, and pads the chunks of
-the batch to the number that its program takes. A program is compiled once for each
+`TrainStep.__call__` checks that state and batch belong together; `rampup.engine.programs`
+pads the chunks of the batch to the number that a program takes. A program is compiled once for each
 microbatch shape of the plan, in the first step that has it, and traced one or two
 phases before. The *number* of microbatches is an argument, so a growing batch needs no
 compilation. What it computes is in `rampup.engine.update`. The call returns while the
@@ -490,7 +490,8 @@ class TrainStep:
         )
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
-        """Return the program of a step for a split of the plan, lowered.
+        """Return the program of a step for a split of the plan, lowered. It is that of
+        the engine `fused`, also with `multi_steps`.
 
         Args:
             state: a state, or its shapes and shardings.

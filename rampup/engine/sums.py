@@ -31,9 +31,8 @@ class Sums(NamedTuple):
     # such as the number of tokens: integers are in float32, so exact up to 2**24
     weight: jax.Array
     aux: Any
-    mutable: Any = (
-        None  # the state that the loss function carries from microbatch to microbatch
-    )
+    # the state that the loss function carries from microbatch to microbatch
+    mutable: Any = None
     noise: NoiseSums | None = None  # over the blocks, if the gradient noise is measured
 
     @property
@@ -57,9 +56,8 @@ class Recipe:
     pytree, as its arrays are arguments.
     """
 
-    mutable: Any = (
-        None  # what the loss function carries, as it is before the first microbatch
-    )
+    # what the loss function carries, as it is before the first microbatch
+    mutable: Any = None
     noise: NoiseMeter | None = None  # measures the squares of the gradients
     # a factor of the mean loss while a microbatch is differentiated, which keeps small
     # gradients of float16 from vanishing; the sums have none

@@ -89,9 +89,8 @@ class SavedCheckpoint:
 
     step: int  # optimizer steps done
     record: Record  # as process 0 has read it
-    damaged: Mapping[int, str] = field(
-        default_factory=dict
-    )  # newer ones that are damaged: optimizer steps -> the problem
+    # newer ones that are damaged: optimizer steps -> the problem
+    damaged: Mapping[int, str] = field(default_factory=dict)
 
 
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
