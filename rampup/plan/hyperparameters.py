@@ -75,17 +75,11 @@ class AdamScaling:
             "eps": EpsScaling,
             "weight_decay": WeightDecayScaling,
         }
-        wrong = [
-            name
-            for name, kind in kinds.items()
-            if getattr(self, name) not in get_args(kind)
-        ]
         raise_together(
             [
-                choice_error(
-                    f"AdamScaling.{name}", getattr(self, name), get_args(kinds[name])
-                )
-                for name in wrong
+                choice_error(f"AdamScaling.{name}", value, get_args(kind))
+                for name, kind in kinds.items()
+                if (value := getattr(self, name)) not in get_args(kind)
             ]
         )
 

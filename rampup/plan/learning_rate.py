@@ -16,15 +16,15 @@ import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from rampup.errors import RampDefinitionError, choice_error
 from rampup.plan.ramp import BatchRamp, check_num_phases
 
 BatchScaling = Literal["none", "sqrt", "linear"]
-BATCH_SCALING: tuple[BatchScaling, ...] = ("none", "sqrt", "linear")
+BATCH_SCALING = get_args(BatchScaling)
 Clock = Literal["steps", "samples"]
-CLOCKS: tuple[Clock, ...] = ("steps", "samples")
+CLOCKS = get_args(Clock)
 # Cuts of the rate in one schedule. With a factor near 1 there would be as many as there
 # are samples.
 MAX_CUTS = 10_000

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rampup.errors import PipelineShapeError
 from rampup.plan.numbers import (
@@ -42,7 +42,7 @@ from rampup.plan.numbers import (
 DEFAULT_OVERHEAD_TOKENS = 512
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "circular"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular")
+SCHEDULES = get_args(Schedule)
 Kind = Literal["F", "B"]  # F forward, B backward
 Order = list[tuple[Kind, int, int]]  # (kind, microbatch, repeat)
 

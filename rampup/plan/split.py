@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 from rampup.errors import (
     BatchDivisibilityError,
@@ -26,12 +26,7 @@ from rampup.plan.numbers import AUTO, divisors, nearest_multiples
 from rampup.plan.pipeline import fastest_microbatches
 
 RampupMicrobatch = Literal["fixed", "per_phase", "auto", "whole"]
-RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = (
-    "fixed",
-    "per_phase",
-    "auto",
-    "whole",
-)
+RAMPUP_MICROBATCH = get_args(RampupMicrobatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
