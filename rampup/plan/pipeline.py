@@ -21,6 +21,7 @@ repeats, one chunk of a stage costs 1/v of it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -342,15 +343,12 @@ class Timetable:
         """
         peaks = []
         for stage in range(self.num_stages):
-            own = self.of_stage(stage)
-            events = [(o.start, 1) for o in own if o.kind == "F"] + [
-                (o.end, -1) for o in own if o.kind == "B"
-            ]
-            live = peak = 0
-            for _, change in sorted(events):
-                live += change
-                peak = max(peak, live)
-            peaks.append(Fraction(peak, self.num_repeats))
+            events = sorted(
+                (o.start, 1) if o.kind == "F" else (o.end, -1)
+                for o in self.of_stage(stage)
+            )
+            live = itertools.accumulate(change for _, change in events)
+            peaks.append(Fraction(max(live), self.num_repeats))
         return tuple(peaks)
 
     def of_stage(self, stage: int) -> tuple[Operation, ...]:
@@ -453,33 +451,28 @@ def _simulate(
     """Run every stage's order. An operation starts as soon as its stage is free and its
     input is ready.
     """
-    last, last_repeat = len(orders) - 1, num_repeats - 1
+    p = len(orders)
     ends: dict[tuple[int, Kind, int, int], Fraction] = {}
-    free = [Fraction(0)] * len(orders)
-    done = [0] * len(orders)
+    free = [Fraction(0)] * p
+    left = [order[::-1] for order in orders]  # the next one is the last
     operations: list[list[Operation]] = [[] for _ in orders]
 
     def input_of(
         stage: int, kind: Kind, k: int, r: int
     ) -> tuple[int, Kind, int, int] | None:
-        if kind == "F":
-            return (
-                (stage - 1, "F", k, r)
-                if stage
-                else (last, "F", k, r - 1)
-                if r
-                else None
-            )
-        if stage == last and r == last_repeat:
+        # A microbatch goes through the chunks of all stages, and back the same way.
+        chunk = r * p + stage
+        if kind == "B" and chunk == p * num_repeats - 1:
             return stage, "F", k, r
-        return (stage + 1, kind, k, r) if stage < last else (0, kind, k, r + 1)
+        r, stage = divmod(chunk - 1 if kind == "F" else chunk + 1, p)
+        return (stage, kind, k, r) if r >= 0 else None
 
-    waiting = list(range(len(orders)))
+    waiting = list(range(p))
     while waiting:
         progressed = False
         for stage in waiting:
-            while done[stage] < len(orders[stage]):
-                kind, k, r = orders[stage][done[stage]]
+            while left[stage]:
+                kind, k, r = left[stage][-1]
                 needed = input_of(stage, kind, k, r)
                 if needed is not None and needed not in ends:
                     break
@@ -495,12 +488,11 @@ def _simulate(
                         end=end,
                     )
                 )
-                done[stage] += 1
+                left[stage].pop()
                 progressed = True
-        waiting = [stage for stage in waiting if done[stage] < len(orders[stage])]
+        waiting = [stage for stage in waiting if left[stage]]
         assert progressed or not waiting, (
-            f"deadlock: stage {waiting[0]} waits for"
-            f" {orders[waiting[0]][done[waiting[0]]]}"
+            f"deadlock: stage {waiting[0]} waits for {left[waiting[0]][-1]}"
         )
     for of_stage in operations:
         yield from of_stage
