@@ -77,11 +77,6 @@ class Draft:
         """Whether the run decides about its batches while it runs."""
         return self.config.batch_size_schedule == AUTO_SCHEDULE
 
-    @property
-    def planned_ramp(self) -> BatchRamp | None:
-        """The ramp without Seesaw."""
-        return self.ramp if self.seesaw is None else self.seesaw.base
-
 
 def find_axes(draft: Draft) -> None:
     """Find the devices along each mesh axis."""
@@ -156,12 +151,36 @@ def find_ramp(draft: Draft) -> None:
 
 
 def find_eval_size(draft: Draft) -> None:
-    """Find the samples of an evaluation batch."""
-    if draft.eval_size is None:
-        assert draft.splitter is not None
-        draft.eval_size = eval_batch(
-            draft.config, draft.num_devices, draft.planned_ramp, draft.splitter
-        )
+    """Find the samples of an evaluation batch; None if it is not needed and the default
+    size cannot be split.
+    """
+    if draft.eval_size is not None:
+        return
+    assert draft.splitter is not None
+    config = draft.config
+    key = "eval_per_device_batch_size"
+    size = config.eval_per_device_batch_size
+    rule = draft.splitter.for_eval()
+    planned = draft.ramp if draft.seesaw is None else draft.seesaw.base
+    try:
+        if size == 0 and config.batch_size_schedule is not None and planned is not None:
+            # A schedule gives global batches, so the default comes from its last one
+            # instead of per_device_batch_size.
+            whole = planned.sizes[-1] // config.gradient_accumulation_steps
+            if not rule.allows(whole):
+                raise batch_error(
+                    rule,
+                    whole,
+                    "evaluation, the last phase without accumulation",
+                    key=key,
+                )
+            draft.eval_size = whole
+        else:
+            sizes = {key: size or config.per_device_batch_size}
+            draft.eval_size = global_batch_sizes(sizes, draft.num_devices, rule)[key]
+    except BatchDivisibilityError:
+        if size != 0 or config.eval_interval != AUTO:
+            raise
 
 
 # What a plan is made of, in the order in which it is found. A build runs the stages
@@ -350,37 +369,6 @@ def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> See
         schedule_samples=length,
         exponent=1.0 if config.opt_type == "sgd" else 0.5,
     )
-
-
-def eval_batch(
-    config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter
-) -> int | None:
-    """Return the samples of an evaluation batch; None if it is not needed and the
-    default size cannot be split.
-    """
-    key = "eval_per_device_batch_size"
-    size = config.eval_per_device_batch_size
-    rule = splitter.for_eval()
-    try:
-        if size == 0 and config.batch_size_schedule is not None and ramp is not None:
-            # A schedule gives global batches, so the default comes from its last one
-            # instead of per_device_batch_size.
-            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
-            if not rule.allows(whole):
-                raise batch_error(
-                    rule,
-                    whole,
-                    "evaluation, the last phase without accumulation",
-                    key=key,
-                )
-            return whole
-        return global_batch_sizes(
-            {key: size or config.per_device_batch_size}, num_devices, rule
-        )[key]
-    except BatchDivisibilityError:
-        if size == 0 and config.eval_interval == AUTO:
-            return None
-        raise
 
 
 def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]:
