@@ -33,7 +33,7 @@ from rampup.errors import (
 from rampup.plan.nearest import batch_error
 from rampup.plan.numbers import AUTO, nearest_in
 from rampup.plan.ramp import BatchRamp, parse_schedule
-from rampup.plan.split import BatchSplitter
+from rampup.plan.split import ANY_BATCH, BatchSplitter
 
 
 def all_problems(draft: Draft, first: RampupError) -> RampupError:
@@ -78,7 +78,8 @@ def check_ramp(draft: Draft) -> None:
     that no step reaches.
     """
     if draft.ramp is None and not (draft.follows and draft.reserved_sizes is None):
-        set_ramp(draft, _checked_ramp(draft, draft.splitter if draft.axes else None))
+        known = draft.splitter if draft.axes else None
+        set_ramp(draft, _checked_ramp(draft, known or ANY_BATCH))
 
 
 @contextlib.contextmanager
@@ -113,7 +114,7 @@ def _placed(problem: RampupError, config: Config) -> RampupError:
     return placed
 
 
-def _checked_ramp(draft: Draft, splitter: BatchSplitter | None) -> BatchRamp:
+def _checked_ramp(draft: Draft, splitter: BatchSplitter) -> BatchRamp:
     config = draft.config
     schedule = None if draft.follows else config.batch_size_schedule
     ramp: BatchRamp | None = None
@@ -131,21 +132,20 @@ def _checked_ramp(draft: Draft, splitter: BatchSplitter | None) -> BatchRamp:
             reserved = draft.reserved_sizes or ()
             sizes = [(size, "batch_size_schedule: auto") for size in reserved]
     except RampDefinitionError as error:
-        if splitter is None or schedule is None or config.enable_rampup_batch_size:
+        if schedule is None or config.enable_rampup_batch_size:
             raise
         problems.append(error)
-    if splitter is not None:
-        if schedule is not None and not (
-            ramp and all(map(splitter.allows, ramp.sizes_to_come))
-        ):
-            # A schedule in the wrong order still has sizes to check. No step reaches a
-            # size that is jumped over; once the other sizes are fixed, a step may.
-            state = ", jumped over" if ramp else ""
-            sizes += [
-                (size, f"from sample {at:,}{state}")
-                for at, size in _unused_entries(config, {size for size, _ in sizes})
-            ]
-        problems += _size_errors(splitter, sizes, is_schedule=schedule is not None)
+    if schedule is not None and not (
+        ramp and all(map(splitter.allows, ramp.sizes_to_come))
+    ):
+        # A schedule in the wrong order still has sizes to check. No step reaches a size
+        # that is jumped over; once the other sizes are fixed, a step may.
+        state = ", jumped over" if ramp else ""
+        sizes += [
+            (size, f"from sample {at:,}{state}")
+            for at, size in _unused_entries(config, {size for size, _ in sizes})
+        ]
+    problems += _size_errors(splitter, sizes, is_schedule=schedule is not None)
     raise_together(problems)
     assert ramp is not None
     return ramp

@@ -261,7 +261,7 @@ def plan_of(draft: Draft) -> RampPlan:
         # A rule can give a value that is no decay rate.
         hyperparameters(config, plan.of_all_sizes)
     if config.measure_gradient_noise:
-        problems = [*noise_problems(plan, axes.data)]
+        problems = noise_problems(plan, axes.data)
         if splitter.num_stages > 1:
             problems.append(
                 ConfigError(
@@ -313,7 +313,7 @@ def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
     )
 
 
-def ramp_of_keys(draft: Draft, splitter: BatchSplitter | None) -> BatchRamp:
+def ramp_of_keys(draft: Draft, splitter: BatchSplitter) -> BatchRamp:
     """Return the planned ramp of the keys, from where the run goes on with it. A
     splitter refuses sizes per device that no microbatch fits; `RampPlan` checks every
     batch fully.
@@ -324,7 +324,7 @@ def ramp_of_keys(draft: Draft, splitter: BatchSplitter | None) -> BatchRamp:
         return BatchRamp.constant(draft.reserved_sizes[0])
     # If only `microbatch_size` does not fit, `RampPlan` refuses: the error then offers
     # other microbatches, not other sizes.
-    unfixed = None if splitter is None else replace(splitter, microbatch_size=AUTO)
+    unfixed = replace(splitter, microbatch_size=AUTO)
     ramp = ramp_from_config(
         config, draft.num_devices, budget=budget_samples(config), splitter=unfixed
     )

@@ -86,15 +86,15 @@ def unit_rule(splitter: BatchSplitter) -> str:
 
 
 def size_errors(
-    sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter | None
+    sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter
 ) -> list[RampupError]:
     """Return the errors about sizes per device of one ramp, by key, whose `factor`-fold
     is no whole or legal global batch.
     """
-    step = _step(factor, splitter)
-    unit = 1 if splitter is None else splitter.unit
+    unit = splitter.unit
+    step = Fraction(unit, factor)
     rule = "a whole number of samples"
-    if splitter is not None and unit > 1:
+    if unit > 1:
         rule += f" and a multiple of {unit_rule(splitter)}"
     problems: list[RampupError] = []
     for key, size in sizes.items():
@@ -118,21 +118,21 @@ def size_errors(
                 else "num_devices * gradient_accumulation_steps"
             )
             samples = f"{_format(size * factor)} samples ({factors} = {factor})"
-            text = (
-                f"{key}={_format(size)} gives {samples}, which must be {rule}; nearest"
-                f" {key}: {_format(*nearest)}"
-            )
-            number = math.floor(size * factor)
             problems.append(
                 BatchDivisibilityError(
-                    text, value=number, divisor=unit, key=key, nearest=offered
+                    f"{key}={_format(size)} gives {samples}, which must be {rule};"
+                    f" nearest {key}: {_format(*nearest)}",
+                    value=math.floor(size * factor),
+                    divisor=unit,
+                    key=key,
+                    nearest=offered,
                 )
             )
     return problems
 
 
 def growth_error(
-    batches: Mapping[str, int], factor: int, splitter: BatchSplitter | None
+    batches: Mapping[str, int], factor: int, splitter: BatchSplitter
 ) -> RampDefinitionError:
     """Return the error about a linear ramp of legal batches, by key, whose increments
     do not lead from its start to its end.
@@ -149,7 +149,7 @@ def growth_error(
             nearest=(to_yaml_number(start + increment),),
         )
     legal = {
-        key: _nearest_sizes(sizes, key, _step(factor, splitter))
+        key: _nearest_sizes(sizes, key, Fraction(splitter.unit, factor))
         for key in (INCREMENT, START, END)
     }
     span = (
@@ -158,12 +158,11 @@ def growth_error(
     offered = [
         f"{key} {_format(*legal[key], separator=' or ')}" for key in (END, INCREMENT)
     ]
-    text = (
-        f"{span} must be a multiple of {INCREMENT}={_format(increment)}; nearest:"
-        f" {', or '.join(offered)}"
-    )
     problem = RampDefinitionError(
-        text, key=END, nearest=[to_yaml_number(n) for n in legal.pop(END)]
+        f"{span} must be a multiple of {INCREMENT}={_format(increment)}",
+        fix=f"nearest: {', or '.join(offered)}",
+        key=END,
+        nearest=[to_yaml_number(n) for n in legal.pop(END)],
     )
     problem.alternatives = {
         key: tuple(map(to_yaml_number, values)) for key, values in legal.items()
@@ -171,16 +170,11 @@ def growth_error(
     return problem
 
 
-def _step(factor: int, splitter: BatchSplitter | None) -> Fraction:
-    """Return the number that every legal size per device is a multiple of."""
-    return Fraction(1 if splitter is None else splitter.unit, factor)
-
-
 def _nearest_sizes(
     sizes: Mapping[str, Fraction], key: str, step: Fraction
 ) -> list[Fraction]:
     """Return the nearest values of a key with which the ramp is legal if the other keys
-    stay. Empty if they must change too.
+    stay. Empty if they must change too. Every legal size is a multiple of `step`.
     """
     others = [size for name, size in sizes.items() if name != key]
     if not others or any(size <= 0 or size % step for size in others):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rampup.errors import ConfigError, RampDefinitionError
 
@@ -65,10 +65,11 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
     return value.numerator
 
 
-def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
+def parse_memory_gib(value: str | float) -> int:
     """Return a memory size in bytes from a number of GiB such as 80, 0.5 or "1/3"; at
     least one byte, at most 1,000,000 GiB.
     """
+    key = "memory-gib"
     size = exact_fraction(value, what=key, key=key)
     if size * GIB < 1 or size > MAX_GIB:
         raise ConfigError(
@@ -81,8 +82,9 @@ def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
 
 def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fraction:
     """Return a number exactly as written, 0 or of a magnitude from 10**-18 to 10**18:
-    0.1 is one tenth; text may be "1/3".
+    0.1 is one tenth; text may be "1/3". An error calls None by its name in YAML.
     """
+    value = "null" if value is None else value
 
     def refusal(rule: str) -> RampDefinitionError:
         return RampDefinitionError(f"{what}={value!r} {rule}", key=key)
@@ -153,15 +155,14 @@ def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
 
 
 def nearest_multiples(
-    value: Number, step: Number, offset: Number | None = None
+    value: Number, step: Number, offset: Number | Literal[0] = 0
 ) -> list[Number]:
     """Return the positive numbers `offset + n * step` next to `value`: the last below
     it, if any, and the first from it on.
     """
-    start = value * 0 if offset is None else offset
-    above = start - (start - value) // step * step
+    above = offset - (offset - value) // step * step
     if above <= 0:
-        above = start % step or step
+        above = offset % step or step
     return [n for n in (above - step, above) if n > 0]
 
 

@@ -24,9 +24,9 @@ from rampup.plan.nearest import (
     growth_error,
     size_errors,
 )
-from rampup.plan.numbers import exact_fraction, to_yaml_number
+from rampup.plan.numbers import exact_fraction, nearest_multiples, to_yaml_number
 from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
-from rampup.plan.split import BatchSplitter
+from rampup.plan.split import ANY_BATCH, BatchSplitter
 
 if TYPE_CHECKING:
     from rampup.plan.plan import RampPlan
@@ -90,11 +90,11 @@ def ramp_from_config(
         )
     if schedule is not None:
         if linear:
-            text = (
-                "batch_size_schedule and enable_rampup_batch_size: true are two ramps;"
-                " set one of them to null or false"
+            problem = RampDefinitionError(
+                "batch_size_schedule and enable_rampup_batch_size: true are two ramps",
+                fix="set one of them to null or false",
+                key="batch_size_schedule",
             )
-            problem = RampDefinitionError(text, key="batch_size_schedule")
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
         unit = getattr(config, "batch_size_schedule_unit", "samples")
@@ -106,30 +106,27 @@ def ramp_from_config(
         return BatchRamp.from_schedule(schedule, sequence_length=length, budget=budget)
     factor = num_devices * getattr(config, "gradient_accumulation_steps", 1)
     names = (START, INCREMENT, END) if linear else (END,)
+    rule = splitter or ANY_BATCH
     sizes = global_batch_sizes(
-        {name: getattr(config, name) for name in names}, factor, splitter
+        {name: getattr(config, name) for name in names}, factor, rule
     )
     if not linear:
         return BatchRamp.constant(sizes[END])
-    given = getattr(config, RAMP_SAMPLES)
     samples = exact_fraction(
-        "null" if given is None else given, what=RAMP_SAMPLES, key=RAMP_SAMPLES
+        getattr(config, RAMP_SAMPLES), what=RAMP_SAMPLES, key=RAMP_SAMPLES
     )
     if samples < 1 or samples.denominator != 1:
-        rule = (
-            "must be a whole number of at least 1; for no ramp set"
-            " enable_rampup_batch_size: false"
-        )
-        nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
         raise RampDefinitionError(
-            f"{RAMP_SAMPLES}={to_yaml_number(samples)} {rule}",
+            f"{RAMP_SAMPLES}={to_yaml_number(samples)} must be a whole number of at"
+            " least 1",
+            fix="for no ramp set enable_rampup_batch_size: false",
             key=RAMP_SAMPLES,
-            nearest=nearest,
+            nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
         )
     # A whole number of increments leads from the start to the end.
     growth = sizes[END] - sizes[START]
     if growth <= 0 or growth % sizes[INCREMENT]:
-        raise growth_error(sizes, factor, splitter)
+        raise growth_error(sizes, factor, rule)
     check_num_phases(growth // sizes[INCREMENT] + 1, key=INCREMENT)
     return BatchRamp.linear(
         start=sizes[START],
@@ -141,17 +138,13 @@ def ramp_from_config(
 
 
 def global_batch_sizes(
-    values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None
+    values: Mapping[str, object], factor: int, splitter: BatchSplitter
 ) -> dict[str, int]:
     """Return the global batch, size * factor, of each size per device of one ramp; a
     splitter must allow all. By key.
     """
-    sizes = {
-        key: exact_fraction("null" if x is None else x, what=key, key=key)
-        for key, x in values.items()
-    }
-    unit = 1 if splitter is None else splitter.unit
-    if any(size <= 0 or size * factor % unit for size in sizes.values()):
+    sizes = {key: exact_fraction(x, what=key, key=key) for key, x in values.items()}
+    if any(size <= 0 or size * factor % splitter.unit for size in sizes.values()):
         raise combine(size_errors(sizes, factor, splitter))
     return {key: int(size * factor) for key, size in sizes.items()}
 
@@ -161,26 +154,19 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
     `largest`. 4, 24: 4, 8, 16, 24.
     """
     if start < 1 or largest < start:
-        growth = (
-            f"from {start} samples ({START}) to {largest} ({END}), which must not be"
-            " less"
-        )
         raise RampDefinitionError(
-            f"batch_size_schedule=auto grows the batch {growth}",
+            f"batch_size_schedule=auto grows the batch from {start} samples ({START})"
+            f" to {largest} ({END}), which must not be less",
             key=END,
             nearest=(start,),
         )
     if largest % start:
-        nearest = (largest - largest % start, largest - largest % start + start)
-        rule = (
-            f"the largest batch of {largest} samples ({END}) must be a multiple of the"
-            f" first of {start} ({START})"
-        )
-        fix = (
-            f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
-        )
+        below, above = nearest_multiples(largest, start)
         raise BatchDivisibilityError(
-            f"batch_size_schedule=auto: {rule}, {fix}",
+            f"batch_size_schedule=auto: the largest batch of {largest} samples ({END})"
+            f" must be a multiple of the first of {start} ({START}), so that one"
+            " program runs all of them",
+            fix=f"nearest: {below}, {above}",
             value=largest,
             divisor=start,
             key=END,

@@ -426,6 +426,10 @@ class BatchSplitter:
         ]
         if self.microbatch_size != AUTO:
             conditions.append(
+
+
+# The rule of one replica, which splits every batch.
+ANY_BATCH = BatchSplitter(data_parallel_size=1)
                 replicas
                 | {"microbatch_size": self.microbatch_size}
                 | self._pass_factors
