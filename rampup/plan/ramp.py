@@ -331,24 +331,11 @@ class BatchRamp:
         Args:
             rows: start step, start sample and global batch size of every phase.
         """
-        table = [tuple(row) for row in rows]
-        steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
-        phases = [
-            Phase(
-                index=index,
-                start_step=row[0],
-                start_sample=row[1],
-                num_steps=num_steps,
-                global_batch_size=row[2],
-            )
-            for index, (row, num_steps) in enumerate(
-                zip(table, [*steps, None], strict=True)
-            )
-        ]
+        table = [*rows]
         changes = sum(
             before[2] != after[2] for before, after in itertools.pairwise(table)
         )
-        return cls(phases=tuple(phases), num_increments=changes)
+        return cls(phases=_phases(table), num_increments=changes)
 
     def to_rows(self) -> list[list[int]]:
         """Return start step, start sample and global batch size of every phase: all
@@ -445,25 +432,14 @@ class BatchRamp:
         """Return the ramp of these steps and sizes, with neighbors of one size as one
         phase. The last has no end: None.
         """
-        phases, step, sample = [], 0, 0
-        for index, (size, parts) in enumerate(
-            itertools.groupby(segments, key=lambda segment: segment[1])
-        ):
-            numbers = [num_steps for num_steps, _ in parts]
-            number = None if numbers[-1] is None else sum(filter(None, numbers))
-            phases.append(
-                Phase(
-                    index=index,
-                    start_step=step,
-                    start_sample=sample,
-                    num_steps=number,
-                    global_batch_size=size,
-                )
-            )
-            step += number or 0
-            sample += (number or 0) * size
+        rows, step, sample = [], 0, 0
+        for size, parts in itertools.groupby(segments, key=operator.itemgetter(1)):
+            rows.append((step, sample, size))
+            num_steps = sum(steps or 0 for steps, _ in parts)
+            step += num_steps
+            sample += num_steps * size
         return cls(
-            phases=tuple(phases),
+            phases=_phases(rows),
             num_increments=num_increments,
             samples_per_increment=samples_per_increment,
         )
@@ -566,6 +542,25 @@ class BatchRamp:
         )
 
 
+def _phases(rows: Sequence[Sequence[int]]) -> tuple[Phase, ...]:
+    """Return the phases of rows, as of `BatchRamp.to_rows`: each ends where the next one
+    starts, and the last never.
+    """
+    ends = [*(start for start, _, _ in rows[1:]), None]
+    return tuple(
+        Phase(
+            index=index,
+            start_step=step,
+            start_sample=sample,
+            num_steps=None if end is None else end - step,
+            global_batch_size=size,
+        )
+        for index, ((step, sample, size), end) in enumerate(
+            zip(rows, ends, strict=True)
+        )
+    )
+
+
 def parse_schedule(
     text: str,
     *,
@@ -601,21 +596,21 @@ def _parse_entry(
             f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries"
             " (write 1_000 or 1K, not 1,000)"
         )
-    if not threshold.endswith("%"):
-        return parse_count(threshold, what="threshold") // (
-            sequence_length or 1
-        ), parse_count(size, what="global batch size")
-    share = exact_fraction(threshold.removesuffix("%"), what="threshold")
-    if not 0 <= share <= 100:
-        raise RampDefinitionError(
-            f"threshold={threshold!r} must be between 0% and 100% of the budget"
-        )
-    if budget is None:
-        raise RampDefinitionError(
-            f"threshold={threshold!r} is a share of the budget, but there is none; set"
-            " train_tokens or train_samples"
-        )
-    return math.floor(share * budget / 100), parse_count(size, what="global batch size")
+    if threshold.endswith("%"):
+        share = exact_fraction(threshold.removesuffix("%"), what="threshold")
+        if not 0 <= share <= 100:
+            raise RampDefinitionError(
+                f"threshold={threshold!r} must be between 0% and 100% of the budget"
+            )
+        if budget is None:
+            raise RampDefinitionError(
+                f"threshold={threshold!r} is a share of the budget, but there is none;"
+                " set train_tokens or train_samples"
+            )
+        samples = math.floor(share * budget / 100)
+    else:
+        samples = parse_count(threshold, what="threshold") // (sequence_length or 1)
+    return samples, parse_count(size, what="global batch size")
 
 
 def check_num_phases(number: int, *, key: str | None = None) -> None:
