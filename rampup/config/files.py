@@ -15,9 +15,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import Key, Settings, closest_keys, keys_of_alias
+from rampup.config.key import (
+    Key,
+    Settings,
+    closest_keys,
+    keys_of_alias,
+    unknown_key,
+)
 from rampup.config.schema import Config
-from rampup.errors import ConfigError
 
 LINE_LENGTH = 118
 
@@ -119,18 +124,14 @@ def describe(key: Key) -> str:
     """Return a key's documentation, with its unit and choices if the documentation
     leaves them out, and MaxText's default.
     """
-    remarks = (
-        [f"Unit: {key.unit}."]
-        if key.unit and key.unit.rstrip("s") not in key.doc.lower()
-        else []
-    )
-    remarks += (
-        [f"One of {', '.join(key.choices)}."]
-        if any(choice not in key.doc for choice in key.choices)
-        else []
-    )
-    remarks += [f"MaxText: {key.maxtext}."] if key.maxtext else []
-    return " ".join([key.doc, *remarks])
+    sentences = [key.doc]
+    if key.unit and key.unit.rstrip("s") not in key.doc.lower():
+        sentences.append(f"Unit: {key.unit}.")
+    if any(choice not in key.doc for choice in key.choices):
+        sentences.append(f"One of {', '.join(key.choices)}.")
+    if key.maxtext:
+        sentences.append(f"MaxText: {key.maxtext}.")
+    return " ".join(sentences)
 
 
 def yaml_value(value: Any) -> str:
@@ -166,10 +167,7 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
     file = next((file for file in files if name in file.keys), None)
     if file is None:
         known = dict.fromkeys(key for each in files for key in each.keys)
-        nearest, hint = closest_keys(name, known)
-        raise ConfigError(
-            f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest
-        )
+        raise unknown_key(name, known)
     key, default = file.keys[name], file.defaults[name]
     instead: dict[str, str] = {}
     if name not in files[0].keys and keys_of_alias(name, files[0].keys)[0]:

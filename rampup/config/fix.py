@@ -26,6 +26,7 @@ from rampup.config.load import (
     load_config,
     locate_values,
 )
+from rampup.config.rules import LINEAR
 from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import Located, parse_mapping, positions, read_text
 from rampup.errors import (
@@ -52,7 +53,6 @@ SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
 SCHEDULE = "batch_size_schedule"
 DEVICES = "num_devices"
 PARALLELISM = "_parallelism"
-LINEAR = "enable_rampup_batch_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,11 +150,7 @@ class Key:
             )
         if self.choices and converted not in self.choices:
             raise self._error(name, repr(converted), nearest=self.choices)
-        if (
-            isinstance(converted, int | float | Fraction)
-            and not isinstance(converted, bool)
-            and converted not in self.also
-        ):
+        if converted not in self.also:
             self._check_limits(name, converted)
         return converted
 
@@ -166,7 +162,7 @@ class Key:
             return False
         return True
 
-    def _check_limits(self, name: str, value: float | Fraction) -> None:
+    def _check_limits(self, name: str, value: Any) -> None:
         low = (self.minimum is not None and value < self.minimum) or (
             self.above is not None and value <= self.above
         )
@@ -435,6 +431,20 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
             " delete it (`rampup check FILE --from maxtext num_devices=8` reads such a"
             " file)"
         ),
+    )
+
+
+def unknown_key(
+    name: str, keys: Collection[str], path: str | None = None, line: int | None = None
+) -> ConfigError:
+    """Return the error about a name that is no key, and where it is set."""
+    nearest, hint = closest_keys(name, keys)
+    return ConfigError(
+        f"unknown key {name[:100]!r}; {hint}",
+        key=name,
+        nearest=nearest,
+        path=path,
+        line=line,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from rampup.config.key import Key, Settings, closest_keys
+from rampup.config.key import Key, Settings, unknown_key
 from rampup.config.rules import BUDGET_KEYS, auto_implies
 from rampup.config.schema import Config
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
@@ -167,13 +167,15 @@ def locate_values(
         if ROLLOUT_GROUP not in groups and any(
             name.partition(".")[0] == ROLLOUT_GROUP for name in unknown
         ):
-            text = (
+            raise ConfigError(
                 "this is the configuration of a rollout: `rampup plan` shows it;"
-                " everything else takes the keys of "
+                " everything else takes the keys of configs/base.yml",
+                key=unknown[0],
+                path=str(file),
             )
-            raise ConfigError(f"{text}configs/base.yml", key=unknown[0], path=str(file))
         problems += [
-            _unknown_key(name, own[name], keys) for name in unknown[:MAX_UNKNOWN]
+            unknown_key(name, keys, own[name].path, own[name].line)
+            for name in unknown[:MAX_UNKNOWN]
         ]
         # `_files` goes from the file to its bases, so what is located already is
         # nearer.
@@ -185,18 +187,6 @@ def locate_values(
 
     settings, others = _locate_settings(overrides, environ, keys)
     return _override(far=located, near=settings, keys=keys), [*problems, *others]
-
-
-def _unknown_key(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
-    """Return the error about a name that is no key."""
-    nearest, hint = closest_keys(name, keys)
-    return ConfigError(
-        f"unknown key {name[:100]!r}; {hint}",
-        key=name,
-        nearest=nearest,
-        path=entry.path,
-        line=entry.line,
-    )
 
 
 def _locate_settings(
@@ -223,7 +213,7 @@ def _locate_settings(
     settings: dict[str, Located] = {}
     for name, entry in texts:
         if name not in keys:
-            problems.append(_unknown_key(name, entry, keys))
+            problems.append(unknown_key(name, keys, entry.path))
             continue
         # A key of text takes the text as it is; otherwise YAML gives it a type.
         value = parse_scalar(entry.value, entry.path)
