@@ -89,11 +89,7 @@ def describe(plan: RampPlan, notes: Sequence[str] | None = None) -> Description:
             name: title for name, title in PHASE_TITLES.items() if name not in left_out
         },
         rows=rows,
-        unreached={
-            phase.index
-            for phase in plan.ramp.phases
-            if phase.start_step >= plan.total_steps
-        },
+        unreached=_unreached(plan),
         remarks=remarks,
         notes=advice(plan) if notes is None else notes,
     )
@@ -261,7 +257,16 @@ def last_steps(plan: RampPlan) -> str:
     scale may end it, else "rest".
     """
     can_grow = any(size > plan.ramp.sizes[-1] for size in plan.reserved_sizes)
-    return "auto" if plan.follows and can_grow else "rest"
+    return "auto" if can_grow else "rest"
+
+
+def _unreached(plan: RampPlan) -> list[int]:
+    """Return the phases that the run does not reach."""
+    return [
+        phase.index
+        for phase in plan.ramp.phases
+        if phase.start_step >= plan.total_steps
+    ]
 
 
 def advice(plan: RampPlan) -> tuple[str, ...]:
@@ -337,12 +342,7 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
             f"phase {', '.join(past)} is over: these devices cannot split its batch,"
             " and need not"
         )
-    unreached = [
-        phase.index
-        for phase in plan.ramp.phases
-        if phase.start_step >= plan.total_steps
-    ]
-    if unreached:
+    if unreached := _unreached(plan):
         last = max(plan.total_steps - 1, plan.ramp.first_step)
         notes.append(
             f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those"
