@@ -61,15 +61,12 @@ def plan_to_resume(
         except (BatchDivisibilityError, PipelineShapeError) as error:
             was = record["num_devices"]
             numbers = numbers_that_can(config, was, same)
-            text = (
-                f"the run was on {was} devices, and its batches cannot be split for"
-                f" num_devices={num_devices}; numbers of "
-            )
-            text += (
-                f"devices that can run all of them: {list_devices(numbers)}. {error}"
-            )
             raise ResumeMismatchError(
-                text, key="num_devices", nearest=nearest_in(num_devices, numbers)
+                f"the run was on {was} devices, and its batches cannot be split for"
+                f" num_devices={num_devices}; numbers of devices that can run all of"
+                f" them: {list_devices(numbers)}. {error}",
+                key="num_devices",
+                nearest=nearest_in(num_devices, numbers),
             ) from None
     plan = build_plan(
         config, num_devices, consumed_samples=before.samples_before(record["step"])
@@ -100,17 +97,12 @@ def plan_to_resume(
         for key in names
         if old.get(key) != now.get(key)
     ]
-    rule = (
-        f"the ramp is not that of the checkpoint of step {record['step']}"
-        f" ({'; '.join(changed)})"
-    )
-    fix = (
-        "restore the keys, as `rampup train RUN_DIR` does, or set"
-        " on_plan_change=continue_by_samples to continue with the new sizes by samples"
-        " consumed"
-    )
     raise ResumeMismatchError(
-        f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}",
+        f"the ramp is not that of the checkpoint of step {record['step']}"
+        f" ({'; '.join(changed)}):\n{plan.ramp.differences(before.to_rows())}\nrestore"
+        " the keys, as `rampup train RUN_DIR` does, or set"
+        " on_plan_change=continue_by_samples to continue with the new sizes by samples"
+        " consumed",
         key="on_plan_change",
         nearest=("continue_by_samples",),
     )
@@ -135,8 +127,6 @@ def ramp_keys(config: Config) -> dict[str, str | None]:
             "opt_type",
             "lr_schedule_type",
             "learning_rate_schedule_steps",
-        }
-        names |= {
             "warmup_steps_fraction",
             "learning_rate_final_fraction",
             "wsd_decay_steps_fraction",

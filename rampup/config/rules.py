@@ -47,11 +47,11 @@ def refuse(key: str, rule: str, *nearest: object) -> ConfigError:
 def _of_length(config: Config) -> Iterator[ConfigError]:
     """Yield what is wrong with the length of a run and its learning rate."""
     if config.total_steps == -1:
-        rule = (
-            "takes learning_rate_schedule_steps, which is -1 too; set one of them,"
-            " train_samples or train_tokens"
+        yield refuse(
+            "steps",
+            "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of"
+            " them, train_samples or train_tokens",
         )
-        yield refuse("steps", f"steps=-1 {rule}")
     if config.warmup_steps is not None and config.seesaw_factor is not None:
         yield refuse(
             "warmup_steps",
@@ -86,11 +86,12 @@ def _of_accumulation(config: Config) -> Iterator[ConfigError]:
         others.items() if config.gradient_accumulation != "fused" else ()
     ):
         if (value := getattr(config, name)) != legal:
-            needs = (
-                "needs gradient_accumulation=fused, it is"
-                f" {config.gradient_accumulation}"
+            yield refuse(
+                name,
+                f"{name}={str(value).lower()} needs gradient_accumulation=fused, it is"
+                f" {config.gradient_accumulation}",
+                legal,
             )
-            yield refuse(name, f"{name}={str(value).lower()} {needs}", legal)
     if is_whole and config.measure_gradient_noise:
         yield refuse(
             "measure_gradient_noise",
@@ -186,18 +187,17 @@ def _of_seesaw(config: Config) -> Iterator[ConfigError]:
     if factor is not None and (
         kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)
     ):
-        rule = (
-            f"seesaw_factor={factor} replaces falls of the learning rate, but"
-            f" lr_schedule_type={kind} with "
-        )
         yield refuse(
-            "seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none"
+            "seesaw_factor",
+            f"seesaw_factor={factor} replaces falls of the learning rate, but"
+            f" lr_schedule_type={kind} with learning_rate_final_fraction={last} has"
+            " none",
         )
     if factor is not None and config.learning_rate_clock != "samples":
-        reason = "the batch, and so the number of steps, depends on the schedule"
         yield refuse(
             "learning_rate_clock",
-            f"seesaw_factor needs learning_rate_clock=samples: {reason}",
+            "seesaw_factor needs learning_rate_clock=samples: the batch, and so the"
+            " number of steps, depends on the schedule",
             "samples",
         )
 
@@ -240,17 +240,18 @@ def _of_linear_ramp(config: Config) -> Iterator[ConfigError]:
         values = config.to_dict()
         found = ", ".join(f"{name}={values[name]}" for name in ignored)
         if config.batch_size_schedule is not None:
-            rule = (
-                f"are two ramps; remove one, or set {LINEAR}: false to keep the"
-                " schedule"
+            yield refuse(
+                ignored[0],
+                f"{found} and batch_size_schedule are two ramps; remove one, or set"
+                f" {LINEAR}: false to keep the schedule",
             )
-            yield refuse(ignored[0], f"{found} and batch_size_schedule {rule}")
         else:
-            rule = (
-                f"{LINEAR} is not set: set it to true for the ramp, to false for a"
-                " constant batch"
+            yield refuse(
+                LINEAR,
+                f"{found} describes a linear ramp, but {LINEAR} is not set: set it to"
+                " true for the ramp, to false for a constant batch",
+                True,
             )
-            yield refuse(LINEAR, f"{found} describes a linear ramp, but {rule}", True)
 
 
 def auto_implies(*, has_budget: bool) -> dict[str, Any]:

@@ -224,7 +224,6 @@ def summary(plan: RampPlan) -> tuple[str, str]:
 
 def _ramp_summary(plan: RampPlan) -> str:
     sizes = plan.ramp.sizes
-    constant = f"the batch stays at {sizes[-1]:,} samples"
     if (auto := plan.auto) is not None:
         possible = [f"{size:,}" for size in auto["sizes"]]
         listed = " or ".join(filter(None, [", ".join(possible[:-1]), possible[-1]]))
@@ -240,15 +239,12 @@ def _ramp_summary(plan: RampPlan) -> str:
             f" {samples} samples"
         )
     if len(sizes) == 1:
-        return constant
+        return f"the batch stays at {sizes[-1]:,} samples"
     peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
-    last = (
-        f"the last from step {plan.ramp.ramp_steps:,}, sample"
-        f" {plan.ramp.ramp_samples:,}"
-    )
     return (
         f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in"
-        f" {len(sizes)} phases, {last}"
+        f" {len(sizes)} phases, the last from step {plan.ramp.ramp_steps:,}, sample"
+        f" {plan.ramp.ramp_samples:,}"
     )
 
 
@@ -276,21 +272,16 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
     notes = []
     most = max(plan.of_all_sizes.clock, key=lambda segment: segment.scale)
     if most.scale > MOST_RATE_SCALE and plan.seesaw is None:
-        rate = (
-            f"a batch of {most.global_batch_size:,} has {most.scale:.3g} times the"
-            " learning rate that was tuned"
-        )
         notes.append(
-            f"{rate}; beyond {MOST_RATE_SCALE:g} times, runs that follow such a rule"
-            " became unstable (marin issue 6044)"
+            f"a batch of {most.global_batch_size:,} has {most.scale:.3g} times the"
+            f" learning rate that was tuned; beyond {MOST_RATE_SCALE:g} times, runs"
+            " that follow such a rule became unstable (marin issue 6044)"
         )
     if plan.follows and not plan.scales_learning_rate:
-        kept = (
-            "learning_rate_batch_scaling=none keeps the learning rate as it is while"
-            " the batch grows"
-        )
         notes.append(
-            f"{kept}, which can take more steps than a batch that does not grow"
+            "learning_rate_batch_scaling=none keeps the learning rate as it is while"
+            " the batch grows, which can take more steps than a batch that does not"
+            " grow"
         )
     final = plan.splits[-1]
     size = plan.ramp.sizes[-1]
@@ -300,38 +291,29 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         and largest >= 8 * final.microbatch_size
     ):
         passes = size // (final.data_parallel_size * largest)
-        fixed = (
+        notes.append(
             f"with a fixed microbatch size of {final.microbatch_size}, every step after"
-            " the ramp runs"
+            f" the ramp runs {final.num_microbatches} microbatches;"
+            f" rampup_microbatch=auto would run {passes} of {largest} there, at the"
+            " cost of a second compilation"
         )
-        other = (
-            f"rampup_microbatch=auto would run {passes} of {largest} there, at the cost"
-            " of a second compilation"
-        )
-        notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
     if (
         final.num_microbatches > 1
         and plan.splitter.data_parallel_size == plan.splitter.num_stages == 1
     ):
-        fewer = (
-            "a smaller batch with its own adam_b2 learns more per sample (Marek et al."
-            " 2025, arXiv 2507.07101)"
-        )
         notes.append(
             f"one replica accumulates {final.num_microbatches} microbatches, which"
-            f" saves no communication; {fewer}"
+            " saves no communication; a smaller batch with its own adam_b2 learns more"
+            " per sample (Marek et al. 2025, arXiv 2507.07101)"
         )
     if plan.splitter.whole_batch:
         sizes = {split.microbatch_size for split in plan.splits}
-        programs = (
-            f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs,"
-            " and the run waits for each"
+        notes.append(
+            f"with rampup_microbatch=whole, {len(sizes)} batch"
+            f" size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits"
+            f" for each; a replica holds the activations of up to {max(sizes):,}"
+            " samples, as nothing is accumulated"
         )
-        memory = (
-            f"a replica holds the activations of up to {max(sizes):,} samples, as"
-            " nothing is accumulated"
-        )
-        notes.append(f"with rampup_microbatch=whole, {programs}; {memory}")
     past = [
         str(phase.index)
         for phase in plan.ramp.phases
@@ -352,9 +334,9 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         )
     after = plan.total_steps - plan.schedule_steps
     if after > 0:
-        ends = f"the learning rate's schedule ends after {plan.schedule_steps:,} steps"
         notes.append(
-            f"{ends}: the other {after:,} have the rate of its end, which is 0 after a"
-            " whole decay"
+            f"the learning rate's schedule ends after {plan.schedule_steps:,} steps:"
+            f" the other {after:,} have the rate of its end, which is 0 after a whole"
+            " decay"
         )
     return tuple(notes)

@@ -252,17 +252,13 @@ class RampPlan:
             )
         needed = self.splitter.data_parallel_size * self.splitter.num_stages
         if self.axes is None and (self.num_devices < 1 or self.num_devices % needed):
-            rule = (
-                f"num_devices={self.num_devices} must be a multiple of"
-                f" data_parallel_size * num_stages = {needed}"
-            )
-            nearest = nearest_multiples(self.num_devices, needed)
             yield BatchDivisibilityError(
-                rule,
+                f"num_devices={self.num_devices} must be a multiple of"
+                f" data_parallel_size * num_stages = {needed}",
                 value=self.num_devices,
                 divisor=needed,
                 key="num_devices",
-                nearest=nearest,
+                nearest=nearest_multiples(self.num_devices, needed),
             )
         if self.axes is not None:
             pairs = {
@@ -289,15 +285,12 @@ class RampPlan:
             step: completed optimizer steps.
         """
         phase = self.ramp.phase_at(step)
-        consumed = self.ramp.samples_before(step)
-        split = self.splits[phase.index]
-        segment = self.segment_at(step) if self.follows else None
         return PlanPosition(
             step=step,
-            consumed_samples=consumed,
+            consumed_samples=self.ramp.samples_before(step),
             phase=phase,
-            split=split,
-            segment=segment,
+            split=self.splits[phase.index],
+            segment=self.segment_at(step) if self.follows else None,
         )
 
     def segment_at(self, step: int) -> ClockSegment:

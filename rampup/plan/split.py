@@ -159,14 +159,12 @@ class BatchSplitter:
         p = self.num_stages
         m, b = self.num_pipeline_microbatches, self.microbatch_size
         sizes = {
-            name: getattr(self, name)
-            for name in (
-                "data_parallel_size",
-                "gradient_accumulation_steps",
-                "num_stages",
-            )
+            "data_parallel_size": self.data_parallel_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "num_stages": p,
+            "num_pipeline_repeats": self.num_repeats,
         }
-        for key, size in {**sizes, "num_pipeline_repeats": self.num_repeats}.items():
+        for key, size in sizes.items():
             if size < 1:
                 yield ConfigError(
                     f"{key}={size} must be at least 1", key=key, nearest=(1,)
@@ -183,12 +181,9 @@ class BatchSplitter:
                 "rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH
             )
         if b != AUTO and self.rampup_microbatch == "per_phase":
-            rule = (
-                "fixes the microbatch size, but rampup_microbatch=per_phase lets it"
-                " grow"
-            )
             yield ConfigError(
-                f"{key}={b} {rule}",
+                f"{key}={b} fixes the microbatch size, but rampup_microbatch=per_phase"
+                " lets it grow",
                 fix="set microbatch_size=-1 or rampup_microbatch=fixed",
                 key=key,
                 nearest=(AUTO,),
@@ -426,12 +421,12 @@ class BatchSplitter:
         ]
         if self.microbatch_size != AUTO:
             conditions.append(
-
-
-# The rule of one replica, which splits every batch.
-ANY_BATCH = BatchSplitter(data_parallel_size=1)
                 replicas
                 | {"microbatch_size": self.microbatch_size}
                 | self._pass_factors
             )
         return conditions
+
+
+# The rule of one replica, which splits every batch.
+ANY_BATCH = BatchSplitter(data_parallel_size=1)
