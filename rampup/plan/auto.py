@@ -19,7 +19,6 @@ from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.ramp import BatchRamp
 
 DECISION_PERIOD = 10  # steps between two decisions
-MAX_WASTE = 0.2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class AutoSchedule:
     sizes: tuple[int, ...]  # the legal sizes, from `auto_sizes`
     half_life_samples: float  # samples that must pass between two changes
     rows: list[list[int]]  # start step, start sample and size of every phase so far
-    max_waste: float = MAX_WASTE  # share of a sample that a batch may lose to grow
+    max_waste: float = 0.2  # share of a sample that a batch may lose to grow
 
     @property
     def size(self) -> int:

@@ -108,10 +108,10 @@ class MeshAxes:
                             nearest=(-1, 1),
                         )
                     )
-            if list(sizes.values()).count(AUTO) > 1:
-                automatic = [
-                    _key(group, axis) for axis, size in sizes.items() if size == AUTO
-                ]
+            automatic = [
+                _key(group, axis) for axis, size in sizes.items() if size == AUTO
+            ]
+            if len(automatic) > 1:
                 problems.append(
                     ConfigError(
                         f"only one {group}_*_parallelism may be -1 (the rest), not"

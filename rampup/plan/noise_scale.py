@@ -62,17 +62,14 @@ class NoiseEstimate:
         """Return text such as "120 (90 to 160)" or "at least 90"."""
         if self.low is None:
             return "not known yet"
-        if self.value is None or self.high is None:
-            return (
-                f"at least {self.low:,.3g}"
-                if self.low < 1000
-                else f"at least {self.low:,.0f}"
-            )
-        value, low, high = (
+        low, *known = (
             f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"
-            for x in (self.value, self.low, self.high)
+            for x in (self.low, self.value, self.high)
+            if x is not None
         )
-        return f"{value} ({low} to {high})"
+        if len(known) < 2:
+            return f"at least {low}"
+        return f"{known[0]} ({low} to {known[1]})"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -79,10 +79,8 @@ def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
     """Return whether there are slices of a shape."""
-    if chip.dimensions == 2 or shape in _shapes(chip).values():
-        return shape in _shapes(chip).values()
-    return (
-        len(shape) == 3
+    return shape in _shapes(chip).values() or (
+        chip.dimensions == len(shape) == 3
         and all(side and side % _CUBE == 0 for side in shape)
         and list(shape) == sorted(shape)
         and math.prod(shape) <= chip.max_chips
