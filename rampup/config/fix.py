@@ -116,8 +116,7 @@ def find_fix(
         file=file, text=text, overrides=tuple(overrides), environ=environ or {}
     )
     found = start.problems(check)
-    edits = _find_edits(start, found, check)
-    draft = start.with_edits(edits) or start
+    edits, draft = _find_edits(start, found, check)
     if problems := draft.problems(check):
         raise _nothing_near(problems, draft)
     # A change may have been made for a problem that another change solves too.
@@ -137,14 +136,14 @@ def find_fix(
 
 def _find_edits(
     start: _Draft, problems: Sequence[RampupError], check: Callable[[Config], object]
-) -> dict[str, str]:
-    """Return edits by name, each for the first problem that has one; those that are
-    found before none is left, or no way to solve one.
+) -> tuple[dict[str, str], _Draft]:
+    """Return edits by name, each for the first problem that has one, and the draft with
+    them; those that are found before none is left, or no way to solve one.
     """
+    draft = start
     edits: dict[str, str] = {}
     tried: set[tuple[str, str]] = set()
     while problems and len(tried) < MAX_CHANGES:
-        draft = start.with_edits(edits) or start
         # What was written, with the right names.
         names = {name: key for name, key in edits.items() if name not in KEYS}
         meant = (start.with_edits(names) or start).located()
@@ -168,7 +167,7 @@ def _find_edits(
         edits |= dict([edit])
         tried.add(edit)
         problems = draft.problems(check)
-    return edits
+    return edits, draft
 
 
 def _nothing_near(problems: Sequence[RampupError], draft: _Draft) -> ConfigError:
