@@ -136,11 +136,9 @@ def _infer(
     if num_slices == AUTO:
         # If both groups have a -1, the fewest slices are meant: that of `dcn` is 1.
         if AUTO in ici.values() or AUTO not in dcn.values():
-            num_slices = abs(
-                math.prod(dcn.values())
-            )  # the product of the known sizes, as AUTO is -1
+            num_slices = _known_size(dcn)
         else:
-            known = abs(math.prod(ici.values()))
+            known = _known_size(ici)
             if num_devices % known:
                 raise _remainder_error(
                     "num_devices", num_devices, _product("ici", ici), known
@@ -164,7 +162,7 @@ def _infer(
 def _infer_group(
     sizes: Mapping[str, int], total: int, group: str, what: str
 ) -> dict[str, int]:
-    known = abs(math.prod(sizes.values()))
+    known = _known_size(sizes)
     if AUTO in sizes.values():
         if total % known:
             raise _remainder_error(what, total, _product(group, sizes), known)
@@ -193,6 +191,11 @@ def _infer_group(
     return dict(sizes)
 
 
+def _known_size(sizes: Mapping[str, int]) -> int:
+    """Return the product of the sizes that are not -1."""
+    return abs(math.prod(sizes.values()))
+
+
 def _legal_values(
     error: BatchDivisibilityError,
     num_devices: int,
@@ -206,10 +209,8 @@ def _legal_values(
     key = error.key
     candidates = [*error.nearest]
     if key == "num_devices":
-        slices = abs(math.prod(dcn.values())) if num_slices == AUTO else num_slices
-        candidates += nearest_multiples(
-            num_devices, abs(math.prod(ici.values())) * slices
-        )
+        slices = _known_size(dcn) if num_slices == AUTO else num_slices
+        candidates += nearest_multiples(num_devices, _known_size(ici) * slices)
 
     def is_legal(value: Any) -> bool:
         groups = ("ici", ici), ("dcn", dcn)
