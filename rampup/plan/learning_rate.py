@@ -154,16 +154,17 @@ def clock_segments(
             else seesaw.base.phase_of_sample(sample).global_batch_size
         )
         growth = 1.0 if seesaw is None else float((size / base) ** seesaw.exponent)
-        segment = ClockSegment(
-            start_step=step,
-            progress=(step if clock == "steps" else sample) / total,
-            progress_per_step=(1 if clock == "steps" else size) / total,
-            scale=learning_rate_scale(base, reference_size, rule.batch_scaling)
-            * growth,
-            global_batch_size=size,
-            level=None if seesaw is None else seesaw.level_at(sample),
+        scale = learning_rate_scale(base, reference_size, rule.batch_scaling)
+        segments.append(
+            ClockSegment(
+                start_step=step,
+                progress=(step if clock == "steps" else sample) / total,
+                progress_per_step=(1 if clock == "steps" else size) / total,
+                scale=scale * growth,
+                global_batch_size=size,
+                level=None if seesaw is None else seesaw.level_at(sample),
+            )
         )
-        segments.append(segment)
     return tuple(segments)
 
 
@@ -227,9 +228,10 @@ class Seesaw:
                 f"the cuts of a schedule must lower the rate: {levels[:10]}"
             )
         largest = max(self.base.sizes)
-        if self.max_batch_size is not None and self.max_batch_size < largest:
+        limit = math.inf if self.max_batch_size is None else self.max_batch_size
+        if limit < largest:
             raise RampDefinitionError(
-                f"seesaw_max_batch_size={self.max_batch_size} must be at least the"
+                f"seesaw_max_batch_size={limit} must be at least the"
                 f" largest planned batch, {largest}",
                 key="seesaw_max_batch_size",
                 nearest=(largest,),
@@ -246,12 +248,7 @@ class Seesaw:
             base = self.base.phase_of_sample(start).global_batch_size
             # A relative error of 1e-9 must not round 2 * 8 down to 15.
             wanted = base / max(self.level_at(start), 1e-18) * (1 + 1e-9)
-            wanted = (
-                wanted
-                if self.max_batch_size is None
-                else min(wanted, self.max_batch_size)
-            )
-            size = max(int(wanted) // self.multiple * self.multiple, base)
+            size = max(int(min(wanted, limit)) // self.multiple * self.multiple, base)
             # With fewer samples left than this batch, the size stays as before.
             if self.total_samples is not None and size > self.total_samples - start:
                 size = min(size, max(base, pairs[-1][1] if pairs else base))
@@ -282,13 +279,11 @@ class Seesaw:
             Cut(sample=int(sample), level=float(level))
             for sample, level in record["cuts"]
         )
-        base = BatchRamp.from_rows(record["base"])
-        samples = record.get("schedule_samples")
         return cls(
-            base=base,
+            base=BatchRamp.from_rows(record["base"]),
             cuts=cuts,
             ramp=ramp,
-            schedule_samples=samples,
+            schedule_samples=record.get("schedule_samples"),
             exponent=record["exponent"],
         )
 
