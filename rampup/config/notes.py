@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from rampup.config.schema import Config
@@ -170,8 +170,7 @@ def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
         return ()
     constants = hyperparameters(config, plan)
     listed, short = list[str](), list[str]()
-    phases = plan.ramp.phases
-    for before, phase in itertools.pairwise(phases):
+    for before, phase in itertools.pairwise(plan.ramp.phases):
         if phase.start_step >= plan.total_steps:
             break
         sizes = before.global_batch_size, phase.global_batch_size
@@ -187,15 +186,18 @@ def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
             short.append(f"phase {phase.index} has {end - phase.start_step:,} steps")
     notes = []
     if listed:
-        shown = ", ".join(listed[:8]) + ", ..." * (len(listed) > 8)
         notes.append(
-            "steps of training that a growth costs far below the noise scale, while AdamW's"
-            f" second moment still has the noise of the smaller batch: {shown}"
+            "steps of training that a growth costs far below the noise scale, while"
+            " AdamW's second moment still has the noise of the smaller batch:"
+            f" {_first_of(listed)}"
         )
     if short:
-        shown = ", ".join(short[:8]) + ", ..." * (len(short) > 8)
         notes.append(
-            f"shorter than that: {shown}; there a rule of batch_scaling does not reach"
+            f"shorter than that: {_first_of(short)}; there a rule of batch_scaling does not reach"
             " its rate, and a smaller adam_b2 or longer phases would"
         )
     return tuple(notes)
+
+
+def _first_of(listed: Sequence[str]) -> str:
+    return ", ".join(listed[:8]) + ", ..." * (len(listed) > 8)
