@@ -462,9 +462,9 @@ def keys_of_alias(
         for key, aliases in tables["aliases"].items()
         if key in keys and word in aliases.split()
     )
-    hints = [
+    hints = (
         hint
         for names, hint in tables["other_quantities"].items()
         if word in names.split()
-    ]
-    return found, hints[0] if hints else None
+    )
+    return found, next(hints, None)

@@ -139,9 +139,11 @@ def _of_auto(config: Config) -> Iterator[ConfigError]:
         # What must be known before step 0 cannot depend on batches that are decided
         # later.
         has_budget = config.total_steps is None
-        needed = auto_implies(has_budget=has_budget)
-        needed |= {"rampup_microbatch": "fixed"}
-        needed |= {"seesaw_factor": None, "warmup_steps": None}
+        needed = auto_implies(has_budget=has_budget) | {
+            "rampup_microbatch": "fixed",
+            "seesaw_factor": None,
+            "warmup_steps": None,
+        }
         needed |= (
             {"learning_rate_schedule_steps": -1}
             if has_budget

@@ -87,8 +87,9 @@ def find_overhead(draft: Draft) -> None:
     """Find the fixed cost of a pipeline tick in samples: as measured, or as assumed."""
     key = "pipeline_tick_overhead"
     if (measured := draft.config.pipeline_tick_overhead) is None:
-        length = draft.config.max_target_length
-        draft.overhead = Fraction(DEFAULT_OVERHEAD_TOKENS, length)
+        draft.overhead = Fraction(
+            DEFAULT_OVERHEAD_TOKENS, draft.config.max_target_length
+        )
     else:
         draft.overhead = exact_fraction(measured, what=key, key=key)
 

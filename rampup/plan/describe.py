@@ -81,8 +81,10 @@ def describe(plan: RampPlan, notes: Sequence[str] | None = None) -> Description:
     rows[-1]["num_steps"] = last_steps(plan)
     remarks = []
     if (split := plan.eval_split) is not None:
-        size = f"{split.global_batch_size:,} samples per batch"
-        remarks.append(f"evaluation: {size} = {describe_split(split)}")
+        remarks.append(
+            f"evaluation: {split.global_batch_size:,} samples per batch ="
+            f" {describe_split(split)}"
+        )
     return Description(
         summary=summary(plan),
         titles={

@@ -185,8 +185,14 @@ class NoiseScale:
         effective = self.total**2 / self.total_squared if self.total_squared else 0.0
         if effective < MIN_STEPS:
             return NoiseEstimate(value=None, low=None, high=None)
-        variances = self.trace_variance, self.squared_norm_variance, self.covariance
-        return fieller(self.trace, self.squared_norm, *variances, effective - 1)
+        return fieller(
+            self.trace,
+            self.squared_norm,
+            self.trace_variance,
+            self.squared_norm_variance,
+            self.covariance,
+            effective - 1,
+        )
 
     @property
     def in_samples(self) -> NoiseEstimate:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
@@ -368,10 +368,7 @@ class Timetable:
                 plain_number(peak) for peak in self.peak_live_microbatches
             ],
             "table": [
-                {
-                    name: getattr(operation, name)
-                    for name in ("stage", "kind", "microbatch", "repeat")
-                }
+                asdict(operation)
                 | {
                     "start": plain_number(operation.start),
                     "end": plain_number(operation.end),

@@ -196,7 +196,7 @@ class BatchRamp:
             raise RampDefinitionError(
                 f"end - start = {end} - {start} = {end - start} must be a multiple of"
                 f" increment={increment}",
-                fix=(f"nearest end: {', '.join(map(str, nearest))}"),
+                fix=f"nearest end: {', '.join(map(str, nearest))}",
                 key="end",
                 nearest=nearest,
             )
