@@ -13,7 +13,7 @@ the mini batches and passes, and the calls of the generator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -90,41 +90,39 @@ class Size:
                 problems[-1].key = self.key or name
         raise_together(problems)
 
-    def factor(self, *, samples_per_prompt: int, data_parallel_size: int) -> int:
-        """Return the number of samples of the whole job per unit of `count`."""
+    def factors(
+        self, *, samples_per_prompt: int, data_parallel_size: int
+    ) -> dict[str, int]:
+        """Return what turns `count` into samples of the whole job, by name."""
         assert self.unit != "tokens", "a number of tokens is not a number of samples"
-        per_count = samples_per_prompt if self.unit == "prompts" else 1
-        return per_count * (1 if self.scope == "job" else data_parallel_size)
+        found = {}
+        if self.unit == "prompts":
+            found["samples_per_prompt"] = samples_per_prompt
+        if self.scope == "replica":
+            found["data_parallel_size"] = data_parallel_size
+        return found
+
+    def factor(self, **factors: int) -> int:
+        """Return the number of samples of the whole job per unit of `count`."""
+        return math.prod(self.factors(**factors).values())
 
     def samples(self, **factors: int) -> int:
         """Return this size in samples of the whole job."""
         return self.count * self.factor(**factors)
 
-    def arithmetic(
-        self, role: str, *, samples_per_prompt: int, data_parallel_size: int
-    ) -> str:
+    def arithmetic(self, role: str, **factors: int) -> str:
         """Return the conversion of the size into samples of the job as text: 'micro=4
         prompts * samples_per_prompt=5 = ...'.
         """
-        factors = (
-            [f"samples_per_prompt={samples_per_prompt}"]
-            if self.unit == "prompts"
-            else []
-        )
-        factors += (
-            [f"data_parallel_size={data_parallel_size}"] if self.scope != "job" else []
-        )
-        text = " * ".join([f"{self.key or role}={self}", *factors])
-        total = self.samples(
-            samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size
-        )
-        return f"{text} = {total} samples" if factors else text
+        own = [f"{name}={size}" for name, size in self.factors(**factors).items()]
+        text = " * ".join([f"{self.key or role}={self}", *own])
+        return f"{text} = {self.samples(**factors)} samples" if own else text
 
     def refused(
         self,
         role: str,
         rule: str,
-        legal: Iterable[int],
+        legal: Sequence[int],
         otherwise: str,
         *,
         multiple: int = 1,
@@ -135,7 +133,7 @@ class Size:
 
         By the rule, the size in samples of the job is a multiple of `multiple`.
         """
-        nearest = nearest_in(self.count, list(legal))
+        nearest = nearest_in(self.count, legal)
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else otherwise
         divisor = multiple // math.gcd(multiple, self.factor(**factors))
         text = f"{self.arithmetic(role, **factors)} {rule}; {fix}"
@@ -161,23 +159,30 @@ class Size:
     ) -> list[RampupError]:
         """Return an error unless the size divides a number of samples and keeps the
         rule, or with padding is no larger.
+
+        By the rule, the size in samples of the job is a multiple of `multiple`, and not
+        below `least`.
         """
         per_count = self.factor(**factors)
+        fix = (
+            "count it in prompts of the job"
+            if role == "generation"
+            else f"no count of {self.unit} fits; change another size"
+        )
+        if pad:
+            if self.count * per_count <= samples:
+                return []
+            most = [max(samples // per_count, 1)]
+            return [self.refused(role, f"must not exceed {of}", most, fix, **factors)]
         counts = divisors(samples // per_count) if samples % per_count == 0 else []
         legal = [
             count
             for count in counts
             if count * per_count % multiple == 0 and count * per_count >= least
         ]
-        if self.count * per_count <= samples if pad else self.count in legal:
+        if self.count in legal:
             return []
-        legal = [max(samples // per_count, 1)] if pad else legal
-        text = f"must not exceed {of}" if pad else f"must divide {of}{rule}"
-        fix = (
-            "count it in prompts of the job"
-            if role == "generation"
-            else f"no count of {self.unit} fits; change another size"
-        )
+        text = f"must divide {of}{rule}"
         return [self.refused(role, text, legal, fix, multiple=multiple, **factors)]
 
     def __str__(self) -> str:
@@ -290,8 +295,6 @@ class Updates:
             "mini_batch_samples",
             "num_epochs",
             "optimizer_steps",
-        )
-        names += (
             "accumulation_steps",
             "microbatch_size",
             "microbatch_samples",
@@ -325,21 +328,18 @@ def split_updates(
     # Every replica has as many samples as the others, so a mini batch is a multiple of
     # their number. With a token budget the lengths decide which replica has how many,
     # but each of them needs a sample.
-    unit = 1 if pad or budget is not None else replicas
-    least = 1 if pad or budget is None else replicas
-    rule = ""
-    if unit > 1:
-        rule = f" and be a multiple of data_parallel_size={replicas}"
-    if least > 1:
-        rule = f" and give each of data_parallel_size={least} replicas a sample"
+    evenly = shared = ""
+    if replicas > 1:
+        evenly = f" and be a multiple of data_parallel_size={replicas}"
+        shared = f" and give each of data_parallel_size={replicas} replicas a sample"
     problems = training.mini_batch.misfits(
         "policy.mini_batch",
         f"the {samples_per_step} samples of a step",
         samples_per_step,
         pad=pad,
-        rule=rule,
-        multiple=unit,
-        least=least,
+        rule=evenly if budget is None else shared,
+        multiple=replicas if budget is None else 1,
+        least=1 if budget is None else replicas,
         **factors,
     )
     microbatch_size = max_passes = None
@@ -349,13 +349,12 @@ def split_updates(
         microbatch_size = -(-micro.samples(**factors) // replicas)
         # Not after an illegal mini batch: divisors of it would be no advice.
         if not pad and not problems:
-            rule = f" and be a multiple of data_parallel_size={replicas}"
             problems = micro.misfits(
                 "policy.microbatch",
                 f"the mini batch of {mini_batch} samples",
                 mini_batch,
                 pad=False,
-                rule=rule if replicas > 1 else "",
+                rule=evenly,
                 multiple=replicas,
                 **factors,
             )
