@@ -58,7 +58,7 @@ from rampup.plan.numbers import finite_or_none
 
 # Entries of `gradient_noise` in the metrics of a step that the host adds.
 LAYOUT, FACTS = "layout", "layout_facts"
-_RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
+_RECORD = "prompt_noise"
 _PARTS = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
 UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
 
@@ -213,14 +213,8 @@ class PromptNoise:
         for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
             spread = student(freedom) * math.sqrt(max(variance, 0.0))
             ends = (value, value - spread, value + spread)
-            parts.append(
-                NoiseEstimate(
-                    **{
-                        end: float(max(x, 0.0))
-                        for end, x in zip(_ENDS, ends, strict=True)
-                    }
-                )
-            )
+            middle, low, high = (float(max(end, 0.0)) for end in ends)
+            parts.append(NoiseEstimate(value=middle, low=low, high=high))
         row = np.array([1, 1 / responses, 0])
         scale, noise = float(row @ found), covariance @ row
         variances = float(row @ noise), float(covariance[2, 2]), float(noise[2])
@@ -261,30 +255,23 @@ class PromptNoise:
         return matrix @ measured, matrix @ covariance @ matrix.T
 
 
-def _key(name: str, end: str) -> str:
-    """Return the key of a line for one end of an estimate."""
-    return name if end == "value" else f"{name}_{end}"
-
-
-@dataclass(slots=True)
 class PromptNoiseAverages(Component):
     """The noise of a run of RL; see `PromptNoise`."""
 
-    half_life_samples: float
-    responses: int
-    noises: dict[str, PromptNoise] = field(default_factory=dict)
+    def __init__(self, half_life_samples: float, responses: int) -> None:
+        self.noise = PromptNoise(half_life_samples=half_life_samples)
+        self.responses = responses
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
-        return {_RECORD: {prefix: noise.state for prefix, noise in self.noises.items()}}
+        return {_RECORD: {"": self.noise.state}}
 
     def load(self, record: Mapping[str, Any]) -> None:
-        """See `Component`."""
-        found = record.get(_RECORD) or {}
-        self.noises = {
-            prefix: PromptNoise.from_state(state, self.half_life_samples)
-            for prefix, state in found.items()
-        }
+        """Continue from the averages in a checkpoint, with the half-life of this
+        run.
+        """
+        if found := record.get(_RECORD):
+            self.noise = PromptNoise.from_state(found[""], self.noise.half_life_samples)
 
     def after_step(
         self, line: Mapping[str, Any], values: Mapping[str, Any]
@@ -293,15 +280,11 @@ class PromptNoiseAverages(Component):
         noise = values.get("gradient_noise", {})
         if FACTS not in noise:
             return {}
-        found = dict[str, Any]()
         weight = 0.0 if values.get("skipped", False) else float(values["weight"])
         trace, squared_norm, squares = (
             float(noise[name]) for name in ("trace", "squared_norm", "squares")
         )
-        own = self.noises.setdefault(
-            "", PromptNoise(half_life_samples=self.half_life_samples)
-        )
-        own.update(
+        self.noise.update(
             int(noise[LAYOUT]),
             samples=line["global_batch_size"],
             weight=weight,
@@ -309,11 +292,15 @@ class PromptNoiseAverages(Component):
             square=squared_norm + trace / weight if weight else math.nan,
             facts=noise[FACTS],
         )
-        estimates = own.estimates(self.responses)
+        found = dict[str, Any]()
+        estimates = self.noise.estimates(self.responses)
         for name, estimate in zip(_PARTS, estimates, strict=True):
-            for end in _ENDS:
-                value = getattr(estimate, end)
-                found[_key(name, end)] = (
-                    None if value is None else finite_or_none(value)
-                )
-        return found
+            found |= {
+                name: estimate.value,
+                f"{name}_low": estimate.low,
+                f"{name}_high": estimate.high,
+            }
+        return {
+            key: None if value is None else finite_or_none(value)
+            for key, value in found.items()
+        }
