@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from rampup.contrib.rl.config import (
     rollout_notes,
 )
 from rampup.contrib.rl.config import is_rollout_file as is_rollout_file
-from rampup.contrib.rl.plan import RolloutPlan
 from rampup.contrib.rl.progress import RolloutProgress
 from rampup.contrib.rl.tables import print_rollout, rollout_html
 from rampup.errors import ConfigError
@@ -120,36 +119,26 @@ def gather_report(args: argparse.Namespace, inputs: CliInputs) -> Report:
     if run is not None:
         lines = list(read_lines(Path(inputs.runs[0]) / METRICS_FILE))
         run = replace(run, curves=curves(lines))
+    size = f"{step.prompts_per_step:,} prompts * {step.samples_per_prompt:,} responses"
+    steps = format_count(step.num_steps, "step")
+    total = format_count(step.total_optimizer_steps, "optimizer step")
+    timetable = html_table(step.timetable(), max_rows=MAX_ROWS)
     return Report(
         title=inputs.name,
-        sentences=(sentence_of(step),),
+        sentences=(f"{steps} of {size}, {total}",),
         notes=rollout_notes(config, step),
         config=config,
         run=run,
-        others={"Step": step_tables(step)},
+        others={"Step": {"timetable": timetable, "sizes": rollout_html(step)}},
     )
 
 
-def sentence_of(step: RolloutPlan) -> str:
-    """Return the samples of a step and the steps of the run in one line."""
-    size = f"{step.prompts_per_step:,} prompts * {step.samples_per_prompt:,} responses"
-    total = format_count(step.total_optimizer_steps, "optimizer step")
-    return f"{format_count(step.num_steps, 'step')} of {size}, {total}"
-
-
-def step_tables(step: RolloutPlan) -> dict[str, str]:
-    """Return the HTML tables of a step, by name."""
-    timetable = html_table(step.timetable(), max_rows=MAX_ROWS)
-    return {"timetable": timetable, "sizes": rollout_html(step)}
-
-
-def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
     """Return what lines of metrics.jsonl have besides loss and reward, by title; NaN
     where a line lacks it.
     """
-    rows = list(lines)
     found = {
-        title: tuple(finite_or_nan(row.get(key)) for row in rows)
+        title: tuple(finite_or_nan(line.get(key)) for line in lines)
         for title, key in CURVES.items()
     }
     return {

@@ -113,17 +113,17 @@ def pad_prompts(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for number, length in enumerate(lengths.tolist()):
         if not 1 <= length <= max_prompt_length:
-            nearest = (int(lengths.max()),) if length else ()
-            text = (
+            fix, nearest = "leave it out", ()
+            if length:
+                nearest = (int(lengths.max()),)
+                fix += f" or set max_prompt_length={nearest[0]}"
+            raise DataError(
                 f"prompt {number} has {length} tokens, but a prompt has from 1 to"
-                f" max_prompt_length={max_prompt_length}; "
+                f" max_prompt_length={max_prompt_length}",
+                fix=fix,
+                key="max_prompt_length",
+                nearest=nearest,
             )
-            text += (
-                f"leave it out or set max_prompt_length={nearest[0]}"
-                if nearest
-                else "leave it out"
-            )
-            raise DataError(text, key="max_prompt_length", nearest=nearest)
     tokens = np.full((len(prompts), max_prompt_length), PAD, np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -25,20 +25,16 @@ class RolloutProgress(TrainProgress):
 
     def describe_step(self, metrics: Mapping[str, Any]) -> str:
         """Return the line about a step that is done, with its rollout and its reward."""
-        line = super().describe_step(metrics)
-        step, rest = line.split(", ", 1)
-        if "rollout" in metrics:
-            line = f"{step}, rollout {metrics['rollout']:,}, {rest}"
-        if metrics.get("reward") is not None:
-            line += f", reward {metrics['reward']:.3f}"
-        return line
+        step, rest = super().describe_step(metrics).split(", ", 1)
+        rollout, reward = metrics["rollout"], metrics["reward"]
+        return f"{step}, rollout {rollout:,}, {rest}, reward {reward:.3f}"
 
     def describe_result(self, event: events.Evaluated) -> str:
         """Return the share of right answers that an evaluation has found."""
-        accuracy = event.metrics["accuracy"]
-        found = f"{accuracy:.1%} of the answers are right"
-        if (greedy := event.metrics.get("greedy_accuracy")) is not None:
-            found += f", {greedy:.1%} of the greedy ones"
+        accuracy, greedy = event.metrics["accuracy"], event.metrics["greedy_accuracy"]
+        found = (
+            f"{accuracy:.1%} of the answers are right, {greedy:.1%} of the greedy ones"
+        )
         if event.step < 0 and accuracy == 0:
             found += (
                 "; what is never right has no reward to learn from: a larger"

@@ -30,29 +30,24 @@ def print_rollout(
     steps = format_count(plan.num_steps, "step")
     total = format_count(schedule.total_steps, "optimizer step")
     if len(stages) > 1:
-        titles = (
-            "from\nstep",
-            "steps",
-            "prompts",
-            "responses\neach",
-            "samples",
-            "samples per\nmini batch",
-            "optimizer\nsteps",
-        )
-        names = (
-            "start_step",
-            "num_steps",
-            "prompts_per_step",
-            "samples_per_prompt",
-            "samples_per_step",
-        )
-        names += ("mini_batch_samples", "optimizer_steps")
+        columns = {
+            "from\nstep": "start_step",
+            "steps": "num_steps",
+            "prompts": "prompts_per_step",
+            "responses\neach": "samples_per_prompt",
+            "samples": "samples_per_step",
+            "samples per\nmini batch": "mini_batch_samples",
+            "optimizer\nsteps": "optimizer_steps",
+        }
         console.print(f"{steps} of a batch that grows; {total} of the policy")
         console.print(
             make_table(
                 console,
-                titles,
-                [[phase_cell(row, name) for name in names] for row in stages],
+                columns,
+                [
+                    [phase_cell(row, name) for name in columns.values()]
+                    for row in stages
+                ],
             )
         )
         console.print(f"in the last stage, a step of {sizes}:")

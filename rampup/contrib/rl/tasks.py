@@ -54,23 +54,22 @@ class Arithmetic:
     def __post_init__(self) -> None:
         total = (self.max_operand + 1) ** 2
         if self.num_held_out * 2 > total:
-            text = (
+            raise DataError(
                 f"an evaluation of {self.num_held_out:,} prompts needs at least twice"
-                " as many pairs of numbers, but "
+                f" as many pairs of numbers, but max_operand={self.max_operand} gives"
+                f" {total:,}",
+                fix="set fewer num_test_batches or a larger max_operand",
+                key="num_test_batches",
             )
-            text += (
-                f"max_operand={self.max_operand} gives {total:,}; set fewer"
-                " num_test_batches or a larger max_operand"
-            )
-            raise DataError(text, key="num_test_batches")
         most = total - self.num_held_out
         if self.num_prompts is not None and self.num_prompts > most:
-            text = (
+            raise DataError(
                 f"num_prompts={self.num_prompts:,} must be at most {most:,}:"
-                f" max_operand={self.max_operand} gives {total:,} "
+                f" max_operand={self.max_operand} gives {total:,} pairs of numbers, of"
+                f" which {self.num_held_out:,} are held out",
+                key="num_prompts",
+                nearest=(most,),
             )
-            text += f"pairs of numbers, of which {self.num_held_out:,} are held out"
-            raise DataError(text, key="num_prompts", nearest=(most,))
 
     @property
     def max_prompt_length(self) -> int:
