@@ -8,6 +8,7 @@ largest number of passes of any stage. The number of passes of a step is data.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from bisect import bisect_right
@@ -57,12 +58,14 @@ class UpdatePosition(PlanPosition):
 class _Totals(NamedTuple):
     """What a number of rollouts add up to: optimizer steps and samples."""
 
+    rollouts: int = 0
     steps: int = 0
     samples: int = 0
 
     def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
         """Return the totals with more rollouts of one plan."""
         return _Totals(
+            rollouts=self.rollouts + rollouts,
             steps=self.steps + rollouts * plan.policy_updates.optimizer_steps,
             samples=self.samples + rollouts * plan.samples_per_step,
         )
@@ -201,11 +204,10 @@ class RolloutSchedule:
         """Return the sizes of every stage that the run reaches, as `rampup plan --json`
         prints them.
         """
-        ends = [*(first for first, _ in self.stages[1:]), self.num_rollouts]
         return [
             {
                 "start_step": first,
-                "num_steps": min(end, self.num_rollouts) - first,
+                "num_steps": end.rollouts - start.rollouts,
                 "prompts_per_step": plan.prompts_per_step,
                 "samples_per_prompt": plan.samples_per_prompt,
                 "samples_per_step": plan.samples_per_step,
@@ -213,8 +215,8 @@ class RolloutSchedule:
                 "optimizer_steps": plan.policy_updates.optimizer_steps,
                 "start_optimizer_step": start.steps,
             }
-            for (first, plan), end, start in zip(
-                self.stages, ends, self._starts, strict=False
+            for (first, plan), (start, end) in zip(
+                self.stages, itertools.pairwise(self._starts), strict=True
             )
             if first < self.num_rollouts
         ]
