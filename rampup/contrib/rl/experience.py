@@ -229,10 +229,7 @@ PER_TOKEN = (
 
 
 def loss_rows(
-    experience: Mapping[str, Any],
-    rows: Sequence[int] | np.ndarray | None = None,
-    *,
-    loss_agg_mode: str = "token-mean",
+    experience: Mapping[str, Any], *, loss_agg_mode: str = "token-mean"
 ) -> Arrays:
     """Return samples as the rows of a loss: one sample per row, all of one length.
 
@@ -243,7 +240,6 @@ def loss_rows(
             `advantages`, `reference_log_probabilities`. The aggregation by groups needs
             the number of the prompt of each sample, `group` (S,), and all samples of
             each prompt.
-        rows: the samples, all by default.
         loss_agg_mode: how the losses of tokens add up, one of
             `rampup.contrib.rl.plan.AGGREGATIONS`.
 
@@ -261,49 +257,44 @@ def loss_rows(
     if loss_agg_mode not in AGGREGATIONS:
         raise choice_error("rl.loss_agg_mode", loss_agg_mode, AGGREGATIONS)
     tokens_ST = np.asarray(experience["tokens"]).astype(np.int32)
-    chosen = np.arange(len(tokens_ST)) if rows is None else np.asarray(rows)
-    tokens_BT = tokens_ST[chosen]
-    prompt_B, response_B = (
-        np.asarray(experience[name])[chosen]
-        for name in ("prompt_length", "response_length")
+    prompt_S, response_S = (
+        np.asarray(experience[name]) for name in ("prompt_length", "response_length")
     )
     # Entry t predicts token t + 1, so the first token of the response belongs to the
     # last entry of the prompt.
-    number_BT = np.arange(tokens_BT.shape[1]) - (prompt_B[:, None] - 1)
-    counts_BT = (number_BT >= 0) & (number_BT < response_B[:, None])
-    found = {"tokens": tokens_BT, "targets": np.roll(tokens_BT, -1, axis=1)}
-    found["targets"][:, -1] = 0
+    number_ST = np.arange(tokens_ST.shape[1]) - (prompt_S[:, None] - 1)
+    counts_ST = (number_ST >= 0) & (number_ST < response_S[:, None])
+    targets_ST = np.roll(tokens_ST, -1, axis=1)
+    targets_ST[:, -1] = 0
     # The loss of each token is multiplied by its coefficient, and their sum is divided
     # by that of the weights. Transfers to the devices make float32 of both, unless the
     # run is in float64.
-    found["coefficients"] = found["weights"] = counts_BT.astype(np.float64)
+    coefficients_ST = weights_ST = counts_ST.astype(np.float64)
     if loss_agg_mode != "token-mean":
         # The first token of a sequence carries the weight of the sequence.
-        found["weights"] = (counts_BT & (number_BT == 0)).astype(np.float64)
+        weights_ST = (counts_ST & (number_ST == 0)).astype(np.float64)
     if loss_agg_mode == "seq-mean-token-mean":
-        found["coefficients"] = (
-            found["coefficients"] / np.maximum(response_B, 1)[:, None]
-        )
+        coefficients_ST = coefficients_ST / np.maximum(response_S, 1)[:, None]
     if loss_agg_mode == "group-mean-token-mean":
-        _, group_B = np.unique(
-            np.asarray(experience["group"])[chosen], return_inverse=True
-        )
-        found["coefficients"] = (
-            found["coefficients"]
-            / np.maximum(np.bincount(group_B, response_B)[group_B], 1)[:, None]
-        )
-        found["weights"] = (
-            found["weights"]
-            / np.maximum(np.bincount(group_B, response_B > 0)[group_B], 1)[:, None]
-        )
+        _, group_S = np.unique(experience["group"], return_inverse=True)
+        tokens_S = np.bincount(group_S, response_S)[group_S]
+        sequences_S = np.bincount(group_S, response_S > 0)[group_S]
+        coefficients_ST = coefficients_ST / np.maximum(tokens_S, 1)[:, None]
+        weights_ST = weights_ST / np.maximum(sequences_S, 1)[:, None]
+    found = {
+        "tokens": tokens_ST,
+        "targets": targets_ST,
+        "coefficients": coefficients_ST,
+        "weights": weights_ST,
+    }
     for name in PER_TOKEN:
         if name in experience:
-            stored_BR = np.asarray(experience[name])[chosen]
-            wide_BT = np.take_along_axis(
-                stored_BR, np.clip(number_BT, 0, stored_BR.shape[1] - 1), axis=1
+            stored_SR = np.asarray(experience[name])
+            wide_ST = np.take_along_axis(
+                stored_SR, np.clip(number_ST, 0, stored_SR.shape[1] - 1), axis=1
             )
-            found[name] = np.where(counts_BT, wide_BT, 0).astype(
-                np.promote_types(stored_BR.dtype, np.float32)
+            found[name] = np.where(counts_ST, wide_ST, 0).astype(
+                np.promote_types(stored_SR.dtype, np.float32)
             )
     return found
 

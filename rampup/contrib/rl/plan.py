@@ -423,6 +423,11 @@ class Experience:
             **dict.fromkeys(per_response, ("float32", self.max_response_length)),
         }
 
+    @property
+    def bytes_per_sample(self) -> int:
+        """Bytes of all arrays per sample."""
+        return sum(self.field_bytes().values())
+
     def field_bytes(self) -> dict[str, int]:
         """Return the bytes of each array per sample."""
         return {
@@ -625,15 +630,6 @@ class RolloutPlan:
         """Samples of one evaluation."""
         return self.eval_prompts * self.eval_samples_per_prompt
 
-    @property
-    def experience_bytes_per_sample(self) -> int | None:
-        """Bytes stored per sample. None if the lengths are unknown."""
-        return (
-            None
-            if self.experience is None
-            else sum(self.experience.field_bytes().values())
-        )
-
     def timetable(self) -> list[dict[str, Any]]:
         """Return a step in its order, from prompts to optimizer steps: what there is,
         how many of it, and the sizes of each.
@@ -683,9 +679,9 @@ class RolloutPlan:
 
     def to_dict(self) -> Mapping[str, Any]:
         """Return the plan as `rampup plan --json` prints it."""
-        per_sample = self.experience_bytes_per_sample
         stored = None
-        if self.experience is not None and per_sample is not None:
+        if self.experience is not None:
+            per_sample = self.experience.bytes_per_sample
             stored = {
                 "bytes_per_sample": per_sample,
                 "bytes_per_step": per_sample * self.samples_per_step,

@@ -121,9 +121,13 @@ class RolloutOptions:
     decode: Callable[[Sequence[int]], Any] = list
 
     @property
-    def temperature(self) -> float:
-        """The temperature of the log-probabilities."""
-        return self.sampling.temperature or 1.0
+    def experience(self) -> Experience:
+        """The arrays that a step stores for every sample."""
+        return Experience(
+            max_prompt_length=self.max_prompt_length,
+            max_response_length=self.max_response_length,
+            reference=bool(self.beta),
+        )
 
 
 class RolloutState(struct.PyTreeNode):
@@ -174,7 +178,7 @@ class RolloutStep:
             in_replica(model, mesh),
             epsilon=options.epsilon,
             beta=options.beta,
-            temperature=options.temperature,
+            temperature=options.sampling.temperature,
         )
         self._plan = schedule.ramp_plan()
         self._step = train_step(
@@ -191,8 +195,12 @@ class RolloutStep:
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers = {role: Compiler(mesh) for role in ("generate", "logprobs")}
-        self._parts = (*self._compilers.values(), self._step)
+        # What compiles, by role.
+        self._parts: dict[str, Any] = {
+            "generate": Compiler(mesh),
+            "logprobs": Compiler(mesh),
+            "update": self._step,
+        }
         # Every process needs all results of generation and forward passes.
         self._fetched = (
             replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
@@ -206,31 +214,26 @@ class RolloutStep:
     @property
     def compilations(self) -> dict[str, int]:
         """Programs built so far by role."""
-        forward = {
-            role: compiler.num_compilations
-            for role, compiler in self._compilers.items()
-        }
-        return forward | {"update": self._step.num_compilations}
+        return {role: part.num_compilations for role, part in self._parts.items()}
 
     @property
     def waited_seconds(self) -> float:
         """Time spent waiting for compilations."""
-        return sum(part.waited_seconds for part in self._parts)
+        return sum(part.waited_seconds for part in self._parts.values())
 
-    def create_state(self, params: Any, *, reference: Any = None) -> RolloutState:
-        """Return the state before the first rollout, with copies of the parameters; by
-        default the reference has them.
+    def create_state(self, params: Any) -> RolloutState:
+        """Return the state before the first rollout, with copies of the parameters,
+        which the reference has too.
         """
         inner = create_state(params, self._step.tx, self._mesh)
+        reference = None
         if self.options.beta:
-            reference = create_state(
-                params if reference is None else reference, optax.identity(), self._mesh
-            ).params
+            reference = create_state(params, optax.identity(), self._mesh).params
         return RolloutState(
             step=inner.step,
             params=inner.params,
             opt_state=inner.opt_state,
-            reference=reference if self.options.beta else None,
+            reference=reference,
             experience=self._empty_experience(),
             tally=Tally().to_words(),
         )
@@ -258,11 +261,8 @@ class RolloutStep:
             state, metrics = self.update(state, position, source)
             if position.is_last:
                 break
-        host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
-        return (
-            state,
-            {name: float(value) for name, value in host.items()} | metrics["facts"],
-        )
+        found = {name: float(metrics[name]) for name in ("grad_norm", "loss")}
+        return state, found | metrics["facts"]
 
     def update(
         self, state: RolloutState, position: UpdatePosition, prompts: Prompts
@@ -395,7 +395,18 @@ class RolloutStep:
         places_R = np.arange(options.max_response_length)
         counts_SR = places_R < response_S[:, None]
         advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
-        arrays = {
+        # 0 after a response.
+        per_token = {
+            "advantages": advantages_S[:, None],
+            # Not those of the generator, which decodes with a cache: the ratio compares
+            # two numbers of one computation.
+            "log_probabilities": self._log_probabilities(state.params, samples),
+        }
+        if options.beta:
+            per_token["reference_log_probabilities"] = self._log_probabilities(
+                state.reference, samples
+            )
+        return {
             "tokens": samples.tokens,
             "attention_mask": (
                 np.arange(samples.tokens.shape[1])
@@ -406,29 +417,19 @@ class RolloutStep:
             "rewards": np.where(
                 places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)
             ),
-            "advantages": np.where(counts_SR, advantages_S[:, None], np.float32(0)),
-            # Not those of the generator, which decodes with a cache: the ratio compares
-            # two numbers of one computation.
-            "log_probabilities": self._log_probabilities(state.params, samples),
+            **{
+                name: np.where(counts_SR, x, np.float32(0))
+                for name, x in per_token.items()
+            },
         }
-        if options.beta:
-            arrays["reference_log_probabilities"] = self._log_probabilities(
-                state.reference, samples
-            )
-        return arrays
 
     def _empty_experience(self) -> Arrays:
         """Return arrays of 0 for the largest rollout, so that every checkpoint has the
         same structure.
         """
-        planned = self.schedule.stages[0][1].experience
-        assert planned is not None
-        stored = replace(
-            planned, **_lengths(self.options), reference=bool(self.options.beta)
-        )
         return {
             name: np.zeros((self.schedule.max_samples, elements), jnp.dtype(dtype))
-            for name, (dtype, elements) in stored.fields().items()
+            for name, (dtype, elements) in self.options.experience.fields().items()
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
@@ -502,13 +503,13 @@ class RolloutStep:
         return self._in_calls("generate", run, params, inputs, key, *values)  # type: ignore[no-any-return]
 
     def _log_probabilities(self, params: Any, samples: Samples) -> np.ndarray:
-        """Return the log-probabilities of the tokens, (S, R); 0 after a response."""
+        """Return the log-probabilities of the tokens of the responses, (S, R)."""
 
         def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
             found_BT = token_log_probabilities(
                 self._policy.logits(params, tokens_BT),
                 jnp.roll(tokens_BT, -1, axis=1),
-                self.options.temperature,
+                self.options.sampling.temperature,
             )
             # The entries that belong to the tokens of the response.
             places_BR = (
@@ -519,11 +520,8 @@ class RolloutStep:
             )
             return found_BR.astype(jnp.float32)
 
-        found_SR = self._in_calls(
-            "logprobs", run, params, (samples.tokens, samples.prompt_length)
-        )
-        counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
-        return np.where(counts_SR, found_SR, np.float32(0))
+        inputs = (samples.tokens, samples.prompt_length)
+        return self._in_calls("logprobs", run, params, inputs)
 
     def _in_calls(
         self,
@@ -537,7 +535,7 @@ class RolloutStep:
         return the results (S, ...) on the host.
 
         All calls are started before the first result is fetched. A last call that is
-        short repeats its first row.
+        short repeats its first row, whose results are cut off.
         """
         S = len(samples[0])
         parts = []
@@ -563,16 +561,8 @@ class RolloutStep:
                         )
                     ).lower(*args)
 
-            parts.append(
-                (
-                    self._compilers[role].get(role, lower)(*args),
-                    min(self.rows_per_call, S - start),
-                )
-            )
-        fetched = [
-            jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts
-        ]
-        return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)
+            parts.append(self._parts[role].get(role, lower)(*args))
+        return jax.tree.map(lambda *xs: np.concatenate(xs)[:S], *parts)
 
     # --- an update ---
 
@@ -613,7 +603,7 @@ class RolloutStep:
             return padded_rows(rows, self.schedule.pass_samples)
         return packed_rows(
             rows,
-            np.maximum(lengths, 1),
+            lengths,
             token_budget=budget,
             num_replicas=position.split.data_parallel_size,
         )
@@ -627,13 +617,8 @@ class RolloutStep:
         split = split_of(n, width, position.split.data_parallel_size)
         weights = passes["weights"].sum(axis=2)
         own = process_rows(self._mesh, width)
-        passes = (
-            {name: x[:, own] for name, x in passes.items()}
-            if len(own) < width
-            else passes
-        )
         batch = put_batch(
-            passes,
+            {name: x[:, own] for name, x in passes.items()},
             replace(self._plan.position(position.step), split=split),
             self._plan,
             self._mesh,
@@ -669,7 +654,7 @@ class RolloutStep:
         experience, tally = state.experience, Tally.from_words(state.tally)
         n, width, T = passes["tokens"].shape
         responses_SR = np.asarray(experience["response_mask"])[: plan.samples_per_step]
-        found = {
+        return {
             "global_batch_size": len(lengths),
             "num_prompts": len(lengths) // plan.samples_per_prompt,
             "num_samples": len(lengths),
@@ -685,12 +670,10 @@ class RolloutStep:
             "zero_spread_share": tally.zero_spread,
             "response_length": float(responses_SR.sum(axis=1).mean()),
             "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
+            "planned_experience_bytes": (
+                plan.experience.bytes_per_sample * self.schedule.max_samples
+            ),
         }
-        if plan.experience_bytes_per_sample is not None:
-            found["planned_experience_bytes"] = (
-                plan.experience_bytes_per_sample * self.schedule.max_samples
-            )
-        return found
 
 
 def rollout_step(
@@ -754,7 +737,7 @@ def rollout_step(
     )
     # Plans without lengths have those of the options: they decide how many passes there
     # may be.
-    own = Experience(**_lengths(options), reference=bool(options.beta))
+    own = options.experience
     stages = (
         (first, replace(stage, experience=stage.experience or own))
         for first, stage in schedule.stages
@@ -778,15 +761,10 @@ def _layout(position: UpdatePosition) -> int:
     return (position.rollout + position.update) % 2
 
 
-def _lengths(options: RolloutOptions) -> dict[str, Any]:
-    return {
-        name: getattr(options, name)
-        for name in ("max_prompt_length", "max_response_length")
-    }
-
-
 def _check(schedule: RolloutSchedule, options: RolloutOptions) -> None:
-    """Refuse a plan that cannot be trained with these options."""
+    """Refuse plans that cannot be trained with these options. Each has its
+    `experience`.
+    """
     plan = schedule.stages[0][1]
     policy = plan.policy_updates
     G = plan.samples_per_prompt
@@ -835,8 +813,7 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions) -> None:
         f" (it is {rows}), token_budget=-1 and rl.num_generations=2 or more",
         False,
     )
-    longest = options.max_prompt_length + options.max_response_length
-    planned = longest if plan.experience is None else plan.experience.max_length
+    longest, planned = options.experience.max_length, plan.experience.max_length
     refuse(
         planned < longest,
         "experience",

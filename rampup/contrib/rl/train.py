@@ -74,14 +74,6 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 
-# Options of a rollout that are keys as well.
-_SAME_NAMES = (
-    "zero_spread_groups",
-    "max_num_gen_batches",
-    "measure_gradient_noise",
-    "loss_agg_mode",
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
@@ -121,14 +113,10 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
     see `rampup.loop.distributed.join`.
     """
     join(distributed=config.distributed)
-
-    def train_in(run: RolloutRun, folder: Path) -> RolloutSummary:
-        return run.train_in(folder, on_event if is_primary() else ignore_event)
-
     return run_in_folder(
         config,
         functools.partial(RolloutRun, config),
-        train_in,
+        lambda run, folder: run.train_in(folder, on_event),
     )
 
 
@@ -175,10 +163,13 @@ class RolloutRun:
             ),
             epsilon=config.grpo_epsilon,
             beta=config.grpo_beta,
+            zero_spread_groups=config.zero_spread_groups,
+            max_num_gen_batches=config.max_num_gen_batches,
+            measure_gradient_noise=config.measure_gradient_noise,
+            loss_agg_mode=config.loss_agg_mode,
             seed=config.init_weights_seed,
             shuffle_seed=config.data_shuffle_seed,
             decode=decode,
-            **{name: getattr(config, name) for name in _SAME_NAMES},
         )
         self.rate = LearningRate.from_config(
             config, schedule.ramp_plan(), peak=config.learning_rate
@@ -194,14 +185,14 @@ class RolloutRun:
         )
         self.step.task = task
 
-    def initial_state(self, *, warm: bool = True) -> RolloutState:
+    def initial_state(self) -> RolloutState:
         """Return the state before the first rollout, with the warm start unless a
         checkpoint takes its place.
         """
         init = jax.jit(self.model.init, out_shardings=self.model.shardings(self.mesh))
         wait_for_all(self.mesh)
         params = init(jax.random.key(self.config.init_weights_seed))
-        if warm and self.config.warm_start_steps:
+        if self.saved is None and self.config.warm_start_steps:
             params = self._warm_start(params)
         return self.step.create_state(params)
 
@@ -210,7 +201,7 @@ class RolloutRun:
         invalid reward.
         """
         began = time.perf_counter()
-        saved = self.saved
+        on_event = on_event if is_primary() else ignore_event
         on_event(
             RunPlanned(
                 plan=self.schedule,
@@ -221,7 +212,7 @@ class RolloutRun:
             )
         )
         loop = self._loop(folder, on_event)
-        state, start = loop.restore(self.initial_state(warm=saved is None), saved)
+        state, start = loop.restore(self.initial_state(), self.saved)
         # A checkpoint restores every array to the devices; those of the host belong
         # there.
         host = jax.device_get({"experience": state.experience, "tally": state.tally})
@@ -244,12 +235,12 @@ class RolloutRun:
             reward_first=first.get("reward"),
             reward_last=last.get("reward"),
             num_compilations=self.step.compilations,
-            **{
-                name: getattr(summary, name)
-                for name in ("checkpoint", "metrics", "interrupted", "resumed_from")
-            },
-            optimizer_steps=summary.steps,
+            checkpoint=summary.checkpoint,
+            metrics=summary.metrics,
+            interrupted=summary.interrupted,
+            resumed_from=summary.resumed_from,
             seconds=round(time.perf_counter() - began, 3),
+            optimizer_steps=summary.steps,
         )
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
@@ -282,7 +273,6 @@ class RolloutRun:
         """Return the training loop."""
         config = self.config
         schedule = self.schedule
-        at = schedule.at
         components: tuple[Component, ...] = ()
         if config.measure_gradient_noise:
             # As `rampup.plan.noise_scale.default_half_life`: a share of the run, but
@@ -293,20 +283,17 @@ class RolloutRun:
             )
             components = (PromptNoiseAverages(half_life, config.num_generations),)
         evaluates = config.eval_interval != AUTO and config.eval_prompts > 0
-        lengths = (
-            self.step.options.max_prompt_length,
-            self.step.options.max_response_length,
-        )
         run = Loop(
             plan=schedule,
             step=self.step,
             batches=lambda start: (
-                _Update(at(step)) for step in range(start, schedule.total_steps)
+                _Update(schedule.at(step))
+                for step in range(start, schedule.total_steps)
             ),
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=self.rate.at,
-                tokens_per_sample=sum(lengths),
+                tokens_per_sample=self.step.options.experience.max_length,
                 on_event=on_event,
             ),
             checkpoints=CheckpointOptions(
@@ -347,8 +334,9 @@ class RolloutRun:
         step = train_step(loss_fn, tx, plan, self.mesh, check_loss=False)
         state = create_state(params, tx, self.mesh)
         for number in range(plan.total_steps):
-            rows = loss_rows(self._answers(number), process_rows(self.mesh, batch))
-            state, _ = step(state, step.batch(rows))
+            rows = loss_rows(self._answers(number))
+            own = {name: x[process_rows(self.mesh, batch)] for name, x in rows.items()}
+            state, _ = step(state, step.batch(own))
         return state.params
 
     def _answers(self, number: int) -> dict[str, Any]:
@@ -446,14 +434,13 @@ def load(path: str | Path) -> LoadedRun:
     config = load_rollout_config(run / CONFIG_FILE)
     check_identity(config, record, run, folder)
     state = restore_tree(folder)
-    model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)
-    context = config.max_prompt_length + config.max_response_length
-    shared = {
-        "folder": folder,
-        "step": int(folder.name),
-        "state": state,
-        "params": state["params"],
-    }
     return LoadedRun(
-        config=config, model=model, context=context, end_token=END_TOKEN, **shared
+        folder=folder,
+        step=int(folder.name),
+        params=state["params"],
+        state=state,
+        config=config,
+        model=LanguageModel.from_config(config, vocab_size=VOCAB_SIZE),
+        context=config.max_prompt_length + config.max_response_length,
+        end_token=END_TOKEN,
     )
