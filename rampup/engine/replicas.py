@@ -88,13 +88,12 @@ class Replicas:
         """
         if self.shards is not None:
             return "manual"
-        if self.axes.num_replicas(self.mesh) > 1:
-            is_mapped_or_manual = self.reduce_once is not False
-        else:
-            # A region without an axis to be manual over would be so over all of them,
-            # and every device would run all rows.
-            is_mapped_or_manual = bool(self.reduce_once and self._manual)
-        if not is_mapped_or_manual:
+        # A region without an axis to be manual over would be so over all of them, and
+        # every device would run all rows.
+        has_own_region = self.axes.num_replicas(self.mesh) > 1 or (
+            self.reduce_once and self._manual
+        )
+        if self.reduce_once is False or not has_own_region:
             return "plain" if self.axes.num_shards(self.mesh) == 1 else "compiled"
         others = [
             name
