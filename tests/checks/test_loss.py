@@ -531,11 +531,6 @@ WRONG = {
             ),
             num_tokens,
         ),
-        "load of experts as a part": lambda p, b, k: (
-            (ratio(p, b) * num_tokens(b), 0.1 * token_load(p, b) * len(k)),
-            (num_tokens(b), len(k)),
-            {},
-        ),
         "load of experts in bfloat16": lambda p, b, k: (
             halved(errors)(p, b).sum()
             + 0.3 * halved(lambda *x: load(*routed(*x)))(p, b) * len(k),

@@ -27,19 +27,12 @@ def in_bfloat16(params, batch, keys):
     return loss_fn(params, batch, keys)
 
 
-def two_means(params, batch, keys):
-    """Return the parts of a loss of two means."""
-    total, weight, aux = loss_fn(params, batch, keys)
-    return (total, (params["in"] ** 2).sum() * len(keys)), (weight, len(keys)), aux
-
-
 @pytest.mark.parametrize(
     ("mesh_name", "loss", "options"),
     [
         ("one", loss_fn, {}),
         ("data_fsdp_tensor", in_bfloat16, {}),
         slow("data", loss_fn, {"tx": optax.adam(0.1)}),
-        slow("data", two_means, {}),
         slow("fsdp", loss_fn, {"tx": optax.adam(0.1)}),
         slow("data_tensor", loss_fn, {"shard_optimizer_over_data": True}),
     ],
