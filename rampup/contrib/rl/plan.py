@@ -93,7 +93,12 @@ class Size:
     def factors(
         self, *, samples_per_prompt: int, data_parallel_size: int
     ) -> dict[str, int]:
-        """Return what turns `count` into samples of the whole job, by name."""
+        """Return what turns `count` into samples of the whole job, by name.
+
+        Args:
+            samples_per_prompt: responses to a prompt, each a sample.
+            data_parallel_size: replicas of the job.
+        """
         assert self.unit != "tokens", "a number of tokens is not a number of samples"
         found = {}
         if self.unit == "prompts":
