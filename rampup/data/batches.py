@@ -140,7 +140,8 @@ class StepRows(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Loading:
     """Which processes read rows: those with the numbers 0, f, 2f, ..., each for itself
-    and the f - 1 processes after it; f is `factor`, MaxText's `expansion_factor_real_data`.
+    and the f - 1 processes after it. f is `factor`, MaxText's
+    `expansion_factor_real_data`.
     """
 
     factor: int = 1

@@ -1,11 +1,11 @@
 """The training step: one call per optimizer step, one executable per microbatch shape.
 
-`TrainStep.__call__` checks that state and batch belong together; `rampup.engine.programs`
-pads the chunks of the batch to the number that a program takes. A program is compiled once for each
-microbatch shape of the plan, in the first step that has it, and traced one or two
-phases before. The *number* of microbatches is an argument, so a growing batch needs no
-compilation. What it computes is in `rampup.engine.update`. The call returns while the
-devices still work.
+`TrainStep.__call__` checks that state and batch belong together. `Fused` in
+`rampup.engine.programs` pads the chunks of the batch to the number that its program
+takes. A program is compiled once for each microbatch shape of the plan, in the first
+step that has it, and traced one or two phases before. The *number* of microbatches is
+an argument, so a growing batch needs no compilation. What it computes is in
+`rampup.engine.update`. The call returns while the devices still work.
 """
 
 from __future__ import annotations

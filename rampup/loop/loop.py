@@ -171,8 +171,8 @@ class Loop:
             the run.
         checkpoints: when checkpoints are written; by default never.
         batches: called with a step number; returns the batches from that step on, as
-            `step.batches(rows, start)` does. If a component changes the plan, it is called with
-            `plan=` as well.
+            `step.batches(rows, start)` does. If a component changes the plan, it is
+            called with `plan=` as well.
         evaluation: when to evaluate, and how; None = never.
         components: what else has state and belongs to the run, such as an iterator of
             its data. Checkpoints contain it. The step brings its own.
