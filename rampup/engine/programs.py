@@ -40,6 +40,10 @@ class Programs:
         self._update = update
         self._mesh = mesh
         self._donate = donate
+        # A number of microbatches or passes, or one of a segment: each would be copied
+        # to the devices in every step. By its type too, as 1 and 1.0 are equal.
+        put = functools.partial(_put_number, mesh)
+        self._put = functools.lru_cache(maxsize=None, typed=True)(put)
 
     def lower(self, part: Part, state: Any, *args: Any) -> Any:
         """Lower a program that maps a state, its `frozen` and further arguments to the
@@ -86,16 +90,12 @@ class Fused(Programs):
         missing = layout.num_chunks - len(batch.chunks)
         chunks = batch.chunks + batch.chunks[:1] * missing
         segment = segment_numbers(self._update.tx, position.segment)
-        put = functools.partial(_on_devices, self._mesh)
-        args = chunks, *jax.tree.map(put, (counts, segment))
+        args = chunks, *jax.tree.map(self._put, (counts, segment))
         run = self._get(layout.num_rows, Update.fused, state, *args)
         return lambda: run(state, *args)
 
 
-# A number of microbatches or passes, or one of a segment: each would be copied to the
-# devices in every step. By its type too, as 1 and 1.0 are equal.
-@functools.lru_cache(maxsize=None, typed=True)
-def _on_devices(mesh: Mesh, number: np.number) -> jax.Array:
+def _put_number(mesh: Mesh, number: np.number) -> jax.Array:
     """Return a number on all devices."""
     return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
 
