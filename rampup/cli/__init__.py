@@ -68,8 +68,14 @@ GONE = {
     "rows": "rampup plan CONFIG.yml --rows STEP",
     "fix": "rampup plan CONFIG.yml --fix",
 }
-# Options that there were, and what is there instead.
+_DEVICES = (
+    "`rampup train --fake-devices N` simulates N devices on a CPU, and"
+    " `rampup plan --devices N` plans for N"
+)
+# Options that there were or that another command has, and what is there instead.
 GONE_OPTIONS = {
+    "devices": _DEVICES,
+    "fake-devices": _DEVICES,
     "budget": "set train_tokens instead: the plan has the steps that they take",
     "tokens-per-second": "divide the tokens of a run by it",
     "diff": "print both plans, and compare them with `diff`",

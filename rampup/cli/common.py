@@ -95,7 +95,10 @@ OVERRIDES = {
         default=[],
     )
 }
-CONFIG = {"config": arg("CONFIG.yml", "a configuration file"), **OVERRIDES}
+CONFIG = {
+    "config": arg("CONFIG.yml", "a configuration file, or the folder of a run"),
+    **OVERRIDES,
+}
 DEVICES = {
     "--devices": arg(
         "N", "plan for N devices instead of those of this machine", type=int

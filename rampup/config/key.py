@@ -263,10 +263,11 @@ class Settings:
         if unknown := [
             name for name in values if name not in {f.name for f in fields(cls)}
         ]:
-            hint = closest_keys(unknown[0], [*map(attribute_of, cls.keys())])[1]
+            known = [*map(attribute_of, cls.keys())]
+            hints = [f"{name!r}; {closest_keys(name, known)[1]}" for name in unknown]
             raise TypeError(
-                f"{cls.__name__}() got an unexpected keyword argument {unknown[0]!r};"
-                f" {hint}"
+                f"{cls.__name__}() got an unexpected keyword argument"
+                f" {', and '.join(hints)}"
             )
         self = super(Settings, cls).__new__(cls)
         object.__setattr__(self, "_given", frozenset(values))

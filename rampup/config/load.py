@@ -41,8 +41,8 @@ def load_config(
     settings or variables. `Config.where` returns the source of each value.
 
     Args:
-        path: a YAML file. A bare name that does not exist here is looked up among the
-            configurations that come with rampup.
+        path: a YAML file, or the folder of a run. A bare name that does not exist here
+            is looked up among the configurations that come with rampup.
         overrides: `key=value` settings, which win over the file.
         environ: environment variables, such as `os.environ`. `RAMPUP_STEPS=10` sets
             `steps` and wins over the file. None: none.
@@ -280,7 +280,7 @@ def names_in(path: str | Path) -> frozenset[str]:
 
 def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     """Return the file with a name: in `folder` (by default the working directory), or
-    among rampup's own configurations.
+    among rampup's own configurations; in the folder of a run, its configuration.
     """
     name = (
         Path(path) if isinstance(path, str) else path
@@ -290,7 +290,8 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
         candidates += [
             own / file for own in _own_folders() for file in (name, Path(f"{name}.yml"))
         ]
-    for candidate in candidates:
+    # Last that of a run, if its folder is named.
+    for candidate in [*candidates, candidates[0] / "config.yml"]:
         if candidate.is_file():
             return candidate
     own_names = sorted(
@@ -302,10 +303,7 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
         hint = "; first give a configuration or the folder of a run, then key=value"
     kind = "is not a regular file" if candidates[0].exists() else "no such file"
     if candidates[0].is_dir():
-        run = candidates[0] / "config.yml"
-        kind = "is a folder, not a file" + (
-            f"; the configuration of this run is {run}" if run.is_file() else ""
-        )
+        kind = "is a folder, not a file, and not of a run: it has no config.yml"
     raise ConfigError(
         f"{kind}{hint}",
         path=str(candidates[0]),

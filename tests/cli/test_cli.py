@@ -508,9 +508,18 @@ def test_tools_import_no_jax():
 
 @pytest.mark.parametrize(
     ("option", "instead"),
-    [("--budget", "train_tokens"), ("--diff", "both plans"), ("--steps", "steps=")],
+    [
+        ("--budget", "train_tokens"),
+        ("--diff", "both plans"),
+        ("--steps", "steps="),
+        ("--fake-devices", "`rampup plan --devices N`"),
+    ],
 )
 def test_an_option_that_there_was_names_what_is_there_instead(capsys, option, instead):
-    """Options that went, and a key that was written with dashes."""
+    """Options that went, a key that was written with dashes, and the option of another
+    command.
+    """
     assert main(["plan", BASE, option, "7"]) == 2
     assert instead in capsys.readouterr().err
+    assert main(["train", BASE, "--devices", "8"]) == 2
+    assert "`rampup train --fake-devices N`" in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """Tests of rampup.config.load and rampup.config.yaml."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+from rampup.config.fix import find_fix
 from rampup.config.key import Key
 from rampup.config.load import load_config
 from rampup.config.schema import KEYS
@@ -184,21 +186,24 @@ def test_text_keys_take_settings_verbatim(write):
     assert load_config(write("steps: 1\n"), ["run_name="]).run_name == ""
 
 
+def test_the_folder_of_a_run_has_its_configuration(write, monkeypatch):
+    """It is read where a file is, by `plan` and `--fix` too."""
+    folder = write("steps: 1\n", "config.yml").parent
+    assert load_config(folder, ["log_period=3"]).steps == 1
+    monkeypatch.chdir(folder.parent)
+    found = find_fix(folder.name, check=lambda config: None)
+    assert (found.file, found.changes) == (Path(folder.name, "config.yml"), ())
+
+
 def test_missing_files_are_refused(tmp_path):
     """A missing file, a folder and a misspelled preset each have their own message."""
     os.mkfifo(tmp_path / "pipe")  # such as <(COMMAND) of a shell
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yml").write_text("steps: 1\n")
     for path, message in (
         (tmp_path / "none.yml", "no such file"),
         ("run_name=k", "first give a configuration or the folder of a run"),
-        (tmp_path, "is a folder, not a file$"),
+        (tmp_path, "is a folder, .* not of a run: it has no config.yml$"),
         ("bloom_176.yml", r"did you mean bloom_176b\.yml"),
         (tmp_path / "pipe", "is not a regular file"),
-        (
-            tmp_path / "run",
-            r"is a folder, not a file; the configuration of this run is .*config\.yml",
-        ),
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(path)

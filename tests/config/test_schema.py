@@ -351,6 +351,8 @@ def test_settings_name_the_closest_key():
         Config(batch_schedule="0:8")
     with pytest.raises(TypeError, match="'stepz'; the closest is steps"):
         Config(stepz=3)
+    with pytest.raises(TypeError, match="closest is steps, and 'lr'; its name here is"):
+        Config(stepz=3, lr=1e-3)
 
 
 def test_whole_numbers_take_suffixes():
