@@ -20,7 +20,6 @@ from rampup.contrib.check.base_files import (
     find_in_repository,
     looked_up,
     read_bases,
-    repository_folders,
     type_above,
 )
 from rampup.contrib.check.known import (
@@ -140,10 +139,7 @@ LAUNCH = load_launch(
     bases=load_table("verl", "bases"),
     unread=load_unread("verl"),
 )
-_NUMBER = re.compile(r"v?0\.(\d+)([\w.]*)")
-_PIN = re.compile(
-    r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)"
-)
+_NUMBER = re.compile(r"v?0\.(\d+)")
 _MANY = 50  # a file with so many keys is a base file of its version
 _LAST_OF_OLD_WORKERS = 7
 # The versions that a source may be for, the likeliest first, and why.
@@ -211,8 +207,8 @@ def _chosen(text: str) -> str:
 
 
 def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
-    """Return the version of a source: that of its version file, a pin, its base file,
-    or what its keys fit.
+    """Return the version of a source: that of its version file or its base file, or
+    what its keys fit.
     """
     known = load_known_keys("verl")
     required = [key for key in looked_up(reading, beside) if known.life(key)]
@@ -226,8 +222,14 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence
         )
         for version in range(1, NEWEST + 1)
     }
-    for numbers, why in _statements(reading.path):
-        return sorted(numbers, key=lambda n: (len(misfits[n]), -n)), why
+    for file in find_in_repository(reading.path, "verl/version/version"):
+        text = read_text(file).strip()
+        if match := _NUMBER.match(text):
+            minor = min(int(match[1]), NEWEST)
+            is_open = "dev" in text or minor < 2
+            numbers = _NAMES["development"][minor] if is_open else [minor]
+            why = f"{_short(file)} says {text}"
+            return sorted(numbers, key=lambda n: (len(misfits[n]), -n)), why
     leaves = beside or (reading.leaves if reading.command is None else {})
     own = {known.name(key) for key in leaves}
     if len(own) >= _MANY:
@@ -257,36 +259,6 @@ def _by_keys(reading: Reading, misfits: Mapping[int, Sequence[str]]) -> _Evidenc
         unfit = next(name for name in misfits[NEWEST] if name not in others)
         why = f"{unfit} does not fit later versions"
     return fitting, why
-
-
-def _statements(path: str) -> Iterator[_Evidence]:
-    """Yield the versions that files say, from the source upwards."""
-    for file in find_in_repository(path, "verl/version/version"):
-        if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
-            said = f"{_short(file)} says {text}"
-            yield _of_version_file(int(match[1]), match[2]), said
-    pinned = (
-        file
-        for folder in repository_folders(path)
-        for name in _NAMES["pinned"]
-        for file in sorted(folder.glob(name))
-    )
-    for file in pinned:
-        if file.is_file() and (match := _PIN.search(read_text(file))):
-            number = min(max(int(match[2]), 1), NEWEST)
-            yield [number], f"{_short(file)} pins {match[1]}"
-
-
-def _of_version_file(minor: int, rest: str) -> Sequence[int]:
-    """Return what a version file may mean: until 0.5 its `.dev` came after a release,
-    since 0.6 before one.
-    """
-    if minor <= 1:  # unchanged until February 2025, when most of 0.2 was there
-        return [1, 2]
-    if "dev" not in rest:
-        return [min(minor, NEWEST)]
-    first = minor if minor < 6 else minor - 1
-    return range(first, min(first + (3 if minor == 2 else 2), NEWEST + 1))
 
 
 def _short(file: Path) -> str:

@@ -553,7 +553,7 @@ def test_the_first_version_refuses_parts_of_the_devices():
     assert verl({WORD: 0.4, size: 4}).version == "veRL 0.4"
 
 
-def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
+def test_version_is_stated_by_the_user_a_file_or_the_keys(tmp_path):
     """In this order; the report names the version and why, and other possible versions
     that decide otherwise.
     """
@@ -571,10 +571,11 @@ def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
     expect(found, note=[*said, "verl_version=0.2 shows it"])
     fitting = "the rules are those of veRL 0.2: +trainer.balance_batch does not fit"
     expect(check(f"{PPO} {NEW} +trainer.balance_batch=True"), note=fitting)
-    (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4rc1\n")
+    version = tmp_path / "verl" / "version" / "version"
+    version.parent.mkdir(parents=True)
+    version.write_text("0.4rc1\n")
     expect(check(f"{PPO} {NEW}"), note="the rules are those of veRL 0.4: ")
-    (tmp_path / "verl" / "version").mkdir(parents=True)
-    (tmp_path / "verl" / "version" / "version").write_text("0.0.2\n")
+    version.write_text("0.0.2\n")
     found = check(f"{PPO} {EARLY}")
     assert (found.version, found.ok) == ("veRL 0.2", True)
     expect(found, note="verl/version/version says 0.0.2")
@@ -596,8 +597,9 @@ def test_a_version_without_rules_is_named_and_asked_about(
     """The answer chooses the rules, and keeps the keys of the file's own version."""
     script = tmp_path / "run.sh"
     script.write_text(f"{PPO} {NEW} trainer.nonsense=1 {key}\n")
-    (tmp_path / "requirements.txt").write_text(f"verl=={version}\n")
-    said = rf"for veRL {version[:3]} \(.*pins {version}\).*verl_version={nearest}"
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "version" / "version").write_text(f"{version}\n")
+    said = rf"for veRL {version[:3]} \(.*says {version}\).*verl_version={nearest}"
     with pytest.raises(ConfigError, match=said):
         check_file(script, "verl")
     found = check_file(script, "verl", [f"verl_version={nearest}"])
