@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rampup.contrib.check.base_files import read_bases, type_above
-from rampup.contrib.check.known import load_unread
+from rampup.contrib.check.known import load_table, load_unread
 from rampup.contrib.check.launch import Launch, load_launch, program_of
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (
@@ -26,8 +26,6 @@ from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, Term, counted, product
 
 TRAIN = "trainer.train_batch_size"
-MINI = "trainer.policy_mini_batch_size"
-CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO = "trainer.micro_train_batch_size_per_gpu"
 FORWARD = "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES = "generator.n_samples_per_prompt"
@@ -40,35 +38,13 @@ EPOCHS = "trainer.update_epochs_per_batch"
 TOKENS = "trainer.max_tokens_per_microbatch"
 COLOCATE = "trainer.placement.colocate_all"
 COLOCATE_REF = "trainer.placement.colocate_policy_ref"
-MODELS = ("policy", "critic", "ref")
-# Of each model: the keys of its devices per node and nodes; its Megatron sizes, which
-# multiply to the devices that share a sample; and the devices that share a sequence.
-DEVICES = {
-    model: tuple(
-        f"trainer.placement.{model}_num_{what}" for what in ("gpus_per_node", "nodes")
-    )
-    for model in MODELS
-}
-_SIZES = tuple(
-    f"megatron_config.{name}_parallel_size"
-    for name in ("tensor_model", "pipeline_model", "context")
-)
-_PARALLEL = ("tensor", "pipeline", "context parallel size")
-MEGATRON = {
-    model: tuple(f"trainer.{model}.{size}" for size in _SIZES) for model in MODELS
-}
-SEQUENCE = {model: f"trainer.{model}.sequence_parallel_size" for model in MODELS}
-_ENGINE_SIZES = (
-    "num_engines",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-)
-ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
-OLD_ENGINE_KEYS = (
-    "generator.num_inference_engines",
-    *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]),
-)
+_PARTS = load_table("skyrl", "parts")
+MINIS: dict[str, str] = _PARTS["minis"]
+MINI, CRITIC_MINI = MINIS.values()
+DEVICES: dict[str, list[str]] = _PARTS["devices"]
+SEQUENCE: dict[str, str] = _PARTS["sequence"]
+MEGATRON: dict[str, dict[str, str]] = _PARTS["megatron"]
+ENGINES: dict[str, str] = _PARTS["engines"]
 LAUNCH = load_launch(
     "skyrl",
     # Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
@@ -129,35 +105,37 @@ class SkyRLJob(RolloutJob):
     def _count_replicas(self) -> None:
         """Count devices that share a sample, and replicas, rounded down."""
         self.devices = {
-            model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS
+            model: math.prod(self[key] for key in keys)
+            for model, keys in DEVICES.items()
         }
-        self.model_sizes = {
-            model: math.prod(
-                self[key] for key in MEGATRON[model] if self.has_megatron(model)
-            )
-            * self[SEQUENCE[model]]
-            for model in MODELS
-        }
+        self.model_sizes = {model: self._model_size(model) for model in DEVICES}
         self.replicas = {
             model: self.devices[model] // size
             for model, size in self.model_sizes.items()
         }
         self.engine_devices: int | None = None
-        if self.settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
-            pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
+        if self.settings.given & {*ENGINES, *ENGINES.values()}:
             self.engine_devices = math.prod(
-                self[new] if self[old] is None else self[old] for new, old in pairs
+                self[new] if self[old] is None else self[old]
+                for new, old in ENGINES.items()
             )
+
+    def _model_size(self, model: str) -> int:
+        """Return the devices that share one sample of a model."""
+        size: int = self[SEQUENCE[model]]
+        if self.has_megatron(model):
+            size *= math.prod(self[key] for key in MEGATRON[model].values())
+        return size
 
     def has_megatron(self, model: str) -> bool:
         """Return whether Megatron runs a model, which is never the critic."""
-        return self[STRATEGY] == "megatron" and model != "critic"
+        return self[STRATEGY] == "megatron" and model in MEGATRON
 
     def _count_step(self) -> None:
         """Count the updates of a step and their passes, with padding."""
         for name in self.models:
-            if name != "ref":
-                mini = self[f"trainer.{name}_mini_batch_size"]
+            if name in MINIS:
+                mini = self[MINIS[name]]
                 self.train(name, mini, self.replicas[name], self[EPOCHS])
         self.micro = self[MICRO]
         # Passes per update and replica; the last may be smaller.
@@ -278,8 +256,8 @@ def _device_rules(job: SkyRLJob, model: str) -> Iterator[Ruling]:
     per_node, size = DEVICES[model][0], job.model_sizes[model]
     devices = _devices(job, model)
     if job.has_megatron(model):
-        keys = (per_node, *MEGATRON[model])
-        sizes = dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))
+        keys = (per_node, *MEGATRON[model].values())
+        sizes = {word: job[key] for word, key in MEGATRON[model].items()}
         name = f"megatron_divides_{model}_devices"
         yield job.multiple(name, keys, devices, product(sizes))
         key, note = SEQUENCE[model], " with trainer.strategy=megatron"
@@ -297,7 +275,7 @@ def _device_rules(job: SkyRLJob, model: str) -> Iterator[Ruling]:
 
 def _mini_batch_rules(job: SkyRLJob, name: str) -> Iterator[Ruling]:
     """Yield the rules of the mini batch of the policy or the critic."""
-    key, model = f"trainer.{name}_mini_batch_size", job.trained[name]
+    key, model = MINIS[name], job.trained[name]
     samples = product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
     replicas = Term(f"the {model.replicas:,} replicas", model.replicas)
     share = Term(
@@ -357,7 +335,7 @@ def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
     if job[COLOCATE] and (engines := job.engine_devices) is not None:
         yield job.equal(
             "engines_fill_the_devices",
-            ENGINE_KEYS,
+            [*ENGINES],
             Term(
                 "the engines' devices, engines * tensor * pipeline * data parallel size"
                 f" = {engines:,},",
@@ -383,9 +361,8 @@ def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
                 f" with {COLOCATE}",
                 found_by="run",
             )
-    for key in DEVICES["policy"]:
+    for own, key in zip(DEVICES["ref"], DEVICES["policy"], strict=True):
         if "ref" in job.models and job[COLOCATE_REF] and not job[COLOCATE]:
-            own = key.replace("policy_", "ref_")
             keys, note = (own, key, COLOCATE_REF), f" with {COLOCATE_REF}"
             yield job.equal(f"colocated_{own.rpartition('.')[2]}", keys, own, key, note)
 

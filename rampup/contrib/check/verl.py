@@ -43,71 +43,39 @@ from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Term, counted, product
 from rampup.errors import ConfigError
 
-ACTOR, ROLLOUT, REF = (
-    f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref")
-)
-PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
-TRAIN, GEN = (f"data.{name}_batch_size" for name in ("train", "gen"))
-RESPONSES = f"{ROLLOUT}.n"
+TRAIN = "data.train_batch_size"
+GEN = "data.gen_batch_size"
+RESPONSES = "actor_rollout_ref.rollout.n"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-MINIS = {name: f"{PREFIXES[name]}.ppo_mini_batch_size" for name in ("actor", "critic")}
-MINI, CRITIC_MINI = MINIS.values()
-EPOCHS = f"{ACTOR}.ppo_epochs"
-# The kinds of passes. Of each: the key of its samples and replica, the deprecated one
-# of the whole job, whether it is filled by tokens, and how many. Null = as the actor's.
-_PASSES = {
-    "actor": f"{ACTOR}.ppo_",
-    "rollout": f"{ROLLOUT}.log_prob_",
-    "ref": f"{REF}.log_prob_",
-    "critic": "critic.ppo_",
-}
-MICROS = {kind: f"{start}micro_batch_size_per_gpu" for kind, start in _PASSES.items()}
-OLD_MICROS = {kind: f"{start}micro_batch_size" for kind, start in _PASSES.items()}
-DYNAMICS = {
-    kind: f"{start.removesuffix('ppo_')}use_dynamic_bsz"
-    for kind, start in _PASSES.items()
-}
-BUDGETS = {kind: f"{start}max_token_len_per_gpu" for kind, start in _PASSES.items()}
-MODEL = {"actor": "actor", "rollout": "actor", "ref": "ref", "critic": "critic"}
-MICRO, DYNAMIC, BUDGET = MICROS["actor"], DYNAMICS["actor"], BUDGETS["actor"]
-WORKERS = f"{ROLLOUT}.agent.num_workers"
-# Devices that share a sequence with FSDP: the key of today and its deprecated name.
-SEQUENCE = {
-    "actor": f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-    "critic": "critic.fsdp.ulysses_sequence_parallel_size",
-    "ref": f"{REF}.fsdp_config.ulysses_sequence_parallel_size",
-}
-OLD_SEQUENCE = {
-    model: f"{prefix}.ulysses_sequence_parallel_size"
-    for model, prefix in PREFIXES.items()
-}
-MEGATRON = {
-    model: tuple(
-        f"{prefix}.megatron.{name}_parallel_size"
-        for name in ("tensor_model", "pipeline_model", "context")
-    )
-    for model, prefix in PREFIXES.items()
-}
-ROLLOUT_SIZES = tuple(
-    f"{ROLLOUT}.{name}_parallel_size"
-    for name in ("tensor_model", "data", "pipeline_model")
-)
-# The groups of veRL's base files, which decide the backend of all models.
-ENGINES = {"dp": "fsdp", "megatron": "megatron"}
+EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
+WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
 ESTIMATOR = "algorithm.adv_estimator"
-_NAMES = load_table("verl", "names")
 FILTER = "algorithm.filter_groups.enable"
-LOSS = f"{ACTOR}.loss_agg_mode"
+LOSS = "actor_rollout_ref.actor.loss_agg_mode"
 SUM = "token-sum"
-DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
+DEVICES = "trainer.n_gpus_per_node"
+ROLLOUT_DEVICES = "rollout.n_gpus_per_node"
 ROLLOUT_NODES = "rollout.nnodes"
-FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
-PACKING = {
-    "actor": "actor_rollout_ref.model.use_remove_padding",
-    "critic": "critic.model.use_remove_padding",
-}
+FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 LAST = "trainer.total_training_steps"
 WORD = "verl_version"
+# The keys that each model and each kind of passes has, by its name.
+_PARTS: dict[str, dict[str, str]] = load_table("verl", "parts")
+MINIS = _PARTS["minis"]
+MODEL = _PARTS["models"]
+MICROS = _PARTS["micros"]
+OLD_MICROS = _PARTS["old_micros"]
+DYNAMICS = _PARTS["dynamics"]
+BUDGETS = _PARTS["budgets"]
+STRATEGIES = _PARTS["strategies"]
+SEQUENCE = _PARTS["sequence"]
+OLD_SEQUENCE = _PARTS["old_sequence"]
+PACKING = _PARTS["packing"]
+MINI, CRITIC_MINI = MINIS.values()
+MICRO, DYNAMIC, BUDGET = MICROS["actor"], DYNAMICS["actor"], BUDGETS["actor"]
+_NAMES = load_table("verl", "names")
+MEGATRON: dict[str, list[str]] = _NAMES["megatron"]
+ROLLOUT_SIZES: list[str] = _NAMES["rollout_sizes"]
 # Tokens of the critic's passes since 0.8, whatever the file says.
 CRITIC_BUDGET = 32_768
 
@@ -292,7 +260,10 @@ class VerlJob(RolloutJob):
             kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
         }
         self.has_critic = self._or("critic.enable", self[ESTIMATOR] == "gae")
-        kl = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
+        kl = (
+            self["algorithm.use_kl_in_reward"]
+            or self["actor_rollout_ref.actor.use_kl_loss"]
+        )
         self.models = ["actor"]
         self.models += ["critic"] if self.has_critic else []
         self.models += ["ref"] if kl or self.of.early else []
@@ -306,38 +277,35 @@ class VerlJob(RolloutJob):
         has none or chooses those of a model by `actor@...=`, of its strategy.
         """
         grouped = any("@" in name for name in self.settings.others)
-        engine = None if grouped else ENGINES.get(self["model_engine"])
-        actor = self[f"{ACTOR}.strategy"] or engine or "fsdp"
-        critic = self["critic.strategy"] or engine or actor
+        engine = None if grouped else _NAMES["engines"].get(self["model_engine"])
+        actor = self[STRATEGIES["actor"]] or engine or "fsdp"
+        critic = self[STRATEGIES["critic"]] or engine or actor
         self.strategies = {"actor": actor, "critic": critic, "ref": actor}
         if engine and (mixed := self._keys_of_another(engine)):
             raise ConfigError(
                 f"{' and '.join(mixed[:2])} must not be set with"
                 f" model_engine={self['model_engine']}: its base files are those of"
                 f" {engine} alone",
-                fix=f"set model_engine={next(name for name in ENGINES if name != engine)}",
+                fix=f"set model_engine={'megatron' if engine == 'fsdp' else 'dp'}",
                 key="model_engine",
             )
         if self.of.early and "megatron" in self.strategies.values():
             raise ConfigError(
                 f"the rules of veRL {self[WORD]} cover FSDP, not Megatron",
                 fix=f"{WORD}=0.4 or later covers both",
-                key=f"{ACTOR}.strategy",
+                key=STRATEGIES["actor"],
             )
 
     def _keys_of_another(self, engine: str) -> list[str]:
         """Return the keys of another backend than that of the base files."""
-        parts = ("megatron.",) if engine == "fsdp" else ("fsdp_config.", "fsdp.")
-        sections = tuple(
-            f"{PREFIXES[model]}.{part}" for model in self.models for part in parts
-        )
-        others = self.settings.others
-        names = [key for key in sorted(self.settings.given) if self[key] is not None]
-        names += [key for key in sorted(others) if others[key].value is not None]
+        sections = tuple(_NAMES["foreign_sections"][engine])
+        values = {key: self[key] for key in self.settings.given}
+        values |= {key: at.value for key, at in self.settings.others.items()}
+        names = [key for key in sorted(values) if values[key] is not None]
         strategies = [
-            f"{PREFIXES[model]}.strategy"
-            for model in self.models
-            if self.is_fsdp(model) != (engine == "fsdp")
+            key
+            for model, key in STRATEGIES.items()
+            if model in self.models and self.is_fsdp(model) != (engine == "fsdp")
         ]
         return strategies + [name for name in names if name.startswith(sections)]
 
@@ -364,7 +332,7 @@ class VerlJob(RolloutJob):
             each = self._or(ROLLOUT_DEVICES, 8)
             self.rollout_devices = self._or(ROLLOUT_NODES, 1) * each
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
-        self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
+        self.model_sizes = {model: self._model_size(model) for model in MEGATRON}
         self.replicas: dict[str, int] = {
             model: self.devices // size for model, size in self.model_sizes.items()
         }
