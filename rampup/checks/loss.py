@@ -29,9 +29,10 @@ from rampup.checks.trials import (
     norm,
 )
 from rampup.data.sources import as_source
+from rampup.engine.arguments import check_arguments
 from rampup.engine.batch import Batch
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.state import check_arguments, read_by_loss
+from rampup.engine.state import read_by_loss
 from rampup.errors import DataError, LossWarning
 
 # Trials with moved parameters. The first has them as they are.

@@ -38,6 +38,7 @@ from rampup.data.sources import (
     read_rows,
     reading,
 )
+from rampup.engine.arguments import BATCHED_GONE, gone
 from rampup.engine.batch import (
     Batch,
     in_microbatches,
@@ -54,7 +55,6 @@ from rampup.engine.mesh import (
     rows_of_processes,
 )
 from rampup.engine.processes import first_problem, spans_all
-from rampup.engine.state import BATCHED_GONE, gone
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from rampup.engine.arguments import OPTIONS_OF_LOSS_GONE, gone
 from rampup.engine.contract import (
     Counts,
     LossFn,
@@ -39,7 +40,6 @@ from rampup.engine.mesh import (
     replicated,
 )
 from rampup.engine.replicas import Replicas
-from rampup.engine.state import gone
 from rampup.engine.sums import (
     Recipe,
     Sums,
@@ -53,12 +53,6 @@ from rampup.errors import (
     PipelineShapeError,
     a_type,
 )
-
-# What an `AccumulatedLoss` says, and no argument beside the loss.
-OPTIONS_OF_LOSS_GONE = {
-    "batch_axes": "give rampup.AccumulatedLoss(loss_fn, batch_axes=...) as the loss",
-    "whole_batch": "give rampup.AccumulatedLoss(loss_fn, whole_batch=True) as the loss",
-}
 
 
 @dataclass(frozen=True, slots=True)

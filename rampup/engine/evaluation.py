@@ -10,16 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import OPTIONS_OF_LOSS_GONE, summable
+from rampup.engine.accumulate import summable
+from rampup.engine.arguments import BATCHED_GONE, OPTIONS_OF_LOSS_GONE, gone
 from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, sees_explicit, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_context, auto_view, replicated
 from rampup.engine.state import (
-    BATCHED_GONE,
     check_placed,
-    gone,
     read_by_loss,
     shardings_of,
 )

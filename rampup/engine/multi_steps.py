@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rampup.engine.state import check_step_number, gone
+from rampup.engine.arguments import gone
+from rampup.engine.state import check_step_number
 from rampup.engine.tables import look_up
 from rampup.plan.plan import RampPlan
 

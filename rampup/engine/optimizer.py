@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rampup.engine.state import MAX_STEPS, check_step_number, gone
+from rampup.engine.arguments import gone
+from rampup.engine.state import MAX_STEPS, check_step_number
 from rampup.engine.sums import as_summed, cast_like
 from rampup.engine.tables import look_up
 from rampup.errors import ConfigError, MissingDependencyError, choice_error

@@ -5,11 +5,9 @@ be donated, and on what no step runs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +16,18 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from rampup.engine.contract import SummableLoss
+from rampup.engine.arguments import check_arguments
 from rampup.engine.explicit import as_auto
 from rampup.engine.mesh import BatchAxes, auto_context, is_explicit, shardings_like
 from rampup.engine.processes import wait_for_all
 from rampup.engine.sums import check_trained, differing_leaves
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
-from rampup.plan.plan import RampPlan
 
 # The fields for what a loss function carries from microbatch to microbatch; a state
 # uses one. Flax's examples have the second.
 CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class TrainState(struct.PyTreeNode):
@@ -319,54 +315,6 @@ def check_step_number(steps: int) -> None:
             key="steps",
             nearest=(MAX_STEPS,),
         )
-
-
-# What takes the place of `batched` where rows have numbers.
-BATCHED_GONE = "rows are numbered; step.stream(source, batched=True) takes batches"
-
-
-def gone(**replacements: str) -> Callable[[F], F]:
-    """Decorate a function or a dataclass that had these keyword arguments: whoever gives
-    one is told what replaces it.
-    """
-
-    def decorate(function: F) -> F:
-        if isinstance(function, type):
-            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
-            return function
-
-        @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
-            for name in replacements.keys() & options.keys():
-                # A class is called by its name.
-                call = function.__qualname__.removesuffix(".__init__")
-                raise TypeError(
-                    f"{call} has no argument {name!r}; {replacements[name]}"
-                )
-            return function(*args, **options)
-
-        return cast(F, checked)
-
-    return decorate
-
-
-def check_arguments(call: str, **arguments: Any) -> None:
-    """Refuse arguments of the wrong type, such as two in the wrong order."""
-    tests: dict[str, Callable[[Any], bool]] = {
-        "loss_fn": lambda x: callable(x) or isinstance(x, SummableLoss),
-        "tx": lambda x: hasattr(x, "init") and hasattr(x, "update"),
-        "plan": lambda x: isinstance(x, RampPlan),
-        "mesh": lambda x: isinstance(x, Mesh),
-    }
-    for name, value in arguments.items():
-        if not tests[name](value):
-            raise ConfigError(
-                f"{call}: {name} is {a_type(value)}",
-                fix="check the order of the arguments: loss_fn is a function, or of a"
-                " subclass of rampup.engine.contract.SummableLoss, and tx is an optimizer"
-                " of Optax",
-                key=name,
-            )
 
 
 def _check_arrays(name: str, tree: Any) -> None:

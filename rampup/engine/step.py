@@ -22,6 +22,12 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.engine.accumulate import summable
+from rampup.engine.arguments import (
+    BATCHED_GONE,
+    OPTIONS_OF_LOSS_GONE,
+    check_arguments,
+    gone,
+)
 from rampup.engine.batch import (
     Batch,
     BufferLayout,
@@ -47,12 +53,9 @@ from rampup.engine.mesh import (
 from rampup.engine.optimizer import segment_numbers
 from rampup.engine.programs import ByMicrobatch, Fused
 from rampup.engine.state import (
-    BATCHED_GONE,
     carried,
-    check_arguments,
     check_new_state,
     check_step_number,
-    gone,
 )
 from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
@@ -63,9 +66,8 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 
 PHASES_AHEAD = 2
-_GONE = {
+_GONE = OPTIONS_OF_LOSS_GONE | {
     "engine": "for multi_steps, give tx=rampup.multi_steps(tx, plan)",
-    "batch_axes": "give rampup.AccumulatedLoss(loss_fn, batch_axes=...) as the loss",
     "whole_batch": "give plan.with_whole_batches() as the plan",
     "shard_optimizer_over_data": (
         "give it to create_state, prepare_state or split_model: the step follows the"

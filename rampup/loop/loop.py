@@ -33,8 +33,8 @@ from typing import Any
 
 import jax
 
+from rampup.engine.arguments import gone
 from rampup.engine.processes import first_problem, is_primary
-from rampup.engine.state import gone
 from rampup.errors import DataEndedError, DataError
 from rampup.loop import events
 from rampup.loop.checkpoint import (

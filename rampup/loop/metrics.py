@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import jax
 
+from rampup.engine.arguments import gone
 from rampup.engine.processes import is_primary
-from rampup.engine.state import gone
 from rampup.errors import LossWarning, MissingDependencyError, NonFiniteError
 from rampup.loop.components import Component
 from rampup.loop.events import (
