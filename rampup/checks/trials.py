@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
 from rampup.engine.contract import (
     SummableLoss,
@@ -304,16 +303,16 @@ def loss_function(
             return loss.last(shared, x, batch, keys)
 
         return run
-    if isinstance(loss, AccumulatedLoss) and loss.param_shardings is None:
-        return loss.loss_fn
-    if isinstance(loss, SummableLoss):
-        raise ConfigError(
-            f"{caller} calls the loss function with rows of its own choice, but"
-            f" {a_type(loss)} sums by itself, or takes shards",
-            fix="give the function itself",
-            key="loss_fn",
-        )
-    return loss
+    if not isinstance(loss, SummableLoss):
+        return loss
+    if loss.takes_whole:
+        return loss.loss_fn  # type: ignore[attr-defined]
+    raise ConfigError(
+        f"{caller} calls the loss function with rows of its own choice, but"
+        f" {a_type(loss)} sums by itself, or takes shards",
+        fix="give the function itself",
+        key="loss_fn",
+    )
 
 
 def is_real(dtype: Any) -> bool:

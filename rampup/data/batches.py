@@ -330,12 +330,11 @@ class BatchLoader:
         # A microbatch takes consecutive samples of all replicas, so how a batch is
         # split does not change which rows it has.
         split = position.split
-        num_rows = split.data_parallel_size * split.microbatch_size
-        starts = position.consumed_samples + num_rows * np.arange(
+        starts = position.consumed_samples + split.num_rows * np.arange(
             split.num_microbatches
         )
         return starts[:, None] + self.loading.rows_to_read(
-            self.mesh, num_rows, self.options.batch_axes
+            self.mesh, split.num_rows, self.options.batch_axes
         )
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
@@ -386,9 +385,7 @@ class BatchLoader:
             for g in range(f)
         ]
         found = [put(part, mesh=auto_view(self.mesh)) for part in parts]
-        redistribute = self.loading.redistribution(
-            self.mesh, split.data_parallel_size * split.microbatch_size, axes
-        )
+        redistribute = self.loading.redistribution(self.mesh, split.num_rows, axes)
         return found[0]._replace(
             chunks=jax.tree.map(redistribute, *(part.chunks for part in found))
         )
@@ -638,9 +635,7 @@ def stream_batches(
     for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
         split = position.split
-        in_microbatch = process_rows(
-            mesh, split.data_parallel_size * split.microbatch_size, options.batch_axes
-        )
+        in_microbatch = process_rows(mesh, split.num_rows, options.batch_axes)
         needed = split.num_microbatches * len(in_microbatch)
         name = f"row {{:,}} of step {number:,}".format
         found = problem = None

@@ -89,6 +89,11 @@ class AccumulatedLoss(SummableLoss):
     reduce_once: bool | None = None
     whole_batch: bool = False
 
+    @property
+    def takes_whole(self) -> bool:  # type: ignore[override]
+        """Whether `loss_fn` takes whole parameters."""
+        return self.param_shardings is None
+
     def check(self, mesh: Mesh, engine: str) -> None:
         """Refuse pipeline stages, and a type of accumulators with `multi_steps`.
 
@@ -109,7 +114,7 @@ class AccumulatedLoss(SummableLoss):
                 key=key,
                 nearest=("float32",),
             )
-        if (stages := dict(mesh.shape).get(STAGE, 1)) > 1:
+        if (stages := mesh.shape.get(STAGE, 1)) > 1:
             raise PipelineShapeError(
                 f"the mesh has {stages} pipeline stages, so the loss must say what a"
                 " stage does: give a PipelinedLoss",
@@ -140,7 +145,7 @@ class AccumulatedLoss(SummableLoss):
         Raises:
             ConfigError: the noise of gradients that are never in one place.
         """
-        if recipe.noise is not None and self.param_shardings is not None:
+        if recipe.noise is not None and not self.takes_whole:
             raise ConfigError(
                 "measure_gradient_noise=true needs a loss function that takes whole"
                 " parameters: with parts that it gathers itself, the gradient of a"
@@ -180,8 +185,7 @@ class AccumulatedLoss(SummableLoss):
                 loss takes shards.
         """
         axes = BatchAxes.of(mesh, self.batch_axes)
-        takes_whole = self.param_shardings is None
-        if not takes_whole and is_scattered(
+        if not self.takes_whole and is_scattered(
             (grad_shardings, self.param_shardings), axes
         ):
             raise ConfigError(
@@ -194,7 +198,7 @@ class AccumulatedLoss(SummableLoss):
             )
         # A loss function that takes shards was written for the shardings
         # `self.param_shardings`, and its gradients have those.
-        wanted = grad_shardings if takes_whole else self.param_shardings
+        wanted = grad_shardings if self.takes_whole else self.param_shardings
         replicas = Replicas(
             mesh=mesh,
             axes=axes,
@@ -288,8 +292,7 @@ def summable(
     """
     own: Any = loss if isinstance(loss, SummableLoss) else AccumulatedLoss(loss)
     whole_batch |= own.whole_batch
-    takes_whole = getattr(own, "param_shardings", own) is None
-    if not takes_whole and (whole_batch or reduce_once is not None):
+    if not own.takes_whole and (whole_batch or reduce_once is not None):
         key = "whole_batch" if whole_batch else "reduce_once"
         raise ConfigError(
             f"{key} needs a loss function that takes whole parameters, but"

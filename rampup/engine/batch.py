@@ -46,14 +46,17 @@ def layout_of(
     """Return the layout for every step with the microbatch size of `split`, for rows of
     `row_size` numbers; see `MAX_WHOLE`.
     """
-    num_rows = split.data_parallel_size * split.microbatch_size
     most = plan.max_microbatches[split.microbatch_size]
     if chunk_size is None:
         chunk_size = (
-            most if most * num_rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
+            most
+            if most * split.num_rows * row_size <= MAX_WHOLE
+            else -(-most // MAX_CHUNKS)
         )
     return BufferLayout(
-        num_rows=num_rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size)
+        num_rows=split.num_rows,
+        chunk_size=chunk_size,
+        num_chunks=-(-most // chunk_size),
     )
 
 
@@ -125,14 +128,12 @@ def put_batch(
     """Put the microbatches of this process, which must not change afterwards, on the
     devices as chunks, padded with zeros.
     """
-    leaves, structure = jax.tree.flatten(batch_nR)
     name_row = name_row or f"row {{:,}} of step {position.step:,}".format
     arrays = []
-    for number, leaf in enumerate(leaves):
+    for path, leaf in jax.tree.leaves_with_path(batch_nR):
         try:
             arrays.append(_for_devices(np.asarray(leaf), name_row))
         except DataError as error:
-            path, _ = jax.tree.leaves_with_path(batch_nR)[number]
             raise DataError(
                 f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}"
             ) from None
@@ -145,6 +146,7 @@ def put_batch(
         [_global_array(x[first : first + C], layout, sharding, local) for x in arrays]
         for first in firsts
     ]
+    structure = jax.tree.structure(batch_nR)
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
 
 
@@ -182,11 +184,12 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
     # for a large number.
     with np.errstate(over="ignore"):
         narrow = x_nR.astype(target)
-    lost = narrow != x_nR if dtype.kind in "iu" else ~np.isfinite(narrow)
-    if lost.any() and (dtype.kind in "iu" or (lost := lost & np.isfinite(x_nR)).any()):
+    is_whole = dtype.kind in "iu"
+    lost = narrow != x_nR if is_whole else np.isfinite(x_nR) & ~np.isfinite(narrow)
+    if lost.any():
         place = np.unravel_index(np.argmax(lost), lost.shape)
         row = name_row(int(place[0] * x_nR.shape[1] + place[1]))
-        fix = "split" if dtype.kind in "iu" else "scale"
+        fix = "split" if is_whole else "scale"
         raise DataError(
             f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number,"
             " or set jax_enable_x64"

@@ -19,7 +19,9 @@ from rampup.engine.sums import Recipe, Sums, differing_leaves
 from rampup.errors import ConfigError, a_type
 
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see
-# `rampup.engine.step.train_step`.
+# `rampup.engine.step.train_step`. That of `split_model` says in an attribute
+# `has_streams` whether it draws from streams of its own, and leaves out dropout with
+# `deterministic=True`.
 LossFn = Callable[..., tuple[Any, ...]]
 # (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A
 # step runs their product. Without stages, only the product matters.
@@ -28,12 +30,26 @@ Counts = tuple[jax.Array, jax.Array]
 
 class SummableLoss:
     """A loss that adds itself up over the microbatches of a step. A subclass says how,
-    in `sums`. To take `batch_axes`, be a dataclass with that field.
+    in `sums`. To take `batch_axes`, be a dataclass with that field; to be bound to what
+    a state has in `frozen`, or scaled, one with a field `loss_fn`.
+
+    Attributes:
+        batch_axes: the axes of the mesh that take the rows; None = data and fsdp.
+        whole_batch: it sees all rows of a step, which is one microbatch.
+        takes_whole: its `loss_fn` takes whole parameters, and the step chooses how the
+            replicas of the mesh run it.
+        reduce_once: see `train_step`. A loss that does not take whole parameters
+            reduces gradients once per step, by itself.
+        num_repeats: chunks of layers per pipeline stage, which must be those of the
+            plan; None = of any number.
     """
 
     __slots__ = ()
     batch_axes: BatchAxes | None = None
     whole_batch: bool = False
+    takes_whole: bool = False
+    reduce_once: bool | None = True
+    num_repeats: int | None = None
 
     def check(self, mesh: Mesh, engine: str) -> None:
         """Raise an error if this loss cannot run on a mesh, or with an engine.

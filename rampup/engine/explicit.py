@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rampup.engine.contract import SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_view, is_explicit
 
 
@@ -36,13 +37,9 @@ def as_auto(tree: Any) -> Any:
     return jax.tree.map(shape_of, tree)
 
 
-def sees_explicit(loss: Any, mesh: Any) -> bool:
+def sees_explicit(loss: SummableLoss, mesh: Any) -> bool:
     """Return whether a loss sees Explicit axes, those of this mesh."""
-    return (
-        is_explicit(mesh)
-        and getattr(loss, "reduce_once", True) is not True
-        and getattr(loss, "param_shardings", None) is None
-    )
+    return is_explicit(mesh) and loss.takes_whole and not loss.reduce_once
 
 
 def call_with_auto_axes(

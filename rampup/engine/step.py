@@ -205,10 +205,16 @@ def train_step(
             key="tx",
         )
     has_multi_steps = isinstance(tx, optax.MultiSteps)
-    whole_batch = plan.splitter.whole_batch or getattr(loss_fn, "whole_batch", False)
+    users_mesh, mesh = mesh, auto_view(mesh)
+    loss = summable(
+        loss_fn,
+        mesh,
+        reduce_once=reduce_once,
+        whole_batch=plan.splitter.whole_batch,
+    )
     given = {
         "tx=multi_steps": has_multi_steps,
-        "whole batches": whole_batch,
+        "whole batches": loss.whole_batch,
         "measure_gradient_noise": measure_gradient_noise,
     }
     if sum(given.values()) > 1:
@@ -219,29 +225,26 @@ def train_step(
             key="gradient_accumulation",
             nearest=("fused",),
         )
-    if whole_batch:
+    if loss.whole_batch:
         plan = plan.with_whole_batches()
     check_step_number(plan.total_steps)
-    users_mesh, mesh = mesh, auto_view(mesh)
-    loss = summable(loss_fn, mesh, reduce_once=reduce_once, whole_batch=whole_batch)
     axes = BatchAxes.of(mesh, loss.batch_axes)
     check_plan_fits(plan, mesh, axes)
     loss.check(mesh, "multi_steps" if has_multi_steps else "fused")
     planned = plan.splitter.num_repeats
-    repeats = getattr(loss, "num_repeats", planned)
-    if planned != repeats:
+    if loss.num_repeats not in (None, planned):
         raise ConfigError(
             f"the plan has num_repeats={planned}, but the loss has"
-            f" num_repeats={repeats}",
+            f" num_repeats={loss.num_repeats}",
             fix="give both the same",
             key="num_pipeline_repeats",
-            nearest=(repeats,),
+            nearest=(loss.num_repeats,),
         )
     num_replicas = axes.num_replicas(mesh)
     if measure_gradient_noise:
         raise_together(noise_problems(plan, num_replicas))
     has_explicit = sees_explicit(loss, users_mesh)
-    is_undecided = getattr(loss, "reduce_once", False) is None and not whole_batch
+    is_undecided = loss.reduce_once is None and not loss.whole_batch
     if has_explicit and is_undecided and num_replicas > 1:
         warnings.warn(
             "the mesh has Explicit axes, which the loss sees, so gradients are reduced"
@@ -267,7 +270,7 @@ def train_step(
         plan,
         users_mesh,
         donate=donate,
-        check_loss=check_loss and not whole_batch,
+        check_loss=check_loss and not loss.whole_batch,
     )
 
 
@@ -468,8 +471,8 @@ class TrainStep:
         stop_step(self._plan, step, step + 1)
         position = self._plan.position(step)
         number = position.split.num_microbatches
-        R = _num_rows(position.split)
-        needed = number * len(process_rows(self._mesh, R, self._axes))
+        own = process_rows(self._mesh, position.split.num_rows, self._axes)
+        needed = number * len(own)
         from rampup.data.fields import own_arrays
 
         # Copied: the caller may fill the same arrays with the next rows while the
@@ -637,11 +640,4 @@ class TrainStep:
             if phase.start_step < self._plan.total_steps:
                 split = self._plan.splits[phase.index]
                 lower = functools.partial(self.lower, state, batch.row, split)
-                self._programs.compiler.trace(_num_rows(split), lower)
-
-
-def _num_rows(split: BatchSplit) -> int:
-    """Return R, the number of rows of a microbatch. In a plan, there is one program for
-    each.
-    """
-    return split.data_parallel_size * split.microbatch_size
+                self._programs.compiler.trace(split.num_rows, lower)

@@ -362,7 +362,7 @@ def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
 
 def _check_support(loss: Any, feature: str) -> None:
     """Refuse a state with a feature that needs a loss function."""
-    if not dataclasses.is_dataclass(loss) or not hasattr(loss, "loss_fn"):
+    if not hasattr(loss, "loss_fn"):
         raise ConfigError(
             f"the state has {feature}, which {a_type(loss)} does not support",
             fix="train without pipeline stages and without a scale, and keep frozen"

@@ -88,6 +88,11 @@ class BatchSplit:
         """
         return self.accumulation_steps * self.num_pipeline_microbatches
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of one microbatch, over all row shards, d * b."""
+        return self.data_parallel_size * self.microbatch_size
+
 
 # A compiled program depends on the microbatch size alone. The number of microbatches is
 # an argument of the program: its loop runs that many times over buffers with room for
