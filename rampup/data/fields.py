@@ -119,10 +119,10 @@ class FieldTypes:
         Raises:
             DataError: a number does not fit, with the row's and the field's name.
         """
-        leaves, structure = jax.tree.flatten(rows)
+        leaves = jax.tree.leaves_with_path(rows)
         if self._types is None:
-            _warn_of_batches([x.shape[num_axes:] for x in leaves])
-            self._types = _agreed([np.asarray(x).dtype for x in leaves], mesh)
+            _warn_of_batches([x.shape[num_axes:] for _, x in leaves])
+            self._types = _agreed([np.asarray(x).dtype for _, x in leaves], mesh)
         if len(leaves) != len(self._types):
             raise DataError(
                 f"{name(0)} has {len(leaves)} fields, and the first batch had"
@@ -130,13 +130,12 @@ class FieldTypes:
                 fix=_PAD,
             )
         found = []
-        for number, (x, dtype) in enumerate(zip(leaves, self._types, strict=True)):
+        for (path, x), dtype in zip(leaves, self._types, strict=True):
             if x.dtype != dtype and not _has_no_numbers(x):
                 with np.errstate(invalid="ignore", over="ignore"):
                     cast = x.astype(dtype)
                 lost = np.flatnonzero(_is_lost(x, cast))
                 if len(lost):
-                    path, _ = jax.tree.leaves_with_path(rows)[number]
                     size = max(x[(0,) * num_axes].size, 1)
                     raise DataError(
                         f"{name(int(lost[0]) // size)}:"
@@ -146,7 +145,7 @@ class FieldTypes:
                     )
                 x = cast
             found.append(x)
-        return structure.unflatten(found)
+        return jax.tree.structure(rows).unflatten(found)
 
 
 def _agreed(own: list[np.dtype[Any]], mesh: Mesh) -> list[np.dtype[Any]]:

@@ -28,6 +28,7 @@ from rampup.engine.mesh import (
     axes_of,
     axis_names,
     constrain,
+    wide_axes,
 )
 from rampup.engine.sums import safe_reciprocal
 from rampup.plan.noise_scale import noise_trace
@@ -135,6 +136,4 @@ class NoiseMeter:
 def _used_axes(shardings: Any, mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of several devices that shardings name."""
     used = axes_of(shardings)
-    return tuple(
-        str(name) for name, size in mesh.shape.items() if size > 1 and name in used
-    )
+    return tuple(name for name in wide_axes(mesh) if name in used)

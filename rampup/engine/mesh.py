@@ -112,10 +112,7 @@ class BatchAxes:
         Args:
             mesh: the devices.
         """
-        return {
-            *self.replica,
-            *(str(name) for name, size in mesh.shape.items() if size == 1),
-        }
+        return {*map(str, mesh.axis_names)} - {*wide_axes(mesh)} | {*self.replica}
 
 
 def make_mesh(
@@ -210,6 +207,11 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
     blocks = np.stack(arranged).reshape(*between, *within)
     order = np.arange(2 * len(names)).reshape(2, -1).T.ravel()
     return blocks.transpose(order).reshape(sizes)
+
+
+def wide_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a mesh along which there are several devices."""
+    return tuple(str(name) for name, size in mesh.shape.items() if size > 1)
 
 
 @functools.cache

@@ -163,11 +163,7 @@ class LearningRate:
         else:
             after = peak * level
 
-        def where(condition: Any, yes: Any, no: Any) -> Any:
-            if xp is not None:
-                return xp.where(condition, yes, no)
-            return yes if condition else no
-
+        where = (xp or np).where
         rate = where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
         # A run with a budget of samples has no step after the end of its schedule.
         if self.kind == "constant" or self.plan.budget_samples is not None:

@@ -274,11 +274,13 @@ class Stage:
         self.ring_size = 2 * self.v * self.p - 1
         skips = not replicas.automatic if loss.skip_idle is None else loss.skip_idle
         self.skips_idle = skips
-        self.x_shapes = jax.eval_shape(self._first, 0)
+        self.x_shapes = jax.eval_shape(self._first, self.shared, 0)
 
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
-        loss, weight, aux = zeros_to_sum(jax.eval_shape(self._last, self.x_shapes, 0))
+        loss, weight, aux = zeros_to_sum(
+            jax.eval_shape(self._last, self.shared, self.x_shapes, 0)
+        )
         grads = None
         if self.has_grads:
             params = self.chunks, self.shared
@@ -318,7 +320,9 @@ class Stage:
             with jax.named_scope("forward_tick"):
                 is_real, k, r = unit_of(t - self.s)
                 is_first, is_last = (self.s == 0) & (r == 0), self._is_last(r)
-                x = self._if(is_real & is_first, lambda: self._first(k), arrived)
+                x = self._if(
+                    is_real & is_first, lambda: self._first(self.shared, k), arrived
+                )
                 # The backward computes the chunk again. For the last chunk it does so in
                 # this very tick, so its forward is left to it, and y is the chunk's
                 # input.
@@ -331,7 +335,7 @@ class Stage:
                 else:
                     sums = self._if(
                         is_real & is_last,
-                        lambda: _add_loss(sums, self._last(y, k)),
+                        lambda: _add_loss(sums, self._last(self.shared, y, k)),
                         sums,
                     )
                 return y, ring, sums
@@ -408,8 +412,7 @@ class Stage:
 
         def first_gradient() -> Any:
             """Add the gradient of the first part."""
-            rows = self._microbatch(k)
-            run = jax.vjp(lambda shared: self.loss.first(shared, *rows), self.shared)[1]
+            run = jax.vjp(lambda shared: self._first(shared, k), self.shared)[1]
             return _add_gradient(shared, *run(gradient))
 
         shared = self._if((self.s == 0) & (r == 0), first_gradient, shared)
@@ -425,7 +428,7 @@ class Stage:
         """
 
         def last(shared: Any, y: Any) -> tuple[Any, Any]:
-            results = self.loss.last(shared, y, *self._microbatch(k))
+            results = self._last(shared, y, k)
             return results[0], results
 
         (_, results), (shared, gradient) = jax.value_and_grad(
@@ -434,11 +437,11 @@ class Stage:
         grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
         return _add_loss(sums._replace(grads=grads), results), gradient
 
-    def _first(self, k: Any) -> Any:
-        return self.loss.first(self.shared, *self._microbatch(k))
+    def _first(self, shared: Any, k: Any) -> Any:
+        return self.loss.first(shared, *self._microbatch(k))
 
-    def _last(self, y: Any, k: Any) -> tuple[Any, Any, Any]:
-        return self.loss.last(self.shared, y, *self._microbatch(k))
+    def _last(self, shared: Any, y: Any, k: Any) -> tuple[Any, Any, Any]:
+        return self.loss.last(shared, y, *self._microbatch(k))
 
     def _microbatch(self, k: Any) -> tuple[Any, Any]:
         return take(self.rows_KR, k)

@@ -24,7 +24,6 @@ FOLDER = "rampup"
 _QUIET_SECONDS = 10.0
 _AGAIN_SECONDS = 60.0
 _MEETING_SECONDS = 24 * 3600
-_meeting_numbers = itertools.count()
 _gather_numbers = itertools.count()
 _first_numbers = defaultdict[str, "itertools.count[int]"](itertools.count)
 
@@ -64,11 +63,26 @@ def gather_from_all(value: str) -> list[str]:
     """Return the values of all processes, in every process. They call this equally
     often, and may come hours apart.
     """
-    return (
-        [value]
-        if jax.process_count() == 1
-        else _gather(f"all{next(_gather_numbers)}", value)
-    )
+    count = jax.process_count()
+    if count == 1:
+        return [value]
+    own, store = jax.process_index(), kv_store()
+    folder = f"{FOLDER}/all{next(_gather_numbers)}"
+    milliseconds = 1000 * _MEETING_SECONDS
+    store.key_value_set(f"{folder}/{own}", value)
+    # Process 0 collects them: as many messages as processes, and not their square.
+    with announced(f"process {own} of {count} waits for process 0") as waiting:
+        if own == 0:
+            found = []
+            for other in range(count):
+                waiting.words = f"process 0 of {count} waits for process {other}"
+                found.append(
+                    store.blocking_key_value_get(f"{folder}/{other}", milliseconds)
+                )
+            store.key_value_set(f"{folder}/all", json.dumps(found))
+        return list(
+            json.loads(store.blocking_key_value_get(f"{folder}/all", milliseconds))
+        )
 
 
 def first_problem(problem: str) -> str:
@@ -97,40 +111,13 @@ def wait_for_all(mesh: Mesh) -> None:
     """
     if spans_all(mesh):
         check_joined()
-        _gather(f"meeting{next(_meeting_numbers)}", "")
+        gather_from_all("")
 
 
 def spans_all(mesh: Mesh) -> bool:
     """Return whether there are several processes, and a mesh has devices of all."""
     owners = {device.process_index for device in mesh.devices.flat}
     return 1 < jax.process_count() == len(owners)
-
-
-def _gather(folder: str, value: str) -> list[str]:
-    """Return the values of all processes. Process 0 collects them: as many messages as
-    processes, and not their square.
-    """
-    count = jax.process_count()
-    own = jax.process_index()
-    store = kv_store()
-    milliseconds = 1000 * _MEETING_SECONDS
-    store.key_value_set(f"{FOLDER}/{folder}/{own}", value)
-    with announced(f"process {own} of {count} waits for process 0") as waiting:
-        if own == 0:
-            found = []
-            for other in range(count):
-                waiting.words = f"process 0 of {count} waits for process {other}"
-                found.append(
-                    store.blocking_key_value_get(
-                        f"{FOLDER}/{folder}/{other}", milliseconds
-                    )
-                )
-            store.key_value_set(f"{FOLDER}/{folder}/all", json.dumps(found))
-        return list(
-            json.loads(
-                store.blocking_key_value_get(f"{FOLDER}/{folder}/all", milliseconds)
-            )
-        )
 
 
 @contextlib.contextmanager

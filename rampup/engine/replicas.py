@@ -49,6 +49,7 @@ from rampup.engine.mesh import (
     constrain_leaves,
     mesh_in_context,
     own_constraints,
+    wide_axes,
 )
 from rampup.engine.operations import (
     axes_of_shard_map,
@@ -95,11 +96,7 @@ class Replicas:
         )
         if self.reduce_once is False or not has_own_region:
             return "plain" if self.axes.num_shards(self.mesh) == 1 else "compiled"
-        others = [
-            name
-            for name, size in self.mesh.shape.items()
-            if size > 1 and name not in self.axes.replica
-        ]
+        others = [x for x in wide_axes(self.mesh) if x not in self.axes.replica]
         return "mapped" if len(others) > 1 else "manual"
 
     def run(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
@@ -204,7 +201,7 @@ class Replicas:
     @property
     def automatic(self) -> set[str]:
         """The axes of several devices over which the compiler partitions a loss."""
-        names = {str(name) for name, size in self.mesh.shape.items() if size > 1}
+        names = {*wide_axes(self.mesh)}
         return names - self._manual if self.way == "manual" else names
 
     @property
@@ -226,7 +223,7 @@ class Replicas:
         """
         if self.way in ("plain", "compiled"):
             return ()
-        return tuple(name for name in self._own_axes if self.mesh.shape[name] > 1)
+        return tuple(x for x in self._own_axes if x in wide_axes(self.mesh))
 
     def reduce(self, sums: Sums, recipe: Recipe) -> Sums:
         """Return the sums over all replicas. With several, call it in a function that
