@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import itertools
 import json
 import os
 import sysconfig
@@ -59,26 +58,19 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
         paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
+        arrays: list[Any] = []
+        starts: list[int] = []
         if config.dataset_type == "text":
             # All bytes, with a zero after each file.
-            pieces: list[bytes] = []
+            text = bytearray()
             for path in files:
+                starts.append(len(text))
                 with reading(path):
-                    pieces.append(Path(path).read_bytes() + b"\0")
-            offsets = itertools.accumulate(map(len, pieces), initial=0)
-            text = np.frombuffer(b"".join(pieces), np.uint8)
-            rows = TokenRows(
-                [text],
-                ["text"],
-                starts=list(zip(offsets, files, strict=False)),
-                **shape,
-            )
+                    text += Path(path).read_bytes() + b"\0"
+            arrays.append(np.frombuffer(text, np.uint8))
         else:
-            rows = TokenRows(
-                [open_token_file(path, config.token_dtype) for path in files],
-                files,
-                **shape,
-            )
+            arrays += [open_token_file(path, config.token_dtype) for path in files]
+        rows = TokenRows(arrays, files, starts=starts, **shape)
         if len(rows) == 0:
             raise DataError(
                 f"{', '.join(files)[:300]}: fewer than two tokens are not a row"

@@ -51,21 +51,19 @@ class TokenRows:
 
     Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that
     are one token later. The last row of an array is padded with zeros; `length` is the
-    number of its targets that count. For text, `starts` are (offset, name) of each
-    document inside the single array.
+    number of its targets that count. `paths` are the files of the arrays or, for text,
+    those that follow each other in the single array, from `starts` on.
     """
 
     arrays: Sequence[Any]
-    names: Sequence[str]
+    paths: Sequence[str]
     _: KW_ONLY
     sequence_length: int
     vocab_size: int
-    starts: Sequence[tuple[int, str]] = ()
+    starts: Sequence[int] = ()
     thread_safe = True
 
     def __post_init__(self) -> None:
-        # The files that the rows come from, in order.
-        self.paths = tuple([name for _, name in self.starts] or self.names)
         # The first token of an array is no target, so n tokens are n - 1 targets.
         counts = [
             max(-(-(len(array) - 1) // self.sequence_length), 0)
@@ -113,10 +111,10 @@ class TokenRows:
         """Return file and offset."""
         array, start = self._place(row)
         if not self.starts:
-            return f"{self.names[array]} from token {start:,} (row {row:,})"
-        document = bisect.bisect_right(self.starts, start, key=lambda each: each[0]) - 1
-        offset, name = self.starts[document]
-        return f"{name} from byte {start - offset:,} (row {row:,})"
+            return f"{self.paths[array]} from token {start:,} (row {row:,})"
+        file = bisect.bisect_right(self.starts, start) - 1
+        byte = start - self.starts[file]
+        return f"{self.paths[file]} from byte {byte:,} (row {row:,})"
 
     def _place(self, row: int) -> tuple[int, int]:
         # Rows are numbered through all arrays; `_ends` has the number after the last
