@@ -255,7 +255,10 @@ def _keep(
     try:
         before = dialect.job(dialect.read(source, overrides))
     except ConfigError:
-        return "the file does not say its devices, so its update has no other size"
+        return (
+            "the file leaves the number of devices open: there is no other update to"
+            f" keep on {devices:,}"
+        )
     after = dialect.job(dialect.read(source, moved))
     if not before.usable or not after.usable:
         return f"no update to keep on {devices:,} devices"

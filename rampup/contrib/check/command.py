@@ -1,6 +1,4 @@
-"""`rampup check`: explains, checks and converts another system's configuration. Piped,
-a row is a line of any length.
-"""
+"""`rampup check`: explains, checks and converts another system's configuration."""
 
 from __future__ import annotations
 
@@ -163,7 +161,8 @@ def _check_rows(
         except NoSystemError:
             continue
         except RampupError as error:
-            rows.append(row | {"error": str(error), "ok": False})
+            said = str(error).removeprefix(f"{source}: ")
+            rows.append(row | {"error": said, "ok": False})
             continue
         row |= {"verdict": _said(verdict), "ok": verdict.ok, **verdict.to_dict()}
         rows.append(row | {"summary": verdict.summary})
@@ -175,11 +174,14 @@ def _check_rows(
                 str(row["file"]),
                 str(row.get("system", "")),
                 str(row.get("summary", "")),
-                str(row.get("verdict", row.get("error"))),
+                str(row.get("verdict", "not checked")),
             )
             for row in rows
         ]
-        _print_table(console, ("file", "system", "update", "verdict"), cells)
+        print_table(console, ("file", "system", "update", "verdict"), cells, left=4)
+        for row in rows:
+            if "error" in row:
+                console.print(f"\n{row['file']}: {row['error']}")
         if others:
             console.print(f"{format_count(others, 'file')} of no system", style="dim")
 
@@ -215,7 +217,7 @@ def _compare(first: Verdict, second: Verdict) -> Result:
         ]
         if cells:
             titles = ("what differs", "a size of", "this file", "the other")
-            _print_table(console, titles, cells)
+            print_table(console, titles, cells, left=2)
 
     return Result(
         facts={"update": update, "different": different},
@@ -258,11 +260,8 @@ def print_verdict(
         )
     if verdict.meanings:
         console.print()
-        _print_table(
-            console,
-            ("setting", "meaning"),
-            [(meaning.says, meaning.means) for meaning in verdict.meanings],
-        )
+        cells = [(meaning.says, meaning.means) for meaning in verdict.meanings]
+        print_table(console, ("setting", "meaning"), cells, left=2)
     if verdict.phases is not None:
         console.print("\nphases", style="bold")
         columns = {
@@ -270,11 +269,11 @@ def print_verdict(
             for name, title in PHASE_COLUMNS.items()
             if any(name in row for row in verdict.phases)
         }
-        cells = [[phase_cell(row, name) for name in columns] for row in verdict.phases]
-        folded = 0 if all_phases else len(cells) - FIRST_PHASES - LAST_PHASES
+        rows = [[phase_cell(row, name) for name in columns] for row in verdict.phases]
+        folded = 0 if all_phases else len(rows) - FIRST_PHASES - LAST_PHASES
         if folded > 1:
-            cells[FIRST_PHASES:-LAST_PHASES] = [["..."] * len(columns)]
-        _print_table(console, list(columns.values()), cells, numbers=True)
+            rows[FIRST_PHASES:-LAST_PHASES] = [["..."] * len(columns)]
+        print_table(console, list(columns.values()), rows)
         if folded > 1:
             console.print(
                 f"{folded:,} phases are folded; --all shows them", style="dim"
@@ -290,22 +289,4 @@ def print_verdict(
             f"\n--verbose adds {format_count(len(always), 'note')} on every"
             f" {verdict.system} file",
             style="dim",
-        )
-
-
-def _print_table(
-    console: Console,
-    titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: bool = False,
-) -> None:
-    if console.is_terminal:
-        print_table(console, titles, rows, left=0 if numbers else len(titles))
-        return
-    lines = [[title.replace("-\n", "").replace("\n", " ") for title in titles], *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        console.print(
-            "  ".join(map(str.rjust if numbers else str.ljust, line, widths)).rstrip()
         )

@@ -172,6 +172,7 @@ class MaxTextJob(PretrainingJob):
             for axis in axes
         ),
         *("learning_rate_schedule_steps", LAYERS),
+        *(RAMP, END, START, INCREMENT, SAMPLES),
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -385,7 +386,7 @@ class MaxTextJob(PretrainingJob):
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return the phases of the ramp, which count accumulation in every batch."""
+        """Return the phases of the ramp as it runs."""
         return (
             self.planned.phase_rows()
             if isinstance(self.planned, RampPlan) and self.ramps
@@ -416,7 +417,16 @@ class MaxTextJob(PretrainingJob):
             values["learning_rate_schedule_steps"] = self[
                 "learning_rate_schedule_steps"
             ]
-        if self.ramps:
+        if self.ramp_phases and self[ACCUMULATION] > 1:
+            # MaxText's ramp ignores the factor up to its last phase.
+            del values[END], values[RAMP]
+            *ramp, (_, _, end) = self.ramp_phases
+            changes = [(start, size) for _, size, start in ramp]
+            changes.append((end, self.sizes.to_train))
+            values["batch_size_schedule"] = " ".join(
+                f"{start}:{size}" for start, size in changes
+            )
+        elif self.ramps:
             # With no samples requested, every phase of MaxText's ramp lasts one step;
             # so does a ramp of one sample.
             values |= {
@@ -524,8 +534,7 @@ def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
         yield (
             f"MaxText's ramp ignores {ACCUMULATION}={passes}: in the ramp its batches"
             f" are {', '.join(shown)} ({trained:,} samples in {steps:,} steps), then the"
-            f" batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here"
-            " include the factor in every batch"
+            f" batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}"
         )
     if samples < 1:
         yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"

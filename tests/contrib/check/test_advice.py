@@ -108,7 +108,7 @@ def test_devices_are_refused_where_they_are_no_setting(tmp_path):
     """And where the file does not say its own, there is nothing to keep."""
     path = write(tmp_path, "run.sh", f"srun python {GPT}\n")
     found = check_file(path, "megatron", devices=8)
-    assert "does not say its devices" in found.notes[0]
+    assert "no other update to keep on 8" in found.notes[0]
     trlx = write(tmp_path, "t.yml", "train: {batch_size: 4}\nmethod: {chunk_size: 4}\n")
     with pytest.raises(ConfigError, match=r"--devices is not for trlx.*num_processes"):
         check_file(trlx, "trlx", devices=8)
@@ -162,12 +162,12 @@ def test_two_files_differ_in_their_update_or_in_how_it_is_divided(capsys, tmp_pa
     assert "the update is the same" in capsys.readouterr().out
 
 
-def test_a_folder_and_several_files_are_rows(capsys, tmp_path):
+def test_a_folder_and_several_files_are_rows(capsys, tmp_path, monkeypatch):
     """One for each file of a system, with its update and its verdict; a question is a
-    row too, and files of no system are counted.
+    row too, with its text below the table, and files of no system are counted.
     """
     a = write(tmp_path, "a.sh", f"torchrun --nproc_per_node 8 {GPT}\n")
-    b = write(tmp_path, "b.sh", f"torchrun --nproc_per_node 3 {GPT}\n")
+    write(tmp_path, "b.sh", f"torchrun --nproc_per_node 3 {GPT}\n")
     write(tmp_path, "c.sh", f"torchrun --nproc_per_node $N {GPT}\n")
     write(tmp_path, "other.sh", "echo done\n")
     cell = (
@@ -186,13 +186,13 @@ def test_a_folder_and_several_files_are_rows(capsys, tmp_path):
     assert "number of devices is not" in found["files"][2]["error"]
     assert found["others"] == 1
     assert run(capsys, a, a)[0] == 0
-    main(["check", a, b])
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0].rpartition("/")[2] for line in shown] == [
-        "file",
-        "a.sh",
-        "b.sh",
-    ]
+    monkeypatch.chdir(tmp_path)
+    main(["check", "a.sh", "b.sh", "c.sh"])
+    table, asked = capsys.readouterr().out.split("\n\n")
+    heads = [line.split()[0] for line in table.splitlines() if line[0] != " "]
+    assert heads == ["file", "a.sh", "b.sh", "c.sh"]
+    assert max(map(len, table.splitlines())) <= 80
+    assert asked.startswith("c.sh: the number of devices is not in the file")
 
 
 def test_env_takes_the_variables_of_this_shell_and_names_them(

@@ -71,9 +71,7 @@ def squeezed(text):
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_print_verdict_is_complete(width, terminal):
-    """Every character is there; a terminal folds, and piped output is one plain line a
-    row, to be read by other programs.
-    """
+    """Every character is there; tables fit, and piped output is plain."""
     printed = shown(FULL, width=width, force_terminal=terminal, verbose=True)
     lines, text = re.sub(r"\x1b\[[0-9;]*m", "", printed).splitlines(), squeezed(printed)
     for part in (*FULL.notes, *(violation.message for violation in FULL.violations)):
@@ -90,16 +88,14 @@ def test_print_verdict_is_complete(width, terminal):
         assert word in text, word
     assert text.count("very") == 40
     assert "…" not in text
+    # Outside of a terminal a sentence is one line of any length.
+    table = lines if terminal else lines[lines.index("phases") : lines.index("notes")]
+    assert max(map(len, table)) <= width
     if terminal:
-        assert max(map(len, lines)) <= width
-        assert squeezed(LONG[-12:]) in squeezed(
-            "".join(line[: width // 2] for line in lines)
-        )
+        left = "".join(line[: width // 2] for line in lines)
+        assert squeezed(LONG[-12:]) in squeezed(left)
     else:
         assert not set(printed) & set("\x1b─")
-        row = next(line for line in lines if line.startswith(f"{LONG} = 1,024"))
-        assert row.endswith("32 passes over 1,024 samples")
-        assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import pytest
 from helpers.dialect_files import boundary_test, cases, expect, numbers_test, verdict
 
+from rampup.config.build import build_plan
+from rampup.config.schema import Config
 from rampup.contrib.check import check_file
 from rampup.errors import ConfigError
 
@@ -227,14 +229,28 @@ def test_upper_file_wins_whatever_the_name_of_a_key(tmp_path):
     assert caught.value.path == str(base)
 
 
-def test_conversion_keeps_the_key_that_rampup_has_and_phases_count_accumulation():
-    """Rampup has one of the keys that change the gradient of several passes, and its
-    phases have all passes of a step.
+def test_phases_and_conversion_are_those_of_the_run_that_ignores_accumulation():
+    """In MaxText's ramp a batch has no accumulation factor; behind it the batch jumps.
+    So it does in the table of phases, and in the run that rampup makes of it.
     """
-    assert [
-        row["global_batch_size"]
-        for row in found({**ramp(1, 1, 2, 64), PASSES: 2}, 4).phases
-    ] == [8, 16]
+    verdict = found({**ramp(2, 2, 8, 5000), PASSES: 2, "steps": 10_000}, 16)
+    _, second, third, last = verdict.derived["manager_phases"]
+    batches = [row["global_batch_size"] for row in verdict.phases]
+    assert batches == [32, 64, 96, 256]
+    assert [row["start_step"] for row in verdict.phases] == [
+        0,
+        second[0],
+        third[0],
+        last[0],
+    ]
+    assert {row["accumulation_steps"] for row in verdict.phases} == {2}
+    plan = build_plan(Config(**verdict.conversion.values))
+    assert plan.ramp.sizes == tuple(batches)
+    assert not {SIZE, "enable_rampup_batch_size"} & verdict.conversion.left_out.keys()
+
+
+def test_conversion_keeps_the_key_that_rampup_has():
+    """Rampup has one of the keys that change the gradient of several passes."""
     converted = found({PASSES: 4, **dict.fromkeys(GRADIENT, True)}).conversion.values
     assert set(GRADIENT) & set(converted) == {"shard_optimizer_over_data"}
 
