@@ -34,9 +34,8 @@ class ConfigFile:
     name: str  # the file's name, such as base.yml
     head: str  # the comment at the top of the file
     settings: type[Settings]  # the class whose attributes are the keys
-    overrides: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the values that differ from the defaults
+    # The values that differ from the defaults.
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keys(self) -> Mapping[str, Key]:

@@ -76,9 +76,8 @@ class Fix:
     # Its content, before and after.
     before: str
     text: str
-    changes: tuple[
-        Change, ...
-    ] = ()  # the changed values; empty if the configuration was legal
+    # The changed values; empty if the configuration was legal.
+    changes: tuple[Change, ...] = ()
     problems: tuple[str, ...] = ()  # the messages of the errors
 
     @property

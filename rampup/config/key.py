@@ -70,27 +70,22 @@ class Key:
     maximum: float | None = None
     above: float | None = None  # limits, exclusive
     below: float | None = None
-    also: tuple[
-        int, ...
-    ] = ()  # legal values outside the limits, such as -1 for automatic
+    # Legal values outside the limits, such as -1 for automatic.
+    also: tuple[int, ...] = ()
     nullable: bool = False  # whether null is legal
-    instead_of: tuple[
-        str, ...
-    ] = ()  # keys that set the same fact; the one that is set nearer to the command line counts
-    maxtext: str | None = (
-        None  # MaxText's default, as written there, if it differs from the default here
-    )
-    # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
+    # Keys that set the same fact: the one that is set nearer to the command line counts.
+    instead_of: tuple[str, ...] = ()
+    # MaxText's default, as written there, if it differs from the default here.
+    maxtext: str | None = None
+    # Whether MaxText has no such key; `maxtext` then gives MaxText's behavior.
     own: bool = False
-    identity: bool = (
-        False  # whether a checkpoint belongs to a run only if both have the same value
-    )
-    # whether a changed value may change the ramp of a resumed run; `resume.ramp_keys`
-    # says in which cases
+    # Whether a checkpoint belongs to a run only if both have the same value.
+    identity: bool = False
+    # Whether a changed value may change the ramp of a resumed run; `resume.ramp_keys`
+    # says in which cases.
     ramp: bool = False
-    per_process: bool = (
-        False  # whether the value may differ between the processes of one run
-    )
+    # Whether the value may differ between the processes of one run.
+    per_process: bool = False
 
     @property
     def expected(self) -> str:
@@ -395,16 +390,16 @@ def _as_kind(kind: Kind, value: object) -> Any:
             return exact_fraction(value, what="size")
         except RampDefinitionError:
             return None
-    if (
-        kind == "int" and isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value)
-    ):  # such as 300B
+    # Such as 300B.
+    if kind == "int" and isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value):
         value = parse_count(value, what="count")
     largest = MAX_COUNT if kind == "int" else 1e300
+    # NaN is not at most the largest either.
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not abs(value) <= largest
-    ):  # nan is not <= either
+    ):
         return None
     if kind == "float":
         return float(value)

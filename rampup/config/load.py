@@ -282,9 +282,8 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     """Return the file with a name: in `folder` (by default the working directory), or
     among rampup's own configurations; in the folder of a run, its configuration.
     """
-    name = (
-        Path(path) if isinstance(path, str) else path
-    )  # one in a bucket stays what it is
+    # One in a bucket stays what it is.
+    name = Path(path) if isinstance(path, str) else path
     candidates = [name if folder is None else folder / name]
     if not name.is_absolute():
         candidates += [

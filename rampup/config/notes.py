@@ -106,8 +106,8 @@ def _smaller_last_batch(plan: RampPlan, budget: Fraction | int) -> str:
     """
     start = plan.ramp.samples_before(plan.total_steps - 1)
     rest = budget - start
-    replicas = plan.splitter.data_parallel_size
-    if rest % replicas or plan.splitter.num_stages > 1 or plan.seesaw is not None:
+    shards = plan.splitter.data_parallel_size
+    if rest % shards or plan.splitter.num_stages > 1 or plan.seesaw is not None:
         return ""
     before = [
         f"{phase.start_sample}:{phase.global_batch_size}"

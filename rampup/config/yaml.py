@@ -25,12 +25,10 @@ class Located:
 
     value: Any  # None, bool, int, float, str, list or dict
     path: str  # the file, or the name of another source
-    line: int | None = (
-        None  # the line in that file, counted from 1; None in other sources
-    )
-    lines: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of a dict in a file: the line of each of its names
+    # The line in that file, counted from 1; None in other sources.
+    line: int | None = None
+    # Of a dict in a file: the line of each of its names.
+    lines: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.path if self.line is None else f"{self.path}:{self.line}"

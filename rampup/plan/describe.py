@@ -210,14 +210,14 @@ def describe_split(split: BatchSplit) -> str:
 
 def summary(plan: RampPlan) -> tuple[str, str]:
     """Return two lines: the run, and its ramp."""
-    replicas = plan.splitter.data_parallel_size
+    shards = plan.splitter.data_parallel_size
     devices = format_count(plan.num_devices, "device")
     length = (
         f"{plan.total_steps:,} steps"
         if plan.budget_samples is None
         else f"{plan.budget_samples:,} samples"
     )
-    run = f"{devices}, data parallel {replicas:,}, {length}"
+    run = f"{devices}, data parallel {shards:,}, {length}"
     if not plan.follows:
         run += f", {plan.consumed_samples:,} samples"
     shapes = format_count(plan.num_compiled_shapes, "compiled shape")

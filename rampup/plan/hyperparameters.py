@@ -19,9 +19,8 @@ WeightDecayScaling = Literal["none", "timescale", "power_lines"]
 # The best B / (learning rate * weight decay * D) falls with the tokens per parameter,
 # to this power (Bergsma et al. 2025).
 TIMESCALE_EXPONENT = -0.527
-MAX_DECAY_RATE = (
-    1 - 2**-24
-)  # the largest decay rate below 1 that a device can tell from 1, in float32
+# The largest decay rate below 1 that a device can tell from 1, in float32.
+MAX_DECAY_RATE = 1 - 2**-24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +289,7 @@ def adam_constants(
                 )
             )
         except ConfigError as error:
-            problems[str(error)] = (
-                error  # with Seesaw, several segments have the same batch
-            )
+            # With Seesaw, several segments have the same batch.
+            problems[str(error)] = error
     raise_together([*problems.values()])
     return tuple(found)

@@ -83,11 +83,8 @@ class ClockSegment:
     progress_per_step: float  # fraction that each step adds
     scale: float  # factor on the learning rate
     global_batch_size: int  # samples per optimizer step
-    level: float | None = (
-        # the rate after warm-up relative to the peak; None = that of the schedule's
-        # shape
-        None
-    )
+    # The rate after warm-up relative to the peak; None = that of the schedule's shape.
+    level: float | None = None
 
     def progress_at(self, step: int) -> float:
         """Return the fraction of the schedule completed before a step of the segment."""

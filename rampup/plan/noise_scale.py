@@ -5,8 +5,11 @@ A step sums gradients over J blocks, one microbatch on one replica each. Block j
 gradient sum G_j and the weight W_j, such as its tokens. W is the sum of the weights and
 g = sum(G_j) / W the gradient of the step. With q = sum(|G_j|^2 / W_j),
 
-    S = (q - W |g|^2) / (J - 1)     is an unbiased estimate of tr(Sigma), the variance of the gradient of one unit of weight,
-    G2 = |g|^2 - S / W              is an unbiased estimate of |G|^2, the square of the true gradient.
+    S = (q - W |g|^2) / (J - 1)
+    G2 = |g|^2 - S / W
+
+are unbiased estimates: S of tr(Sigma), the variance of the gradient of one unit of
+weight, and G2 of |G|^2, the square of the true gradient.
 
 The noise scale is tr(Sigma) / |G|^2 (McCandlish et al., "An Empirical Model of
 Large-Batch Training", 2018, arXiv 1812.06162, appendix A.1, which has blocks of equal
@@ -228,7 +231,8 @@ def fieller(
     """Return Fieller's interval of the ratio of two means, with their variances and
     their covariance.
     """
-    # |G|^2 is not negative. An average of G2 below zero is noise, or comes from rows that are drawn without replacement.
+    # |G|^2 is not negative. An average of G2 below zero is noise, or comes from rows that
+    # are drawn without replacement.
     g, t2 = max(g, 0.0), student(freedom) ** 2
     # All ratios r with (s - r g)^2 <= t^2 var(s - r g), which is a r^2 - 2 b r + c <=
     # 0.
@@ -264,9 +268,8 @@ def default_half_life(plan: RampPlan) -> float:
     """Return the half-life in samples with which a run averages, if none is given."""
     first = max(plan.reserved_sizes[:1] or plan.ramp.sizes)
     samples = first * plan.total_steps if plan.reserved_sizes else plan.consumed_samples
-    samples = (
-        samples if plan.budget_samples is None else plan.budget_samples
-    )  # total_steps would change as the batch grows
+    # Not of the steps, whose number would change as the batch grows.
+    samples = samples if plan.budget_samples is None else plan.budget_samples
     return max(samples * HALF_LIFE_SHARE, float(first * HALF_LIFE_BATCHES))
 
 
@@ -295,10 +298,9 @@ def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
                 f" {num_replicas} * {split.num_microbatches} = 1 with"
                 f" microbatch_size={split.microbatch_size}; {fix}",
                 key="microbatch_size" if smaller else "measure_gradient_noise",
+                # `auto` needs the measurement.
                 nearest=tuple(smaller[-1:])
-                or (
-                    () if plan.reserved_sizes else (False,)
-                ),  # auto needs the measurement
+                or (() if plan.reserved_sizes else (False,)),
             )
         )
     return found

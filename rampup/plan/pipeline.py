@@ -1,14 +1,14 @@
 """Pipeline stages: their layers, a cost model that chooses the number of microbatches,
 and schedules as timetables.
 
-layers = stages * repeats * layers per chunk. A
-tick is the time of one chunk of one microbatch. More microbatches make the bubble
-smaller, but each one is smaller, and every tick has a fixed cost.
+layers = stages * repeats * layers per chunk. A tick is the time of one chunk of one
+microbatch. More microbatches make the bubble smaller, but each one is smaller, and
+every tick has a fixed cost.
 
 A `Timetable` simulates a schedule: every operation of every stage, with its start and
-end. Makespan, bubble and memory are counted from that list.
-`bubble_fraction` is a closed form of it. A cost is that of a whole stage. With v
-repeats, one chunk of a stage costs 1/v of it.
+end. Makespan, bubble and memory are counted from that list. `bubble_fraction` is a
+closed form of the bubble. A cost is that of a whole stage: with v repeats, one chunk of
+a stage costs 1/v of it.
 
     1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 =
     forward of microbatch 2):
@@ -108,8 +108,8 @@ def pipeline_repeats(
 def stage_layer_order(
     num_layers: int, num_stages: int, num_repeats: int = 1
 ) -> list[int]:
-    """Return the layers in stage order: first stage 0 with chunks 0, p, 2p, ... 8
-    layers, p = v = 2: 0, 1, 4, 5, 2, 3, 6, 7.
+    """Return the layers in stage order: first those of stage 0, which has the chunks 0,
+    p, 2p, and so on. For 8 layers and p = v = 2, it is 0, 1, 4, 5, 2, 3, 6, 7.
     """
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
@@ -169,8 +169,8 @@ def fastest_microbatches(
     minimum: int = 1,
 ) -> int | None:
     """Return the number of microbatches m with the lowest predicted time, and the fewest
-    of several: of the splits m * b of a replica's samples, with m >= `minimum` and a
-    multiple of `multiple`. None if there is no such split.
+    of several: of the splits m * b of the samples of a row shard, with m >= `minimum`
+    and a multiple of `multiple`. None if there is no such split.
     """
 
     def time(m: int) -> Fraction:
@@ -384,9 +384,9 @@ def bubble_fraction(
     """Return the idle time of a pass as a fraction of its time; for m >= p or v = 1, it
     is (p - 1) / (v*m + p - 1).
 
-    GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473),
-        section 2.2. For m < p, repeats stall, as in a
-    circular pipeline. `rampup.PipelinedLoss` has the bubble of `pass_bubble`.
+    It is the same for GPipe, 1F1B, interleaved and circular (Narayanan et al. 2021,
+    arXiv 2104.04473, section 2.2). For m < p, repeats stall, as in a circular pipeline.
+    `rampup.PipelinedLoss` has the bubble of `pass_bubble`.
     """
     ticks = (
         max(num_microbatches, num_stages) * (num_repeats - 1)

@@ -85,7 +85,7 @@ class RampPlan:
         eval_global_batch_size: samples per evaluation batch. None = no evaluation
             batch, as if evaluation is off and its batch could not be split: an unused
             key is no error.
-        axes: devices along each mesh axis. By default the splitter's replicas are on
+        axes: devices along each mesh axis. By default the splitter's row shards are on
             the data axis, its stages on the pipeline axis, and the tensor axis has the
             remaining factor of `num_devices`.
         rate: how the learning rate follows steps and batches.
@@ -93,7 +93,7 @@ class RampPlan:
             `batch_size_schedule: auto`; None = the ramp is all there is.
         splits, eval_split: the split of every phase's batch and of the evaluation batch
             (derived). A phase that is over (`BatchRamp.resumed_at`) needs none: if it
-            cannot be split here, as many replicas as divide it stand for it.
+            cannot be split here, as many row shards as divide it stand for it.
         clock: the clock of the learning-rate schedule, phase by phase (derived).
         max_microbatches: for each microbatch size, the most microbatches of a step
             (derived).
@@ -129,11 +129,11 @@ class RampPlan:
         if problems := [*self._problems()]:
             raise combine(problems)
         if self.axes is None:
-            replicas = self.splitter.data_parallel_size
+            shards = self.splitter.data_parallel_size
             stages = self.splitter.num_stages
-            rest = self.num_devices // (replicas * stages)
+            rest = self.num_devices // (shards * stages)
             object.__setattr__(
-                self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages)
+                self, "axes", MeshAxes(data=shards, tensor=rest, pipeline=stages)
             )
         ramp, reserved = self.ramp, self._reserved_to_come
         # On the devices of before, a run that goes on keeps its microbatch, so the
@@ -211,17 +211,17 @@ class RampPlan:
 
     def _split_of_the_past(self, phase: Phase) -> BatchSplit:
         """Return what stands for the split of a phase that is over, and that these
-        devices cannot split: as many replicas as divide it, in one pass. No step runs
+        devices cannot split: as many row shards as divide it, in one pass. No step runs
         it.
         """
         size = phase.global_batch_size
-        replicas = math.gcd(size, self.splitter.data_parallel_size)
+        shards = math.gcd(size, self.splitter.data_parallel_size)
         return BatchSplit(
             global_batch_size=size,
-            data_parallel_size=replicas,
+            data_parallel_size=shards,
             accumulation_steps=1,
             num_pipeline_microbatches=1,
-            microbatch_size=size // replicas,
+            microbatch_size=size // shards,
         )
 
     def _problems(self) -> Iterator[RampupError]:
@@ -406,9 +406,9 @@ class RampPlan:
         """What is known of `batch_size_schedule=auto` before the run, as in `rampup
         plan --json`; None without it.
 
-        `sizes` are the global batch sizes that it may still use; the run
-        takes `min_steps` to `max_steps` and consumes `min_samples` to `max_samples`:
-        the batch stays, or is the largest from the last phase's start on.
+        `sizes` are the global batch sizes that it may still use; the run takes
+        `min_steps` to `max_steps` and consumes `min_samples` to `max_samples`: the
+        batch stays, or is the largest from the last phase's start on.
         """
         if not self.follows:
             return None
@@ -431,8 +431,12 @@ class RampPlan:
         """Return the timetable of one pipeline pass of a phase: 1F1B, or interleaved
         with repeats; a PipelineShapeError without stages.
 
-        If they do not divide the microbatches, its groups are balanced; those of the
-        program are not (`pass_ticks`).
+        It is that of the schedule as published, and not of the program, which runs all
+        stages in lock-step. In 1F1B, stage s of p has the activations of at most p - s
+        microbatches in memory; the program has room for the inputs of 2p - 1, from
+        which a backward computes the rest again (see `rampup.engine.pipeline`). If the
+        stages do not divide the microbatches, the groups of a schedule with repeats are
+        balanced, and those of the program are not (`rampup.plan.pipeline.pass_ticks`).
 
         Args:
             phase: the index of a phase; -1 = the last.

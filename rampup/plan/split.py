@@ -1,8 +1,9 @@
 """Splits a global batch, B = d * a * m * b, and checks that it can be split.
 
 Each of the d row shards, data * fsdp groups of devices, runs a number `a` of passes, one
-after the other; the glossary calls d `data_parallel_size`. A pass is one forward and one backward of m pipeline
-microbatches of b samples. Without a pipeline m is 1. `BatchSplitter` has G, p and v.
+after the other; the glossary calls d `data_parallel_size`. A pass is one forward and
+one backward of m pipeline microbatches of b samples. Without a pipeline m is 1.
+`BatchSplitter` has G, p and v.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ RAMPUP_MICROBATCH = get_args(RampupMicrobatch)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
-    """The factors of one global batch: replicas * accumulation steps * pipeline
+    """The factors of one global batch: row shards * accumulation steps * pipeline
     microbatches * microbatch size.
 
     Other factors than those of the batch raise a BatchDivisibilityError.
 
     Attributes:
         global_batch_size: samples per optimizer step, B.
-        data_parallel_size: replicas, d.
+        data_parallel_size: row shards, d.
         accumulation_steps: sequential passes per optimizer step, a.
         num_pipeline_microbatches: microbatches in one pipeline pass, m. It is 1 without
             a pipeline.
-        microbatch_size: samples per replica and forward pass, b.
+        microbatch_size: samples per row shard and forward pass, b.
 
     Example:
         >>> split = BatchSplit(
@@ -83,7 +84,7 @@ class BatchSplit:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one replica per optimizer step, a * m (Megatron's
+        """Microbatches of one row shard per optimizer step, a * m (Megatron's
         `num_microbatches`).
         """
         return self.accumulation_steps * self.num_pipeline_microbatches
@@ -102,7 +103,7 @@ class BatchSplitter:
     """The rule that splits every global batch of a run.
 
     Attributes:
-        data_parallel_size: replicas, d.
+        data_parallel_size: row shards, d.
         gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G
             passes, unless a pipeline's m is automatic: then `fixed` and `auto` merge
             all passes into one, and G only bounds b.
@@ -118,11 +119,11 @@ class BatchSplitter:
             rows, with one shape for each batch size. It needs G = 1, p = 1 and an
             automatic b.
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
-        min_microbatches: with an automatic b, the microbatches per replica and step to
-            aim for. If no b gives so many, b is 1.
-        tick_overhead: fixed cost of a pipeline tick, in samples per replica. If set, an
-            automatic m is the one with the lowest predicted time: in every phase with
-            `per_phase`; in the last phase with `fixed`, whose microbatch size then
+        min_microbatches: with an automatic b, the microbatches per row shard and step
+            to aim for. If no b gives so many, b is 1.
+        tick_overhead: fixed cost of a pipeline tick, in samples per row shard. If set,
+            an automatic m is the one with the lowest predicted time: in every phase
+            with `per_phase`; in the last phase with `fixed`, whose microbatch size then
             serves all phases. If None, m is the smallest legal one.
         unit, smallest: every legal global batch is a multiple of the one and at least
             the other, in samples (derived).
@@ -155,9 +156,9 @@ class BatchSplitter:
             raise combine(problems)
         conditions = [math.prod(factors.values()) for factors in self.conditions]
         object.__setattr__(self, "unit", math.lcm(*conditions))
-        object.__setattr__(
-            self, "smallest", conditions[0] * max(self.microbatch_size, 1)
-        )  # -1, automatic, counts as 1
+        # -1, automatic, counts as 1.
+        smallest = conditions[0] * max(self.microbatch_size, 1)
+        object.__setattr__(self, "smallest", smallest)
         object.__setattr__(self, "_pass_unit", math.prod(self._pass_factors.values()))
 
     def _problems(self) -> Iterator[RampupError]:
@@ -346,7 +347,7 @@ class BatchSplitter:
 
     def largest_microbatch(self, global_batch_size: int) -> int:
         """Return the largest microbatch size that a legal global batch allows, in
-        samples per replica.
+        samples per row shard.
 
         Args:
             global_batch_size: samples per optimizer step.
@@ -418,20 +419,18 @@ class BatchSplitter:
     @property
     def conditions(self) -> list[dict[str, int]]:
         """The products, by name, that every global batch must be a multiple of."""
-        replicas = {"data_parallel_size": self.data_parallel_size}
+        shards = {"data_parallel_size": self.data_parallel_size}
         conditions = [
-            replicas
+            shards
             | {"gradient_accumulation_steps": self.gradient_accumulation_steps}
             | self._pass_factors
         ]
         if self.microbatch_size != AUTO:
             conditions.append(
-                replicas
-                | {"microbatch_size": self.microbatch_size}
-                | self._pass_factors
+                shards | {"microbatch_size": self.microbatch_size} | self._pass_factors
             )
         return conditions
 
 
-# The rule of one replica, which splits every batch.
+# The rule of one row shard, which splits every batch.
 ANY_BATCH = BatchSplitter(data_parallel_size=1)
