@@ -14,11 +14,11 @@ import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.devices import list_devices
+from rampup.config.draft import global_batch_to_load
 from rampup.config.fix import find_fix
 from rampup.config.notes import hyperparameter_notes, plan_notes
 from rampup.config.resume import possible_devices
 from rampup.config.schema import Config
-from rampup.config.stages import global_batch_to_load
 from rampup.errors import ConfigError
 from rampup.plan.describe import MAX_PHASES
 from rampup.plan.pipeline import SCHEDULES, Timetable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rampup.config.draft import Draft, plan_or_first_error
 from rampup.config.schema import Config
-from rampup.config.stages import Draft, plan_or_first_error
 from rampup.errors import ConfigError, RampupError, a_type
 from rampup.plan.learning_rate import Seesaw
 from rampup.plan.numbers import AUTO

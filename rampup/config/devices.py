@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rampup.config.draft import Draft, plan_or_first_error
 from rampup.config.schema import KEYS, Config
-from rampup.config.stages import Draft, plan_or_first_error
 from rampup.errors import RampupError
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import AUTO, divisors

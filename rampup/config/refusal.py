@@ -2,7 +2,7 @@
 place and the nearest legal values.
 
 `build_plan` calls `all_problems` after a rule was broken. It runs each of
-`rampup.config.stages.STAGES` again, also those after a broken one.
+`rampup.config.draft.FINDERS` again, also those after a broken one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rampup.config.schema import KEYS, Config
-from rampup.config.stages import (
-    STAGES,
+from rampup.config.draft import (
+    FINDERS,
     Draft,
     budget_samples,
     find_eval_size,
@@ -23,6 +22,7 @@ from rampup.config.stages import (
     ramp_of_keys,
     set_ramp,
 )
+from rampup.config.schema import KEYS, Config
 from rampup.errors import (
     BatchDivisibilityError,
     RampDefinitionError,
@@ -47,20 +47,20 @@ def all_problems(draft: Draft, first: RampupError) -> RampupError:
     problems: list[RampupError] = []
     eval_problems: list[RampupError] = []
     # The mesh, the pipeline and the ramp break different rules, so each is checked even
-    # if another one is refused. A mesh that is refused has no known number of replicas:
-    # the ramp is then checked without its splitter, and evaluation not at all.
-    for stage in STAGES:
-        if stage is find_eval_size:
+    # if another one is refused. A mesh that is refused has no known number of row
+    # shards: the ramp is then checked without its splitter, and evaluation not at all.
+    for find in FINDERS:
+        if find is find_eval_size:
             if (
                 draft.axes
                 and draft.splitter
                 and (config.eval_per_device_batch_size > 0 or not problems)
             ):
                 with _collected(eval_problems, config):
-                    stage(draft)
+                    find(draft)
             continue
         with _collected(problems, config):
-            (check_ramp if stage is find_ramp else stage)(draft)
+            (check_ramp if find is find_ramp else find)(draft)
     if problems:
         closing = "the batch sizes are checked again once the mesh is legal"
         return combine([*problems, *eval_problems], "" if draft.axes else closing)

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.config.build import build_plan
+from rampup.config.draft import adam_base, adam_scaling, hyperparameters
 from rampup.config.notes import plan_notes
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import (
@@ -29,7 +30,6 @@ from rampup.config.schema import (
     OptimizerKeys,
     RunKeys,
 )
-from rampup.config.stages import adam_base, adam_scaling, hyperparameters
 from rampup.data.batches import BatchLoader, BatchOptions, Loading, SampleOrder
 from rampup.data.files import fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of

@@ -7,8 +7,8 @@ from helpers.runs import recorded
 
 from rampup import Config, build_plan
 from rampup.config import devices as devices_of
+from rampup.config.draft import plan_or_first_error
 from rampup.config.resume import plan_to_resume, possible_devices
-from rampup.config.stages import plan_or_first_error
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,

@@ -12,8 +12,8 @@ from helpers.runs import recorded
 
 from rampup import Config, build_plan, load_config
 from rampup.cli import main
+from rampup.config.draft import hyperparameters
 from rampup.config.resume import plan_to_resume
-from rampup.config.stages import hyperparameters
 from rampup.engine.optimizer import LearningRate
 from rampup.errors import ConfigError, RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp

@@ -15,13 +15,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rampup.config.draft import mesh_axes
 from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, keys_of_alias, read_keys
 from rampup.config.load import load_settings, names_in
 from rampup.config.rules import head_problems
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import ModelKeys
-from rampup.config.stages import mesh_axes
 from rampup.contrib.rl.plan import (
     MAX_SAMPLES,
     Experience,

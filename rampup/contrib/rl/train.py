@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from rampup.config.stages import mesh_axes
+from rampup.config.draft import mesh_axes
 from rampup.contrib.rl.config import (
     RolloutConfig,
     build_rollout_schedule,

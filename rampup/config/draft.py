@@ -1,8 +1,8 @@
-"""The stages of a build, from a configuration to its plan: mesh, split, ramp and
-evaluation, one after the other. They are no pipeline stages.
+"""The draft of a plan, from a configuration, and what finds its parts: mesh, split,
+ramp and evaluation, one after the other.
 
-`STAGES` is the one list of them. `rampup.config.build` runs them until the first broken
-rule, `rampup.config.refusal` runs them all.
+`FINDERS` is the one list of them. `rampup.config.build` runs them until the first
+broken rule, `rampup.config.refusal` runs them all.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from rampup.plan.split import BatchSplitter
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """A plan in the making: what the stages of its build have found so far.
+    """A plan in the making: what the `FINDERS` have found so far.
 
     Attributes:
         config, num_devices: the configuration, and the devices to plan for.
         ramp, seesaw: the ramp of a resumed run and the transform that made it; without
-            one, those that the keys describe, once their stage has run.
+            one, those that the keys describe, once `find_ramp` has run.
         eval_size, reserved_sizes: the samples of an evaluation batch and the sizes of
             `batch_size_schedule: auto`, given or found in the same way.
         consumed_samples: samples after which a run goes on with the ramp of the keys.
@@ -184,9 +184,9 @@ def find_eval_size(draft: Draft) -> None:
             raise
 
 
-# What a plan is made of, in the order in which it is found. A build runs the stages
-# until one raises an error; a refusal runs them all.
-STAGES: tuple[Callable[[Draft], None], ...] = (
+# What finds the parts of a plan, in this order. A build runs them until one raises an
+# error; a refusal runs them all.
+FINDERS: tuple[Callable[[Draft], None], ...] = (
     find_axes,
     find_overhead,
     find_repeats,
@@ -201,14 +201,14 @@ def plan_or_first_error(draft: Draft) -> RampPlan:
     """Return the plan of a draft, or raise the error about the first rule that is
     broken.
     """
-    for stage in STAGES:
-        stage(draft)
+    for find in FINDERS:
+        find(draft)
     return plan_of(draft)
 
 
 def plan_of(draft: Draft) -> RampPlan:
-    """Return the plan of a draft for which every stage has run, or raise the errors
-    about its batches, its constants and its noise.
+    """Return the plan of a draft whose parts are all found, or raise the errors about
+    its batches, its constants and its noise.
     """
     config, ramp, splitter, axes = (
         draft.config,
