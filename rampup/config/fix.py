@@ -371,8 +371,9 @@ def _other_axes(
 def _with_near_sizes(
     schedule: str, refused: Mapping[int, Sequence[object]]
 ) -> str | None:
-    """Return a schedule with near sizes for refused ones, as little moved as possible,
-    that grows and falls where it did.
+    """Return a schedule with near sizes for refused ones that grows and falls where it
+    did. Of several, it is the one whose sizes share the largest divisor, as a microbatch
+    that serves all of them divides it; then the one that moves the least.
     """
     written = SCHEDULED_SIZES.findall(schedule)
     try:
@@ -383,16 +384,16 @@ def _with_near_sizes(
     if math.prod(map(len, choices)) > MAX_SCHEDULES:
         return None
 
-    near: list[tuple[float, tuple[int, ...]]] = []
+    near: list[tuple[int, float, tuple[int, ...]]] = []
     for chosen in itertools.product(*choices):
         moved = [_distance(a, b) for a, b in zip(sizes, chosen, strict=True)]
         if max(moved) <= MAX_SIZE_CHANGE and _shape(chosen) == _shape(sizes):
-            near.append((sum(moved), chosen))
+            near.append((-math.gcd(*chosen), sum(moved), chosen))
     if not near:
         return None
     new = iter(
         text if size == chosen else str(chosen)
-        for text, size, chosen in zip(written, sizes, min(near)[1], strict=True)
+        for text, size, chosen in zip(written, sizes, min(near)[2], strict=True)
     )
     return SCHEDULED_SIZES.sub(lambda _: next(new), schedule)
 

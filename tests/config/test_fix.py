@@ -72,6 +72,11 @@ def as_text(settings):
             OFF + "batch_size_schedule: 0:65 1:3 500:8\n",
             OFF + 'batch_size_schedule: "0:64 1:4 500:8"\n',
         ),
+        # One microbatch of 4 samples, where 20, 32 and 68 have one of 1.
+        (
+            OFF + "batch_size_schedule: 0:18 2K:30 8K:66\n",
+            OFF + 'batch_size_schedule: "0:16 2K:32 8K:64"\n',
+        ),
         (
             BASE + "batch_size_schedule: 0:64\n",
             BASE + "batch_size_schedule: 0:64\n" + OFF,
