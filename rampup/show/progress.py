@@ -122,6 +122,13 @@ def make_bar(console: Console) -> TerminalBar | NotebookBar | None:
     return TerminalBar(console) if console.is_terminal else None
 
 
+def _standard_output() -> Console:
+    """Return the console of a run: in a file, an event is one line of any length."""
+    console = Console(**PLAIN, force_terminal=False if is_for_a_log() else None)
+    console.soft_wrap = not (console.is_terminal or console.is_jupyter)
+    return console
+
+
 class TrainProgress:
     """Shows the events of a run: a bar in a terminal or a notebook, elsewhere a line
     every `log_period` steps.
@@ -146,9 +153,7 @@ class TrainProgress:
         quiet: bool = False,
         resume_options: str = "",
     ) -> None:
-        self._console = console or Console(
-            **PLAIN, force_terminal=False if is_for_a_log() else None
-        )
+        self._console = console or _standard_output()
         self._plan: Any = None  # that of the run, with which every loop starts
         self._log_period = log_period
         self._quiet = quiet

@@ -256,3 +256,10 @@ def test_progress_in_a_notebook():
         "2,000/29,632 samples, ? left<br>",
         "12,345/29,632 samples, 3:21 left<br>&lt;step 7&gt;",
     ]
+
+
+def test_an_event_in_a_file_is_one_line(capsys):
+    """As `rampup train > FILE` writes it; otherwise a search finds half of a step."""
+    problem = " ".join(["the bucket did not answer"] * 6)
+    TrainProgress()(events.StorageFailed(problem=problem))
+    assert capsys.readouterr().out == f"{problem}; the run continues\n"
