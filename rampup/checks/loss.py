@@ -367,10 +367,13 @@ def _problems(
     hints: _Hints,
 ) -> tuple[LossProblem, ...]:
     """Return what is wrong, by the hint that fits."""
-    # The loss says more than its gradients.
+    # The loss says more than its gradients; and where one key is for all rows, what is
+    # counted of them says nothing.
+    is_drawn = LOSS in wrong and hints.of(LOSS, wrong[LOSS]) == "random key"
     found: dict[str, list[str]] = {}
     for name in sorted(wrong, key=lambda name: name != LOSS):
-        said = LOSS if LOSS in wrong and _kind(name) == GRADIENT else name
+        is_gradient = LOSS in wrong and _kind(name) == GRADIENT
+        said = LOSS if is_drawn or is_gradient else name
         found.setdefault(hints.of(said, wrong[said]), []).append(name)
     return tuple(
         LossProblem(kind, _numbers(names, wrong[names[0]]))

@@ -1054,3 +1054,20 @@ def test_arguments_in_another_order_are_refused():
     """As by `train_step`, and not by JAX."""
     with pytest.raises(ConfigError, match=r"loss_fn is a dict; check the order"):
         rampup.check_loss({"w": jnp.float32(0)}, lambda *args: args, np.zeros((4, 2)))
+
+
+def test_a_count_beside_dropout_with_one_key_is_no_mean():
+    """What is counted of rows that were drawn together says nothing about a mean: that
+    1 is counted of four equal rows and of one is chance.
+    """
+
+    def loss_fn(params, batch, keys):
+        keep = jax.random.bernoulli(keys[0], 0.9, batch["x"].shape)
+        predicted = (batch["x"] * keep) @ params["w"]
+        squares = (predicted - batch["x"].sum(-1)) ** 2
+        return squares.sum(), squares.size, {"high": jnp.sum(predicted > 2)}
+
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    report = rampup.check_loss(loss_fn, {"w": jnp.ones(8)}, {"x": x})
+    assert kinds(report) == ["random key"]
+    assert "aux['high']" in str(report)
