@@ -140,7 +140,7 @@ class ResumeWarning(UserWarning):
 
 class LossWarning(UserWarning):
     """A loss that is not a sum over rows, so that it depends on how a batch is split,
-    see `rampup.check_loss`; or one that is not finite.
+    see `rampup.check_loss`; or one that is not finite, or has the weight 0.
     """
 
 

@@ -176,7 +176,8 @@ class Metrics:
         self._eval_log = log(folder / EVAL_FILE, keep_below=start or -1)
         self._writers = options.writers(start) if is_primary() else ()
         self._phase: int | None = None
-        self._warned = False  # of a loss that is not finite
+        # What was wrong with a loss, said once.
+        self._warned: set[str] = set()
         self._tokens, self._seconds, self._first = 0, 0.0, start
         self.restart_clock()
 
@@ -276,14 +277,23 @@ class Metrics:
             self._on_event(PhaseStarted(step=position.step, phase=self._phase))
         self._on_event(StepDone(step=position.step, metrics=record))
         self._count_skipped(record)
-        if record["loss"] is None and not self._skipped and not self._warned:
-            self._warned = True
+        problem = None
+        if record["loss"] is None and not self._skipped:
+            problem = (
+                "is not finite, and the step was not skipped: the parameters, and the"
+                " checkpoints from here on, may not be finite either;"
+                " train_step(..., skip_nonfinite=True) skips such steps"
+            )
+        elif values.get("weight") == 0:
+            problem = (
+                "has the weight 0, so that its rows train nothing: see that the loss"
+                " function returns as weight_sum what the loss is to be divided by,"
+                " and that not all of it is masked"
+            )
+        if problem is not None and problem not in self._warned and is_primary():
+            self._warned.add(problem)
             warnings.warn(
-                f"the loss of step {position.step} is not finite, and the step was not"
-                " skipped: the parameters, and the checkpoints from here on, may not be"
-                " finite either; train_step(..., skip_nonfinite=True) skips such steps",
-                LossWarning,
-                stacklevel=2,
+                f"the loss of step {position.step} {problem}", LossWarning, stacklevel=2
             )
 
     def _line(

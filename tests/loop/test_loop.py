@@ -28,7 +28,7 @@ from rampup.loop import events as told
 from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
 from rampup.loop.lock import LOCK_FILE
 from rampup.loop.loop import EvalOptions, Loop, stop_requests
-from rampup.loop.metrics import MetricOptions
+from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import read_lines
 
 STEPS = 12
@@ -582,3 +582,28 @@ def test_a_loss_that_is_not_finite_is_said_once(parts, tmp_path):
         None,
     ]
     assert len([each for each in caught if each.category is LossWarning]) == 1
+
+
+def test_a_loss_without_weight_is_said_once(parts, tmp_path):
+    """All rows are masked, or the weight is not what it is meant to be."""
+    mesh, plan, _ = parts
+
+    def loss_fn(params, batch, keys):
+        loss, weight, aux = toy.loss_fn(params, batch, keys)
+        return 0 * loss, 0 * weight, aux
+
+    step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
+    with pytest.warns(LossWarning, match=r"step 0 has the weight 0.*masked") as caught:
+        run_own((mesh, plan, step), tmp_path)
+    assert len([each for each in caught if each.category is LossWarning]) == 1
+
+
+def test_process_0_warns_of_the_loss(parts, tmp_path, monkeypatch):
+    """The others have the same numbers."""
+    monkeypatch.setattr("rampup.loop.metrics.is_primary", lambda: False)
+    options = MetricOptions()
+    metrics = Metrics(tmp_path, 0, options=options, components=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrics.push(parts[1].position(0), {"loss": np.nan, "aux": {}}, 0.0)
+        metrics.flush()
