@@ -57,8 +57,10 @@ HINTS = {
         " keys, or accept that they depend on how the batch is split"
     ),
     "interacting rows": (
-        "return sums over the rows in aux, too, and not means; treat all rows alike,"
-        " or let the loss see whole batches, plan.with_whole_batches()"
+        "if rows have to interact, as in batch normalization or a contrastive loss, let"
+        " the loss see whole batches, train_step(..., plan.with_whole_batches(), mesh):"
+        ' docs/guides/contract.md, "Losses in which rows interact"; if not, return sums'
+        " over rows that are treated alike, also in aux"
     ),
 }
 # What is right if the loss sees all rows of a step.

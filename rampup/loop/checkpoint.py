@@ -165,7 +165,7 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     # Orbax would fail at a leaf that differs, with a page of messages from its threads.
     checkpoint = absolute_path(folder) / str(step)
-    stored = ocp.StandardCheckpointHandler().metadata(checkpoint / "state").tree
+    stored = _stored_shapes(checkpoint)
 
     def is_empty(part: Any) -> bool:
         return part is None or (isinstance(part, (tuple, list, dict)) and not part)
@@ -196,12 +196,19 @@ def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
     """Return the state of a checkpoint like `shapes`, with its shardings; by default as
     nested dicts on one device.
     """
+    if shapes is None:
+        shapes = on_first_device(_stored_shapes(checkpoint))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        if shapes is None:
-            shapes = on_first_device(reader.metadata(checkpoint).item_metadata.state)
         return reader.restore(
             checkpoint, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
         ).state
+
+
+def _stored_shapes(checkpoint: Path) -> Any:
+    """Return the shapes of the state in a checkpoint, as nested dicts."""
+    # The handler of the item itself: that of the whole checkpoint asks in warnings for a
+    # registry of handlers.
+    return ocp.StandardCheckpointHandler().metadata(checkpoint / "state").tree
 
 
 def on_first_device(shapes: Any) -> Any:

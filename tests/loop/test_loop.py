@@ -155,7 +155,7 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
     assert metrics_of(tmp_path) == uninterrupted[0][first.steps :]
 
 
-def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
+def test_loop_writes_and_reports_what_is_promised(parts, tmp_path, caplog):
     """Each step once in metrics.jsonl, with the promised names and values; all events;
     and the state, which is alive.
     """
@@ -204,7 +204,9 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
     assert summary.num_compilations == 1
     assert summary.seconds > 0
     assert summary.checkpoint == str(tmp_path / "checkpoints" / str(STEPS))
+    caplog.clear()
     loaded = rampup.load(tmp_path)
+    assert not caplog.records
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get(state.params), loaded.params
     )
