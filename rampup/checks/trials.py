@@ -20,7 +20,7 @@ from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.operations import axes_of_collectives, operations
 from rampup.engine.pipeline import LAYERS, PipelinedLoss, without_layers
-from rampup.engine.state import read_by_loss
+from rampup.engine.state import check_arrays, read_by_loss
 from rampup.engine.sums import as_summed, check_trained
 from rampup.errors import ConfigError, a_type
 
@@ -150,6 +150,7 @@ class Trials:
                 " donate=False",
                 key="state",
             )
+        check_arrays("params", read[0])
         check_trained(read[0])
         self._loss_fn = loss_function(loss, "check_loss")
         if getattr(self._loss_fn, "has_streams", False):

@@ -137,7 +137,7 @@ def create_state(
     """
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     for name, tree in {"params": params, "mutable": mutable, "frozen": frozen}.items():
-        _check_arrays(name, tree)
+        check_arrays(name, tree)
     check_trained(params)
     wait_for_all(mesh)
     given = params, mutable, frozen
@@ -189,7 +189,7 @@ def prepare_state(
     """
     check_arguments("prepare_state(state, mesh)", mesh=mesh)
     check_state(state)
-    _check_arrays("state.params", state.params)
+    check_arrays("state.params", state.params)
     check_step_number(int(state.step))
     wait_for_all(mesh)
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
@@ -266,8 +266,9 @@ def check_state(state: Any) -> None:
     is_tree = not jax.tree_util.all_leaves([state])
     if not is_tree or not all(hasattr(state, name) for name in fields):
         raise ConfigError(
-            f"{a_type(state)} cannot be trained",
-            fix="a state is a registered pytree with `step`, `params` and `opt_state`,"
+            f"{a_type(state)} is no training state",
+            fix="rampup.create_state(params, tx, mesh) makes one of parameters; one of"
+            " your own is a registered pytree with `step`, `params` and `opt_state`,"
             " such as flax.training.train_state.TrainState",
             key="state",
         )
@@ -317,7 +318,7 @@ def check_step_number(steps: int) -> None:
         )
 
 
-def _check_arrays(name: str, tree: Any) -> None:
+def check_arrays(name: str, tree: Any) -> None:
     """Refuse a tree that a step cannot train or carry: an NNX module, or leaves that
     are no arrays of numbers.
     """

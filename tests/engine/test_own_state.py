@@ -458,3 +458,7 @@ def test_integer_parameters_are_refused(params):
     with refused:
         rampup.check_loss(loss_fn, wrong, rows())
     assert int(rampup.create_state({}, optax.identity(), mesh).step) == 0
+    with pytest.raises(
+        ConfigError, match=r"params\['name'\] is a str and not an array"
+    ):
+        rampup.check_loss(loss_fn, {**params, "name": "toy"}, rows())
