@@ -9,7 +9,7 @@ from rampup.config.draft import Draft, plan_or_first_error
 from rampup.config.schema import Config
 from rampup.errors import ConfigError, RampupError, a_type
 from rampup.plan.learning_rate import Seesaw
-from rampup.plan.numbers import AUTO
+from rampup.plan.numbers import AUTO, check_whole
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.topology import Topology
@@ -56,6 +56,7 @@ def build_plan(
             fix="read a file with rampup.load_config(PATH)",
         )
     num_devices = config.num_devices if num_devices is None else num_devices
+    check_whole(num_devices=num_devices)
     if num_devices < 1:
         raise ConfigError(
             f"num_devices={num_devices} must be at least 1",

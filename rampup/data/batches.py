@@ -62,7 +62,8 @@ from rampup.errors import (
     DataError,
     DataWarning,
 )
-from rampup.plan.numbers import nearest_multiples
+from rampup.plan.describe import format_count
+from rampup.plan.numbers import check_whole, nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
@@ -515,6 +516,7 @@ def eval_batches(
     rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
     num_shards = axes.num_shards(mesh)
     if batch_size < 1 or batch_size % num_shards:
+    check_whole(batch_size=batch_size)
         raise BatchDivisibilityError(
             f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} ="
             f" {num_shards}",

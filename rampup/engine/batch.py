@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.mesh import BatchAxes, batch_sharding, process_rows
 from rampup.errors import DataError, a_type
+from rampup.plan.describe import format_count
+from rampup.plan.numbers import check_whole
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
@@ -240,6 +242,8 @@ def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
     """Return the step to stop before, by default the end of the plan, or refuse steps
     that the plan does not have.
     """
+    if stop is not None:
+        check_whole(stop=stop)
     if start < 0 or (stop is not None and stop > plan.total_steps):
         raise DataError(
             f"steps {start} to {stop} were requested, but the plan has the steps 0 to"

@@ -42,6 +42,7 @@ from rampup.loop.run_folder import (
     is_bucket,
     parse_json,
 )
+from rampup.plan.numbers import check_whole
 
 RECORD_VERSION = 2
 RECORD_FILE = "record/metadata"
@@ -81,6 +82,12 @@ class CheckpointOptions:
     extra_metadata: Record = field(default_factory=dict)
     to_saved: Callable[[Any], Any] = lambda state: state
     from_saved: Callable[[Any], Any] = lambda state: state
+
+    def __post_init__(self) -> None:
+        check_whole(
+            checkpoint_period=self.checkpoint_period or 0,
+            max_to_keep=self.max_to_keep or 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

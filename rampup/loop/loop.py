@@ -58,7 +58,7 @@ from rampup.loop.run_folder import (
 )
 from rampup.loop.same_run import NUM_DEVICES, RAMP_ROWS, SameRun, check_same_run
 from rampup.plan.noise_scale import default_half_life
-from rampup.plan.numbers import finite_or_none
+from rampup.plan.numbers import check_whole, finite_or_none
 from rampup.plan.ramp import BatchRamp
 
 ENDED_FILE = "data_ended.json"  # the step for which the run had no rows
@@ -150,6 +150,9 @@ class EvalOptions:
     evaluate: Callable[[Any], Mapping[str, float]]
     eval_interval: int
     at_start: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(eval_interval=self.eval_interval)
 
 
 @gone(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, combine
-from rampup.plan.numbers import AUTO, nearest_multiples
+from rampup.plan.numbers import AUTO, check_whole, nearest_multiples
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
 
@@ -43,6 +43,7 @@ class MeshAxes:
 
     def __post_init__(self) -> None:
         for axis, slices in zip(AXES, self.slices, strict=True):
+            check_whole(**{axis: getattr(self, axis)})
             if slices < 1 or getattr(self, axis) % slices:
                 raise ConfigError(
                     f"the {axis} axis has {getattr(self, axis)} devices, which {slices}"
@@ -93,6 +94,7 @@ class MeshAxes:
 
         Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's
             base.yml.
+        check_whole(num_devices=num_devices)
         """
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})

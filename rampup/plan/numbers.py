@@ -114,6 +114,15 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
     return result
 
 
+def check_whole(**numbers: object) -> None:
+    """Refuse arguments, given by name, that are no whole numbers, such as "8", 8.0,
+    True and None.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not hasattr(number, "__index__"):
+            raise ConfigError(f"{name}={number!r} must be a whole number", key=name)
+
+
 def plain_number(value: Fraction) -> int | float:
     """Return a fraction as an int if it is whole and as the nearest float otherwise,
     for printing and JSON.

@@ -28,7 +28,7 @@ from rampup.plan.learning_rate import (
 )
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.nearest import batch_error
-from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
+from rampup.plan.numbers import AUTO, check_whole, nearest_multiples, plain_number
 from rampup.plan.pipeline import Timetable, pass_bubble
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
@@ -126,6 +126,7 @@ class RampPlan:
     max_microbatches: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_whole(num_devices=self.num_devices, total_steps=self.total_steps)
         if problems := [*self._problems()]:
             raise combine(problems)
         if self.axes is None:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Self
 
 from rampup.errors import RampDefinitionError, RampupError, raise_together
-from rampup.plan.numbers import exact_fraction, parse_count
+from rampup.plan.numbers import check_whole, exact_fraction, parse_count
 
 MAX_PHASES = 200_000
 # What look-ups bisect.
@@ -97,6 +97,7 @@ class BatchRamp:
     def __post_init__(self) -> None:
         if not self.phases:
             raise RampDefinitionError("a ramp needs at least one phase")
+        check_whole(step=self.first_step)
         if self.first_step < 0:
             raise _negative(self.first_step, "step")
         step = sample = 0
@@ -135,6 +136,7 @@ class BatchRamp:
         Args:
             global_batch_size: samples per optimizer step.
         """
+        check_whole(global_batch_size=global_batch_size)
         return cls._from_segments([(None, global_batch_size)])
 
     @classmethod
@@ -175,6 +177,7 @@ class BatchRamp:
             ... ]
             [0, 8, 14, 18, 22]
         """
+        check_whole(start=start, increment=increment, end=end, samples=samples)
         for name, value in (
             ("start", start),
             ("increment", increment),
@@ -246,6 +249,8 @@ class BatchRamp:
                 "a schedule needs at least one THRESHOLD:SIZE pair"
             )
         check_num_phases(len(pairs))
+        for threshold, size in pairs:
+            check_whole(threshold=threshold, global_batch_size=size)
         if pairs[0][0] != 0:
             raise RampDefinitionError(
                 f"the first threshold must be 0, it is {pairs[0][0]:,}", nearest=(0,)
@@ -403,6 +408,7 @@ class BatchRamp:
             ... ).to_rows()
             [[0, 0, 8], [14, 112, 16], [21, 224, 32]]
         """
+        consumed = self.samples_before(step)
         done = [phase for phase in self.phases if phase.start_step < step]
         # Without an end (num_steps is None), `step` is bound enough.
         before = [
@@ -412,7 +418,6 @@ class BatchRamp:
             )
             for phase in done
         ]
-        consumed = self.samples_before(step)
         rest = other.phases[other.phase_of_sample(consumed).index :]
         after = _segments_counted_over_run(
             [(phase.start_sample, phase.global_batch_size) for phase in rest], consumed
@@ -491,6 +496,7 @@ class BatchRamp:
         Raises:
             RampDefinitionError: `step` is negative.
         """
+        check_whole(step=step)
         if step < 0:
             raise _negative(step, "step")
         return self.phases[bisect.bisect_right(self.phases, step, key=_START_STEP) - 1]

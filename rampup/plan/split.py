@@ -23,7 +23,7 @@ from rampup.errors import (
     combine,
 )
 from rampup.plan.nearest import batch_error
-from rampup.plan.numbers import AUTO, divisors, nearest_multiples
+from rampup.plan.numbers import AUTO, check_whole, divisors, nearest_multiples
 from rampup.plan.pipeline import fastest_microbatches
 
 RampupMicrobatch = Literal["fixed", "per_phase", "auto", "whole"]
@@ -152,6 +152,14 @@ class BatchSplitter:
     _pass_unit: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_whole(
+            data_parallel_size=self.data_parallel_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            num_stages=self.num_stages,
+            num_repeats=self.num_repeats,
+            num_pipeline_microbatches=self.num_pipeline_microbatches,
+            microbatch_size=self.microbatch_size,
+        )
         if problems := [*self._problems()]:
             raise combine(problems)
         conditions = [math.prod(factors.values()) for factors in self.conditions]

@@ -1,13 +1,23 @@
 """Tests of rampup.plan.numbers."""
 
+from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rampup.errors import BatchDivisibilityError, RampDefinitionError
+from rampup.config.build import build_plan
+from rampup.config.schema import Config
+from rampup.data.batches import eval_batches
+from rampup.engine.batch import stop_step
+from rampup.engine.mesh import make_mesh
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
+from rampup.loop.checkpoint import CheckpointOptions
+from rampup.loop.loop import EvalOptions
 from rampup.plan import numbers
+from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import (
     divisors,
     exact_fraction,
@@ -16,6 +26,9 @@ from rampup.plan.numbers import (
     parse_count,
     to_yaml_number,
 )
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter
 
 COUNTS = {
     "250B": 250 * 10**9,
@@ -145,3 +158,47 @@ def test_divisors_and_nearest_in(number, value):
     assert nearest_in(value, found) == ([max(below)] if below else []) + (
         [min(above)] if above else []
     )
+
+
+SPLITTER = BatchSplitter(data_parallel_size=1)
+RAMP = BatchRamp.from_schedule("0:8 80:16")
+PLAN = {"ramp": RAMP, "splitter": SPLITTER, "num_devices": 1, "total_steps": 9}
+COUNTED = {
+    "build_plan": ("num_devices", lambda n: build_plan(Config(), n)),
+    "RampPlan": ("num_devices", lambda n: RampPlan(**PLAN | {"num_devices": n})),
+    "its steps": ("total_steps", lambda n: RampPlan(**PLAN | {"total_steps": n})),
+    "position": ("step", RampPlan(**PLAN).position),
+    "splitter": ("data_parallel_size", lambda n: BatchSplitter(data_parallel_size=n)),
+    "microbatch": ("microbatch_size", lambda n: replace(SPLITTER, microbatch_size=n)),
+    "axes": ("fsdp", lambda n: MeshAxes(fsdp=n)),
+    "resolve": ("num_devices", lambda n: MeshAxes.resolve(n, ici={"data": -1})),
+    "constant": ("global_batch_size", BatchRamp.constant),
+    "linear": (
+        "end",
+        lambda n: BatchRamp.linear(start=1, increment=1, end=n, samples=9),
+    ),
+    "piecewise": ("threshold", lambda n: BatchRamp.piecewise([(0, 1), (n, 2)])),
+    "spliced_at": ("step", lambda n: RAMP.spliced_at(n, RAMP)),
+    "resumed_at": ("step", RAMP.resumed_at),
+    "stop": ("stop", lambda n: stop_step(RampPlan(**PLAN), 0, n)),
+    "evaluation": ("batch_size", lambda n: next(eval_batches([1, 2], n, make_mesh()))),
+    "checkpoints": (
+        "checkpoint_period",
+        lambda n: CheckpointOptions(checkpoint_period=n),
+    ),
+    "eval_interval": (
+        "eval_interval",
+        lambda n: EvalOptions(evaluate=dict, eval_interval=n),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), COUNTED.values(), ids=COUNTED)
+def test_a_number_that_is_not_whole_is_refused_by_its_name(name, call):
+    """Text, floats and True are no numbers of devices, steps or samples; integers of
+    NumPy are.
+    """
+    for number in ("8", 8.0, True, [8]):
+        with pytest.raises(ConfigError, match=f"^{name}=.* must be a whole number$"):
+            call(number)
+    call(np.int64(8))
