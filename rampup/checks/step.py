@@ -23,6 +23,7 @@ from rampup.engine.state import carried, replace_fields
 from rampup.engine.step import TrainStep
 from rampup.engine.sums import Sums, as_summed
 from rampup.errors import ConfigError
+from rampup.plan.describe import format_count
 
 # What the matrix units of a chip may round their operands to.
 _UNITS = {"tpu": 2.0**-8, "gpu": 2.0**-11}
@@ -75,7 +76,7 @@ class StepReport:
         return not self.wrong
 
     def __str__(self) -> str:
-        what = f"the step of {self.num_microbatches} microbatches"
+        what = f"the step of {format_count(self.num_microbatches, 'microbatch')}"
         if self.wrong:
             lines = "".join(f"\n- {parameter}" for parameter in self.wrong)
             return f"{what} is not that without loop and mesh:{lines}"

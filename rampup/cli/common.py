@@ -23,6 +23,7 @@ from rampup.config.load import COMMAND_LINE, load_config, names_in
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE
+from rampup.plan.describe import format_count
 from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
@@ -222,7 +223,8 @@ def describe_topology(topology: Topology) -> str:
         else f"{topology.num_slices}*{topology.product_name}"
     )
     return (
-        f"planned for {topology.name} ({product}): {topology.num_devices:,} devices"
+        f"planned for {topology.name} ({product}):"
+        f" {format_count(topology.num_devices, 'device')}"
         f" with {topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology"
         f" {shlex.quote(topology.name)}` compiles for it"
     )

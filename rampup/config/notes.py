@@ -18,7 +18,7 @@ from rampup.config.draft import (
     hyperparameters,
 )
 from rampup.config.schema import Config
-from rampup.plan.describe import advice
+from rampup.plan.describe import advice, format_count
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
 from rampup.plan.numbers import plain_number
 from rampup.plan.plan import RampPlan
@@ -63,7 +63,7 @@ def _loading_notes(config: Config, plan: RampPlan) -> Iterator[str]:
     rows = (
         "global_batch_to_load = global_batch_size * expansion_factor_real_data ="
         f" {plan.ramp.sizes[-1]:,} * {shown} ="
-        f" {global_batch_to_load(config, plan):,} rows per step"
+        f" {format_count(global_batch_to_load(config, plan), 'row')} per step"
     )
     if factor < 1:
         yield (
@@ -88,15 +88,17 @@ def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:
         if config.train_tokens is not None:
             asked = f"train_tokens={config.train_tokens:,}, which are {float(budget):g}"
         yield (
-            f"the run takes {taken:,} samples, {float(taken - budget):g} more than"
-            f" {asked}, as its last batch is whole{_smaller_last_batch(plan, budget)}"
+            f"the run takes {format_count(taken, 'sample')},"
+            f" {float(taken - budget):g} more than {asked}, as its last batch is whole"
+            f"{_smaller_last_batch(plan, budget)}"
         )
     if config.num_epoch > 0:
         rows = -(-taken // config.num_epoch)
         yield (
-            f"num_epoch={config.num_epoch} needs at least {rows:,} training rows for"
-            f" {taken:,} samples; a last phase of batch_size_schedule can be as small"
-            " as the rows that are left"
+            f"num_epoch={config.num_epoch} needs at least"
+            f" {format_count(rows, 'training row')} for"
+            f" {format_count(taken, 'sample')}; a last phase of batch_size_schedule"
+            " can be as small as the rows that are left"
         )
 
 
@@ -130,7 +132,7 @@ def _warmup_notes(config: Config, plan: RampPlan) -> Iterator[str]:
         note = f"the warm-up takes at most {length}"
     else:
         samples = plan.ramp.samples_before(steps)
-        note = f"the warm-up takes {length} ({samples:,} samples)"
+        note = f"the warm-up takes {length} ({format_count(samples, 'sample')})"
     enough = round(1 / (1 - config.adam_b1), 6)  # 10, not 10.000000000000002
     if steps < enough and config.opt_type != "sgd":
         note += (
@@ -183,7 +185,8 @@ def hyperparameter_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
         if phase.num_steps is not None:
             end = min(end, phase.start_step + phase.num_steps)
         if end - phase.start_step < lag:
-            short.append(f"phase {phase.index} has {end - phase.start_step:,} steps")
+            steps = format_count(end - phase.start_step, "step")
+            short.append(f"phase {phase.index} has {steps}")
     notes = []
     if listed:
         notes.append(

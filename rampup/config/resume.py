@@ -62,7 +62,7 @@ def plan_to_resume(
             was = record["num_devices"]
             numbers = numbers_that_can(config, was, same)
             raise ResumeMismatchError(
-                f"the run was on {was} devices, and its batches cannot be split for"
+                f"the run was on num_devices={was}, and its batches cannot be split for"
                 f" num_devices={num_devices}; numbers of devices that can run all of"
                 f" them: {list_devices(numbers)}. {error}",
                 key="num_devices",

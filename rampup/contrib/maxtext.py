@@ -243,9 +243,9 @@ def problems(config: Any, ramp: BatchRamp) -> Iterator[ConfigError]:
     for key in AUXILIARY:
         if partial and (value := value_of(config, key)) != ACCUMULATED[key]:
             yield ConfigError(
-                f"with {key}={value}, every batch must be a multiple of the microbatch"
-                f" of {B // K} samples, as padding would count in the auxiliary loss;"
-                f" the ramp has {partial[0]}",
+                f"with {key}={value}, every batch must be a multiple of the microbatch,"
+                f" {B // K}, as padding would count in the auxiliary loss; the ramp has"
+                f" {partial[0]}",
                 key="per_device_batch_size_increment",
             )
 
@@ -266,7 +266,7 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(record))
         return
-    here = f"{config.checkpoint_dir} has checkpoints after {manager.step} steps"
+    here = f"{config.checkpoint_dir} has checkpoints up to step {manager.step}"
     if not file.exists():
         raise ResumeMismatchError(
             f"{here}, but no ramp of rampup beside them; start the ramp with another"

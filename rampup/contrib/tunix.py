@@ -139,7 +139,7 @@ def prepare(
     if config.max_steps not in (None, total):
         raise ConfigError(
             f"max_steps={config.max_steps} must count microbatches: {total} for the"
-            f" {plan.total_steps} steps of the plan, num_microbatches(plan)",
+            f" total_steps={plan.total_steps} of the plan, num_microbatches(plan)",
             key="max_steps",
             nearest=(total,),
         )
@@ -166,7 +166,7 @@ def prepare(
         found = (int(state.gradient_step[...]), int(state.mini_step[...]))
         if found != (position := locate(plan, trainer.iter_steps)):
             raise ResumeMismatchError(
-                f"after {trainer.iter_steps} microbatches, the checkpoint is at step"
+                f"after microbatch {trainer.iter_steps}, the checkpoint is at step"
                 f" {found[0]}, microbatch {found[1]}, but this plan is at step"
                 f" {position[0]}, microbatch {position[1]}; resume with the plan that"
                 " the run began with"

@@ -120,7 +120,8 @@ class SampleOrder:
             needed = -(-consumed_samples // self.num_rows)
             raise DataError(
                 f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs}"
-                f" of {self.num_rows:,} rows are {epochs * self.num_rows:,}",
+                f" of {format_count(self.num_rows, 'row')} have"
+                f" {epochs * self.num_rows:,}",
                 fix=f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or"
                 " fewer steps",
                 key="num_epoch",
@@ -515,8 +516,8 @@ def eval_batches(
     """Yield all rows of a source once, in order; see `EvalStep.batches`."""
     rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
     num_shards = axes.num_shards(mesh)
-    if batch_size < 1 or batch_size % num_shards:
     check_whole(batch_size=batch_size)
+    if batch_size < 1 or batch_size % num_shards:
         raise BatchDivisibilityError(
             f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} ="
             f" {num_shards}",
@@ -703,9 +704,9 @@ class _Stream:
             item = next(self.rows, _END)
         if item is _END:
             raise DataEndedError(
-                f"step {step} needs {needed} rows in this process, but the source ended"
-                f" after {self.count} of them, {place:,} in all; the plan has"
-                f" {self.plan.total_steps:,} steps",
+                f"step {step} needs {format_count(needed, 'row')} in this process, but"
+                f" the source ended after {self.count} of them, {place:,} in all; the"
+                f" plan has {format_count(self.plan.total_steps, 'step')}",
                 fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
                 " end there",
             )

@@ -23,6 +23,7 @@ from rampup.data.batches import Loading
 from rampup.data.sources import RowRange, RowSource, SyntheticRows, TokenRows, reading
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
+from rampup.plan.describe import format_count
 
 NUM_BLOCKS = 8  # of a file that are in its fingerprint
 BLOCK_BYTES = 2**20
@@ -85,8 +86,8 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     held_out = max(round(len(train) * HOLDOUT), 1)
     if held_out >= len(train):
         raise DataError(
-            f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out"
-            f" {held_out} for evaluation",
+            f"{', '.join(paths)[:300]}: {format_count(len(train), 'row')}, too few to"
+            f" hold out {held_out} for evaluation",
             fix="add text, set a smaller max_target_length, or name grain_eval_files",
         )
     split = len(train) - held_out
@@ -224,7 +225,7 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
             size = os.path.getsize(path)
         if size == 0 or size % dtype.itemsize:
             raise DataError(
-                f"{path} cannot be read: {size:,} bytes are not a multiple of"
+                f"{path} cannot be read: its size, {size:,}, is not a multiple of"
                 f" {dtype.itemsize} bytes per token"
             )
         return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)

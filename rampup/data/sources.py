@@ -18,6 +18,7 @@ import numpy as np
 
 from rampup.data.fields import own_arrays, stack_rows
 from rampup.errors import DataError, RampupError, a_type
+from rampup.plan.describe import format_count
 
 Rows = Mapping[str, np.ndarray]
 # rows of the first step: enough for a random flip of every tenth row to show
@@ -264,8 +265,8 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
     if sizes != {(len(rows),)}:
         first = source.describe(int(rows[0]))
         raise DataError(
-            f"{len(rows)} rows were requested, from {first} on, but the source returned"
-            f" {sizes}"
+            f"the source was asked for {format_count(len(rows), 'row')}, from {first}"
+            f" on, but returned {sizes}"
         )
     return batch
 

@@ -100,8 +100,8 @@ class Batch(NamedTuple):
         # With the shape of a row, so that one sees batches that were given as rows.
         return (
             f"Batch(step={self.position.step},"
-            f" {self.position.split.global_batch_size:,} samples in microbatches of"
-            f" {self.layout.num_rows:,}, a row is {self.row})"
+            f" {format_count(self.position.split.global_batch_size, 'sample')} in"
+            f" microbatches of {self.layout.num_rows:,}, a row is {self.row})"
         )
 
     @property

@@ -154,7 +154,7 @@ def make_mesh(
             )
     if axes.num_devices != len(devices):
         raise ConfigError(
-            f"the axes of the mesh need {axes.num_devices} devices, but JAX sees"
+            f"the axes of the mesh need num_devices={axes.num_devices}, but JAX sees"
             f" {len(devices)} here",
             key="num_devices",
             nearest=(-1,),
@@ -187,7 +187,7 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         groups = np.array_split(np.asarray(devices, object), num_slices)
     if (found := len(groups)) != num_slices:
         raise ConfigError(
-            f"the devices form {found} slices, but the mesh has {num_slices}",
+            f"the devices form num_slices={found}, but the mesh has {num_slices}",
             fix=f"set num_slices={found}, and dcn_data_parallelism={found} if the"
             " gradient reduction should cross them",
             key="num_slices",

@@ -23,6 +23,7 @@ from rampup.engine.processes import wait_for_all
 from rampup.engine.sums import check_trained, differing_leaves
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
+from rampup.plan.describe import format_count
 
 # The fields for what a loss function carries from microbatch to microbatch; a state
 # uses one. Flax's examples have the second.
@@ -95,7 +96,7 @@ def describe_tree(tree: Any) -> str:
             return str(tree)
         return f"{tree.dtype}{list(tree.shape)}"
     total = sum(math.prod(np.shape(leaf)) for leaf in leaves)
-    return f"<{len(leaves):,} arrays, {total:,} numbers>"
+    return f"<{format_count(len(leaves), 'array')}, {format_count(total, 'number')}>"
 
 
 def create_state(

@@ -60,6 +60,7 @@ from rampup.engine.state import (
 from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
 from rampup.errors import ConfigError, DataError, a_type, raise_together
+from rampup.plan.describe import format_count
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import RampPlan
@@ -480,10 +481,10 @@ class TrainStep:
         rows = own_arrays(rows, batched=True)
         lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
         if lengths != {(needed,)}:
-            found = ", ".join(str(*length) or "no" for length in sorted(lengths))
+            found = ", ".join(str(*length) or "none" for length in sorted(lengths))
             raise DataError(
-                f"step {step} takes arrays of {needed} rows, but the given ones have"
-                f" {found or 'no'} rows"
+                f"step {step} takes arrays of {format_count(needed, 'row')}, but the"
+                f" given ones have {found or 'none'}"
             )
         return put_batch(
             in_microbatches(rows, number),

@@ -589,8 +589,7 @@ def evaluation_of(
     available = len(eval_rows) // size
     if available == 0:
         raise DataError(
-            f"evaluation needs a batch of {size} rows, but {len(eval_rows):,}"
-            " rows are held out",
+            f"evaluation needs a batch of {size} rows; held out: {len(eval_rows):,}",
             fix="set a smaller eval_per_device_batch_size, more"
             " grain_eval_files, or eval_interval=-1",
             key="eval_per_device_batch_size",

@@ -281,7 +281,7 @@ class Loop:
                 f"the data of the run in {self.folder} ended after step {ended} of"
                 f" {self.plan.total_steps}, and a start from there might take the first"
                 " rows again",
-                fix=f"give a plan of {ended} steps, or, if the batches now go on"
+                fix=f"give a plan of total_steps={ended}, or, if the batches now go on"
                 f" with new rows, delete {self.folder / ENDED_FILE}",
             )
         check_same_run(
@@ -478,7 +478,7 @@ class Loop:
                         raise DataEndedError(
                             f"the batches ended after step {done} of"
                             f" {plan.total_steps}",
-                            fix=f"give more rows, or a plan of {done} steps",
+                            fix=f"give more rows, or a plan of total_steps={done}",
                         )
             except DataError as error:
                 return done, state, error, plan

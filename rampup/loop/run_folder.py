@@ -21,6 +21,7 @@ from typing import Any
 
 from rampup.errors import ConfigError, StorageError
 from rampup.loop.events import OnEvent, StorageFailed, ignore_event
+from rampup.plan.describe import format_count
 
 CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
@@ -197,7 +198,7 @@ def describe_gaps(path: Path, steps: int) -> str:
         return ""
     return (
         f"{path} has {count[wrong[0]]} lines of step {wrong[0]}, and not one each of"
-        f" {len(wrong):,} steps before this start"
+        f" {format_count(len(wrong), 'step')} before this start"
     )
 
 

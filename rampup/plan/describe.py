@@ -82,7 +82,7 @@ def describe(plan: RampPlan, notes: Sequence[str] | None = None) -> Description:
     remarks = []
     if (split := plan.eval_split) is not None:
         remarks.append(
-            f"evaluation: {split.global_batch_size:,} samples per batch ="
+            f"evaluation: {format_count(split.global_batch_size, 'sample')} per batch ="
             f" {describe_split(split)}"
         )
     return Description(
@@ -213,13 +213,13 @@ def summary(plan: RampPlan) -> tuple[str, str]:
     shards = plan.splitter.data_parallel_size
     devices = format_count(plan.num_devices, "device")
     length = (
-        f"{plan.total_steps:,} steps"
+        format_count(plan.total_steps, "step")
         if plan.budget_samples is None
-        else f"{plan.budget_samples:,} samples"
+        else format_count(plan.budget_samples, "sample")
     )
     run = f"{devices}, data parallel {shards:,}, {length}"
     if not plan.follows:
-        run += f", {plan.consumed_samples:,} samples"
+        run += f", {format_count(plan.consumed_samples, 'sample')}"
     shapes = format_count(plan.num_compiled_shapes, "compiled shape")
     return run, f"{_ramp_summary(plan)}; {shapes}"
 
@@ -241,11 +241,11 @@ def _ramp_summary(plan: RampPlan) -> str:
             f" {samples} samples"
         )
     if len(sizes) == 1:
-        return f"the batch stays at {sizes[-1]:,} samples"
+        return f"the batch stays at {format_count(sizes[-1], 'sample')}"
     peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
     return (
-        f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in"
-        f" {len(sizes)} phases, the last from step {plan.ramp.ramp_steps:,}, sample"
+        f"the batch goes from {sizes[0]:,} to {format_count(sizes[-1], 'sample')}{peak}"
+        f" in {len(sizes)} phases, the last from step {plan.ramp.ramp_steps:,}, sample"
         f" {plan.ramp.ramp_samples:,}"
     )
 
@@ -311,10 +311,10 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
     if plan.splitter.whole_batch:
         sizes = {split.microbatch_size for split in plan.splits}
         notes.append(
-            f"with rampup_microbatch=whole, {len(sizes)} batch"
-            f" size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits"
-            f" for each; a replica holds the activations of up to {max(sizes):,}"
-            " samples, as nothing is accumulated"
+            "with rampup_microbatch=whole, each batch size compiles its own program,"
+            f" {len(sizes)} in all, and the run waits for each; a replica holds the"
+            f" activations of up to {format_count(max(sizes), 'sample')}, as nothing is"
+            " accumulated"
         )
     past = [
         str(phase.index)
@@ -331,14 +331,13 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         notes.append(
             f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those"
             " after it: the run ends with batches of"
-            f" {plan.ramp.global_batch_size_at(last):,} samples, and"
+            f" {format_count(plan.ramp.global_batch_size_at(last), 'sample')}, and"
             f" {plan.ramp.sizes[-1]:,} are never reached"
         )
-    after = plan.total_steps - plan.schedule_steps
-    if after > 0:
+    if plan.total_steps > plan.schedule_steps:
         notes.append(
-            f"the learning rate's schedule ends after {plan.schedule_steps:,} steps:"
-            f" the other {after:,} have the rate of its end, which is 0 after a whole"
-            " decay"
+            "the learning rate's schedule ends after"
+            f" {format_count(plan.schedule_steps, 'step')} of {plan.total_steps:,}: the"
+            " rest has the rate of its end, which is 0 after a whole decay"
         )
     return tuple(notes)

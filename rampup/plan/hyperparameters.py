@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rampup.errors import ConfigError, RampupError, choice_error, raise_together
+from rampup.plan.describe import format_count
 from rampup.plan.learning_rate import BatchScaling
 from rampup.plan.plan import RampPlan
 
@@ -237,8 +238,8 @@ def warmup_fraction(
     )
     if steps > longest - 1:
         raise ConfigError(
-            f"a warm-up of warmup_steps={steps} steps ends after the"
-            f" {longest - 1:,} steps of the schedule before its decay",
+            f"warmup_steps={steps} must be at most {longest - 1:,}, the steps of the"
+            " schedule before its decay",
             key="warmup_steps",
             nearest=(longest - 1,),
         )
@@ -281,7 +282,7 @@ def adam_constants(
     found, problems = [], dict[str, RampupError]()
     for segment in plan.clock:
         ratio = segment.global_batch_size / plan.reference_size
-        where = f"a global batch of {segment.global_batch_size:,} samples"
+        where = f"a global batch of {format_count(segment.global_batch_size, 'sample')}"
         try:
             found.append(
                 scaling.constants(

@@ -46,8 +46,7 @@ class MeshAxes:
             check_whole(**{axis: getattr(self, axis)})
             if slices < 1 or getattr(self, axis) % slices:
                 raise ConfigError(
-                    f"the {axis} axis has {getattr(self, axis)} devices, which {slices}"
-                    " slices do not divide",
+                    f"{slices} slices do not divide {axis}={getattr(self, axis)}",
                     key=_key("dcn", axis),
                     nearest=(1,),
                 )
@@ -94,8 +93,8 @@ class MeshAxes:
 
         Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's
             base.yml.
-        check_whole(num_devices=num_devices)
         """
+        check_whole(num_devices=num_devices)
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
         problems: list[RampupError] = []
@@ -154,7 +153,7 @@ def _infer(
         ici,
         num_devices // num_slices,
         "ici",
-        f"devices per slice ({num_devices=} / {num_slices} slices)",
+        f"devices per slice ({num_devices=} / {num_slices=})",
     )
     between = _infer_group(dcn, num_slices, "dcn", "the number of slices")
     sizes: dict[str, Any] = {axis: within[axis] * between[axis] for axis in AXES}

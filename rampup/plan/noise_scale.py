@@ -124,8 +124,8 @@ class NoiseScale:
     def __post_init__(self) -> None:
         if not 0 < self.half_life_samples < math.inf:
             raise ConfigError(
-                f"the half-life of the noise scale is {self.half_life_samples} samples;"
-                " it must be a positive number",
+                "the half-life of the noise scale must be a positive number of samples,"
+                f" not {self.half_life_samples}",
                 key="gradient_noise_half_life_samples",
             )
 

@@ -257,8 +257,8 @@ class BatchRamp:
             )
         problems: list[RampupError] = [
             RampDefinitionError(
-                f"thresholds must increase, but {after:,} samples comes after"
-                f" {before:,} samples"
+                f"thresholds must increase, but sample {after:,} comes after sample"
+                f" {before:,}"
             )
             for (before, _), (after, _) in itertools.pairwise(pairs)
             if after <= before

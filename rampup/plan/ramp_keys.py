@@ -155,15 +155,15 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
     """
     if start < 1 or largest < start:
         raise RampDefinitionError(
-            f"batch_size_schedule=auto grows the batch from {start} samples ({START})"
-            f" to {largest} ({END}), which must not be less",
+            f"batch_size_schedule=auto grows the batch from {start} ({START}) to"
+            f" {largest} ({END}), which must not be less",
             key=END,
             nearest=(start,),
         )
     if largest % start:
         below, above = nearest_multiples(largest, start)
         raise BatchDivisibilityError(
-            f"batch_size_schedule=auto: the largest batch of {largest} samples ({END})"
+            f"batch_size_schedule=auto: the largest batch, of {largest} ({END}),"
             f" must be a multiple of the first of {start} ({START}), so that one"
             " program runs all of them",
             fix=f"nearest: {below}, {above}",

@@ -220,7 +220,7 @@ class TrainProgress:
                 )
                 split = self._plan.splits[event.phase]
                 parts.append(
-                    f"{split.global_batch_size:,} samples per step ="
+                    f"{format_count(split.global_batch_size, 'sample')} per step ="
                     f" {describe_split(split)}"
                 )
                 self._console.print(": ".join(parts))

@@ -99,8 +99,8 @@ def test_build_plan_lists_the_order_and_the_sizes_of_a_schedule():
         build_plan(Config(**keys), 8)
     texts = list(map(str, caught.value.problems))
     assert [
-        "400 samples comes after 500" in texts[0],
-        "300 samples comes after 400" in texts[1],
+        "sample 400 comes after sample 500" in texts[0],
+        "sample 300 comes after sample 400" in texts[1],
     ] == [True, True]
     assert [problem.value for problem in caught.value.problems[2:]] == [17, 25, 50]
     # A microbatch is checked once the devices can share the batches.
@@ -191,7 +191,7 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
         (s.num_microbatches, s.microbatch_size) for s in (*plan.splits, plan.eval_split)
     ] == [(1, 4), (1, 8), (1, 8)]
     assert plan.max_microbatches == {4: 1, 8: 1}
-    assert "2 batch sizes compile as many programs" in str(plan)
+    assert "each batch size compiles its own program, 2 in all" in str(plan)
     assert "up to 8 samples" in str(plan)
     for contrary in (
         "gradient_accumulation_steps",

@@ -428,10 +428,10 @@ def test_a_warm_up_in_steps_reaches_the_peak_at_that_step(clock, kind):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"warmup_steps": 101}, "warmup_steps=101 steps ends after the 100 steps"),
+        ({"warmup_steps": 101}, "warmup_steps=101 must be at most 100"),
         (
             {"warmup_steps": 91, "lr_schedule_type": "wsd"},
-            "warmup_steps=91 steps ends after the 90 steps",
+            "warmup_steps=91 must be at most 90",
         ),
         ({"warmup_steps": 5, "seesaw_factor": 2.0}, "set warmup_steps_fraction"),
         (

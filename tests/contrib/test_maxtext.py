@@ -177,7 +177,7 @@ def test_checkpoints_of_another_ramp_are_refused(tmp_path):
     other = config_of(checkpoint_dir=config.checkpoint_dir, global_rampup_samples=36)
     with pytest.raises(
         ResumeMismatchError,
-        match="after 3 steps, of a run that loads 8 rows at once with another ramp",
+        match="up to step 3, of a run that loads 8 rows at once with another ramp",
     ):
         check_record(other, RampupBatchManager(other, 3))
 

@@ -82,8 +82,8 @@ def test_open_sources_reads_token_arrays(tmp_path, suffix):
         ("a.npy", np.array([{}], object), "cannot be read"),
         ("a.npy", np.zeros(1, np.int32), "fewer than two tokens"),
         ("a.npy", np.zeros(5, np.int32), "too few to hold out"),
-        ("a.bin", b"", r"a\.bin cannot be read: 0 bytes"),
-        ("a.bin", bytes(4001), r"a\.bin cannot be read: 4,001 bytes"),
+        ("a.bin", b"", r"a\.bin cannot be read: its size, 0,"),
+        ("a.bin", bytes(4001), r"a\.bin cannot be read: its size, 4,001,"),
         (
             "a.npy",
             lambda path: (np.save(path, np.zeros(4000)), os.truncate(path, 4000)),
@@ -139,7 +139,7 @@ def test_open_sources_holds_out_the_last_rows_of_few_text_files(tmp_path):
     assert (len(train), len(held_out)) == (19, 1)
     assert "my.txt from byte 76 (row 19)" in held_out.describe(0)
     (tmp_path / "my.txt").write_text("012")
-    with pytest.raises(DataError, match=r"my\.txt: 1 rows are too few to hold out 1"):
+    with pytest.raises(DataError, match=r"my\.txt: 1 row, too few to hold out 1"):
         open_rows("text", str(tmp_path / "my.txt"))
 
 

@@ -94,7 +94,9 @@ def test_arrange_refuses_a_mesh_for_other_slices():
     """
     devices = [device(n, n // 4) for n in range(8)]
     for axes in (MeshAxes(fsdp=8), MeshAxes(data=8, slices=(4, 1, 1, 1, 1, 1))):
-        with pytest.raises(ConfigError, match="the devices form 2 slices") as caught:
+        with pytest.raises(
+            ConfigError, match="the devices form num_slices=2"
+        ) as caught:
             mesh._arrange(axes, devices)
         assert (caught.value.key, caught.value.nearest) == ("num_slices", (2,))
 

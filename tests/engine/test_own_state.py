@@ -320,7 +320,7 @@ def test_states_and_batches_print_shapes_instead_of_arrays():
         step=np.int32(3), params=params, opt_state=(), average={"w": np.ones(2)}
     )
     assert repr(own).endswith(
-        "opt_state=<no arrays>, mutable=None, frozen=None, average=<1 arrays, 2 numbers>)"
+        "opt_state=<no arrays>, mutable=None, frozen=None, average=<1 array, 2 numbers>)"
     )
     jax.eval_shape(lambda state: seen.append(repr(state)), state)
     state.step.delete()

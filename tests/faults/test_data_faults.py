@@ -84,7 +84,7 @@ def test_a_source_that_gives_another_number_of_rows_is_refused(given):
     words = (
         r"\.\.\. cannot be read: MemoryError"
         if given is None
-        else "16 rows were requested, from shard 0 row 0 on"
+        else "the source was asked for 16 rows, from shard 0 row 0 on"
     )
     with pytest.raises(DataError, match=words):
         next(step_batches(source, plan, mesh))

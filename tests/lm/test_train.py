@@ -356,9 +356,7 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
     )
     with pytest.raises(
         DataError,
-        match=(
-            "needs a batch of 24 rows, but 1 rows are held out; set a smaller eval_per"
-        ),
+        match=("needs a batch of 24 rows; held out: 1; set a smaller eval_per"),
     ):
         Run.from_config(few, build_plan(few, jax.device_count()))
 

@@ -118,7 +118,9 @@ def test_data_that_ended_after_the_newest_checkpoint(tmp_path):
     with pytest.raises(DataEndedError):
         run(tmp_path, batches, period=4)
     shutil.rmtree(tmp_path / "checkpoints" / "6")
-    with pytest.raises(DataEndedError, match=r"after step 6 of 10.* a plan of 6 steps"):
+    with pytest.raises(
+        DataEndedError, match=r"after step 6 of 10.* a plan of total_steps=6"
+    ):
         run(tmp_path, batches, period=4)
     summary, read = run(tmp_path, batches, steps=6)
     assert (summary.resumed_from, summary.steps) == (4, 6)

@@ -25,6 +25,7 @@ from rampup.contrib.lab.memory import ProgramMemory, program_memory
 from rampup.engine.mesh import axis_names
 from rampup.engine.step import TrainStep
 from rampup.errors import ConfigError, DataError, a_type
+from rampup.plan.describe import format_count
 
 _FLOATS = ("f", "bf", "c")
 _LISTED = 4
@@ -107,7 +108,8 @@ class Inspection:
             where = "in a loop" if row["in_loop"] else "outside loops"
             lines.append(
                 f"  {row['kind']}  {axes}  {row['group_size'] or 'unknown'} devices"
-                f"  {row['count']:,} times  {row['bytes']:,} bytes  {where}"
+                f"  {format_count(row['count'], 'time')}  {row['bytes']:,} bytes"
+                f"  {where}"
             )
         return "\n".join(lines)
 

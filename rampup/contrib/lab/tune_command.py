@@ -15,7 +15,7 @@ from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
 from rampup.plan.describe import PHASE_TITLES
 from rampup.show.console import PLAIN, print_table
-from rampup.show.format import format_bytes, format_value
+from rampup.show.format import format_bytes, format_count, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
 TUNE = {
@@ -94,9 +94,10 @@ def _largest(found: Facts) -> str:
     if largest is None:
         return "no microbatch fits"
     if larger is None:
-        return f"the largest microbatch tried, {largest:,} samples, fits"
+        return f"the largest microbatch tried, {format_count(largest, 'sample')}, fits"
     return (
-        f"the largest microbatch that fits is {largest:,} samples; {larger:,} does not"
+        f"the largest microbatch that fits is {format_count(largest, 'sample')};"
+        f" {larger:,} does not"
     )
 
 

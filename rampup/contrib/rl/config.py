@@ -31,6 +31,7 @@ from rampup.contrib.rl.plan import (
 )
 from rampup.contrib.rl.schedule import RolloutSchedule
 from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.describe import format_count
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 
@@ -361,10 +362,10 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
         " group is always 0, so `rampup train` refuses it; set 2 or more": (
             config.num_generations == 1
         ),
-        f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and"
-        " are dropped": dropped and not grows,
-        f"{lost:,} prompts of an evaluation do not fill a batch of"
-        f" {config.eval_batch:,} and are left out": evaluated and lost,
+        f"dropped: the last {format_count(dropped, 'prompt')}, too few for"
+        f" batch_size={config.batch_size:,}": dropped and not grows,
+        f"left out: the last {format_count(lost, 'prompt')} of an evaluation, too few"
+        f" for a batch of {config.eval_batch:,}": evaluated and lost,
         f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would"
         f" schedule its learning rate for {maxtext_steps:,}": (
             maxtext_steps != plan.total_optimizer_steps and not grows

@@ -15,6 +15,7 @@ import numpy as np
 from rampup.contrib.rl.plan import AGGREGATIONS, RolloutPlan
 from rampup.contrib.rl.tasks import stable_permutation
 from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_error
+from rampup.plan.describe import format_count
 
 # Added to the standard deviation of a group, as in Tunix.
 STD_EPSILON = 1e-6
@@ -41,7 +42,8 @@ def check_rewards(
     values = list(found)
     if len(values) != len(prompts):
         raise DataError(
-            f"{where} returned {len(values)} rewards for {len(prompts)} samples",
+            f"{where} returned {format_count(len(values), 'reward')} for"
+            f" {format_count(len(prompts), 'sample')}",
             fix="it must return one number per sample",
             key="reward",
             nearest=(len(prompts),),

@@ -76,6 +76,7 @@ from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
 from rampup.loop.distributed import leaving_on_error
+from rampup.plan.describe import format_count
 
 # How long the other processes wait for the rewards of process 0. If it is gone, JAX ends
 # them.
@@ -358,8 +359,8 @@ class RolloutStep:
             asked = prompts(start, start + missing)
             if len(asked) != missing:
                 raise DataError(
-                    f"rollout {position.rollout} has {missing} prompts, but"
-                    f" {len(asked)} were given",
+                    f"rollout {position.rollout} has {format_count(missing, 'prompt')},"
+                    f" and was given {len(asked)}",
                     key="batch_size",
                     nearest=(missing,),
                 )

@@ -316,8 +316,8 @@ def test_rollout_notes_about_dropped_prompts():
     """
     config = RolloutConfig(batch_size=32, num_prompts=100, test_batch_start_index=3)
     notes = " ".join(rollout_notes(config, build_rollout_plan(config, 4)))
-    assert "4 prompts do not fill a last batch_size=32" in notes
-    assert "29 prompts of an evaluation" in notes
+    assert "the last 4 prompts, too few for batch_size=32" in notes
+    assert "last 29 prompts of an evaluation" in notes
     assert rollout_notes(RolloutConfig(), build_rollout_plan(RolloutConfig(), 4)) == ()
 
 

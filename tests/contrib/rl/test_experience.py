@@ -38,7 +38,7 @@ from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchErr
         (lambda p, r: [[1.0, 2.0], 1.0], r"returned \[1.0, 2.0\] for sample 0"),
         (lambda p, r: None, "returned None and not a sequence of 2 numbers"),
         (lambda p, r: 1.0, "returned 1.0 and not a sequence of 2 numbers"),
-        (lambda p, r: [1.0], "returned 1 rewards for 2 samples"),
+        (lambda p, r: [1.0], "returned 1 reward for 2 samples"),
     ],
 )
 def test_check_rewards_rejects(reward, text):

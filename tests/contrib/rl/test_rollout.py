@@ -516,7 +516,7 @@ def test_a_refill_without_end_is_an_error_and_loses_nothing():
     rewards["spread"] = 1.0
     state, line = step(state, prompts)
     assert (line["num_prompts"], line["consumed_prompts"], int(state.step)) == (4, 4, 1)
-    with pytest.raises(DataError, match="rollout 1 has 4 prompts, but 3 were given"):
+    with pytest.raises(DataError, match="rollout 1 has 4 prompts, and was given 3"):
         step(state, [[1]] * 3)
 
 
