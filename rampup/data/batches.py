@@ -165,7 +165,6 @@ class Loading:
         """Whether this process reads."""
         return jax.process_index() % self.factor == 0
 
-    @functools.cache  # noqa: B019 - asking a sharding for its indices takes longer than reading a small batch
     def rows_to_read(
         self, mesh: Mesh, num_rows: int, axes: BatchAxes | None
     ) -> np.ndarray:
@@ -365,12 +364,8 @@ class BatchLoader:
         def name_row(place: int) -> str:
             return self.source.describe(int(step.numbers[place]))
 
-        batch_nR = self.types.cast(
-            in_microbatches(step.rows, split.num_microbatches),
-            name_row,
-            self.mesh,
-            num_axes=2,
-        )
+        rows = self.types.cast(step.rows, name_row, self.mesh)
+        batch_nR = in_microbatches(rows, split.num_microbatches)
         put = functools.partial(
             put_batch,
             position=position,
@@ -463,7 +458,7 @@ def step_batches(
             len(rows),
             seed=seed,
             num_epochs=num_epochs,
-            has_epochs=isinstance(source, grain.MapDataset) and seed is None,
+            has_epochs=isinstance(source, grain.MapDataset),
         ),
         options=options or BatchOptions(),
     )

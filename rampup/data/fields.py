@@ -107,21 +107,20 @@ class FieldTypes:
 
     _types: list[np.dtype[Any]] | None = None
 
-    def cast(self, rows: Any, name: NameRow, mesh: Mesh, *, num_axes: int = 1) -> Any:
+    def cast(self, rows: Any, name: NameRow, mesh: Mesh) -> Any:
         """Return the arrays of a batch in the types of the first one.
 
         Args:
-            rows: a pytree of arrays; the first `num_axes` axes count rows.
+            rows: a pytree of arrays (rows, ...).
             name: called with the place of a row; returns its name for messages.
             mesh: the devices, whose processes agree on the types.
-            num_axes: how many axes count rows.
 
         Raises:
             DataError: a number does not fit, with the row's and the field's name.
         """
         leaves = jax.tree.leaves_with_path(rows)
         if self._types is None:
-            _warn_of_batches([x.shape[num_axes:] for _, x in leaves])
+            _warn_of_batches([x.shape[1:] for _, x in leaves])
             self._types = _agreed([np.asarray(x).dtype for _, x in leaves], mesh)
         if len(leaves) != len(self._types):
             raise DataError(
@@ -136,7 +135,7 @@ class FieldTypes:
                     cast = x.astype(dtype)
                 lost = np.flatnonzero(_is_lost(x, cast))
                 if len(lost):
-                    size = max(x[(0,) * num_axes].size, 1)
+                    size = max(x[0].size, 1)
                     raise DataError(
                         f"{name(int(lost[0]) // size)}:"
                         f" batch{jax.tree_util.keystr(path)} is {x.flat[lost[0]]}, but"

@@ -98,9 +98,9 @@ def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSour
     """Open the sources in the processes that read; the others open no file, and get
     synthetic rows.
     """
+    if loading.factor == 1:
+        return open_sources(config)
     opened = open_sources(config) if loading.reads else None
-    if loading.factor == 1 and opened is not None:
-        return opened
     # The others need the numbers of rows, for the order of samples, and rows of the
     # same shapes, on which nobody trains.
     train, held_out = json.loads(
@@ -127,13 +127,11 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
             "idlelib",
             "lib2to3",
         }
-        files = [
-            path
+        return sorted(
+            str(path)
             for path in root.rglob("*.py")
             if not skipped & set(path.relative_to(root).parts)
-        ]
-        files.sort(key=lambda path: path.relative_to(root).as_posix())
-        return list(map(str, files))
+        )
     # The order of the files is the order of the rows, and a file system may list them
     # in any.
     paths = sorted(

@@ -70,20 +70,17 @@ class TokenRows:
             max(-(-(len(array) - 1) // self.sequence_length), 0)
             for array in self.arrays
         ]
-        self._ends = list(itertools.accumulate(counts))
+        # The number of the first row of each array, through all of them.
+        self._firsts = list(itertools.accumulate(counts, initial=0))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._firsts[-1]
 
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         parts = [self._row(row) for row in rows.tolist()]
         sizes = np.fromiter(map(len, parts), np.int32, len(parts))
-        flat = (
-            np.concatenate(parts, dtype=np.int64, casting="unsafe")
-            if parts
-            else np.zeros(0, np.int64)
-        )
+        flat = np.concatenate(parts, dtype=np.int64, casting="unsafe")
         # A look-up with a token beyond the vocabulary would return some other row of
         # the embedding, without an error.
         bad = np.flatnonzero((flat >= self.vocab_size) | (flat < 0))
@@ -118,11 +115,8 @@ class TokenRows:
         return f"{self.paths[file]} from byte {byte:,} (row {row:,})"
 
     def _place(self, row: int) -> tuple[int, int]:
-        # Rows are numbered through all arrays; `_ends` has the number after the last
-        # row of each.
-        array = bisect.bisect_right(self._ends, row)
-        before = self._ends[array - 1] if array else 0
-        return array, (row - before) * self.sequence_length
+        array = bisect.bisect_right(self._firsts, row) - 1
+        return array, (row - self._firsts[array]) * self.sequence_length
 
 
 class ItemRows:

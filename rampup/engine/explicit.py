@@ -61,7 +61,7 @@ def call_with_auto_axes(
 
 
 def with_explicit_axes(
-    loss: Any, mesh: Mesh, params: Any, carried: Any = None, frozen: Any = None
+    loss: Any, mesh: Mesh, params: Any, carried: Any, frozen: Any = None
 ) -> Any:
     """Return a loss whose function sees all axes as Explicit, and the rows of all
     replicas. The last three are shardings.

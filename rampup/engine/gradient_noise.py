@@ -102,11 +102,13 @@ class NoiseMeter:
         norm = jnp.sum(meter.squares(grads))
         blocks = jnp.where(noise.blocks > 1, noise.blocks, jnp.nan)
         trace, squared_norm = noise_trace(divided, weight, norm, blocks)
-        found = {"trace": trace, "squared_norm": squared_norm, "squares": squares}
-        return {
-            "grad_norm": jnp.sqrt(norm),
-            "gradient_noise": found | {"blocks": noise.blocks},
+        found = {
+            "trace": trace,
+            "squared_norm": squared_norm,
+            "squares": squares,
+            "blocks": noise.blocks,
         }
+        return {"grad_norm": jnp.sqrt(norm), "gradient_noise": found}
 
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         """Return the sum of an array as one partial sum per shard, an array

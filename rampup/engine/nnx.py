@@ -117,12 +117,10 @@ def split_model(
         nnx.pop(merged, nnx.Intermediate)
         if deterministic:  # for `check_loss`: without dropout
             merged.set_attributes(deterministic=True, raise_if_not_found=False)
-        loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
-        return (
-            (loss, weight, aux, nnx.split(merged, *filters)[-1])
-            if has_rest
-            else (loss, weight, aux)
-        )
+        results = unpack_results(loss_fn(merged, batch, keys))
+        if has_rest:
+            results += (nnx.split(merged, *filters)[-1],)
+        return results
 
     pure.has_streams = bool(jax.tree.leaves(streams))  # type: ignore[attr-defined]
     state = create_state(

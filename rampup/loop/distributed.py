@@ -154,7 +154,6 @@ class StopConsensus:
     def __init__(self) -> None:
         self._folder = f"{FOLDER}/agreement{next(_agreement_numbers)}"
         self._from_step: int | None = None
-        self._has_asked = False
 
     def agreed(self, wants_to_stop: bool, step: int) -> bool:
         """Return whether the run stops before `step`, which is never smaller than in
@@ -163,11 +162,12 @@ class StopConsensus:
         if jax.process_count() == 1:
             return wants_to_stop
         if self._from_step is None:
-            if wants_to_stop and not self._has_asked:
+            if wants_to_stop:
                 kv_store().key_value_set(
-                    f"{self._folder}/ready{jax.process_index()}", ""
+                    f"{self._folder}/ready{jax.process_index()}",
+                    "",
+                    allow_overwrite=True,
                 )
-                self._has_asked = True
             found = dict(kv_store().key_value_dir_get(self._folder))
             decision = f"{self._folder}/from"
             if is_primary() and decision not in found and found:

@@ -55,20 +55,19 @@ def find_launch(
     number = _number_in("JAX_PROCESS_ID") if number is None else number
     if count == 1:
         return None
-    launcher = _launcher()
+    known_count, known_number, words = _launcher()
     if (address, count, number) == (None, None, None):
         found = _ask_jax(timeout)
-        if found is None and launcher is not None:
+        if found is None and words:
             raise ConfigError(
-                f"{launcher[2]}: this process was started as number {launcher[1]} of"
-                f" {launcher[0]}, but it does not know where process 0 is",
+                f"{words}: this process was started as number {known_number} of"
+                f" {known_count}, but it does not know where process 0 is",
                 fix=_FIX,
                 key="coordinator_address",
             )
         return found
-    if launcher is not None:
-        count = launcher[0] if count is None else count
-        number = launcher[1] if number is None else number
+    count = known_count if count is None else count
+    number = known_number if number is None else number
     given = {
         "coordinator_address": address,
         "num_processes": count,
@@ -113,9 +112,9 @@ def local_device_ids() -> list[int] | None:
     return None if number is None else [number]
 
 
-def _launcher() -> tuple[int, int, str] | None:
+def _launcher() -> tuple[int | None, int | None, str]:
     """Return count, own number and the variables of the first launcher that says that
-    it started several processes.
+    it started several processes; None, None and "" without one.
     """
     for names, own in _VARIABLES:
         name = next((name for name in names if os.environ.get(name)), names[0])
@@ -124,7 +123,7 @@ def _launcher() -> tuple[int, int, str] | None:
         # Other programs use such short names too, and not always for numbers.
         if count.isdecimal() and number.isdecimal() and int(count) > 1:
             return int(count), int(number), f"{name}={count}, {own}={number}"
-    return None
+    return None, None, ""
 
 
 def _ask_jax(timeout: int) -> Launch | None:
