@@ -11,7 +11,7 @@ import itertools
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,9 @@ class Exported:
     """A run in another system's keys."""
 
     values: Mapping[str, Any]  # by key
-    facts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what the system takes elsewhere, as `rampup check` does
-    notes: tuple[
-        str, ...
-    ] = ()  # what the system does otherwise than the plan, or needs in addition
+    facts: Mapping[str, Any]  # what the system takes elsewhere, as `rampup check` does
+    # What the system does otherwise than the plan, or needs in addition.
+    notes: tuple[str, ...]
 
     def to_yaml(self, system: str) -> str:
         """Return the text of the file, with the notes as comments."""
@@ -139,17 +136,6 @@ class _Run:
                 " it has one size for all phases; set rampup_microbatch=fixed",
             )
         return first
-
-    def require_axes(self, *axes: str) -> None:
-        """Refuse mesh axes other than these."""
-        for axis, slices in zip(AXES, self.plan.axes.slices, strict=True):
-            size = getattr(self.plan.axes, axis)
-            key = f"{'ici' if size > slices else 'dcn'}_{axis}_parallelism"
-            self.require(
-                size == 1 or axis in axes,
-                key,
-                f"it has no axis like {axis}={size}; set {key}=1",
-            )
 
     def notes(self, *clocks: str) -> Iterator[str]:
         """Yield the hyperparameters that differ in a system whose learning rate counts
@@ -266,27 +252,12 @@ def _to_megatron(run: _Run) -> Exported:
     micro = run.microbatch()
     length = config.max_target_length
     splitter = plan.splitter
-    run.require_axes("data", "fsdp", "tensor", "context", "pipeline")
-    for before, phase in itertools.pairwise(plan.ramp.phases):
-        size, after = before.global_batch_size, phase.global_batch_size
-        reason = (
-            f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer"
-            " stops"
-        )
-        run.require(after > size, "batch_size_schedule", reason)
     values: dict[str, Any] = {"micro_batch_size": micro, "seq_length": length}
     if run.grows:
-        entries: list[str] = []
-        for phase in plan.ramp.phases:
-            tokens = phase.start_sample * length
-            run.require(
-                int(float(tokens)) == tokens,
-                "batch_size_schedule",
-                f"{phase}, begins at {tokens:,} tokens, which are no floating-point"
-                " number",
-            )
-            entries.append(f"{tokens}:{phase.global_batch_size}")
-        values["step_batch_size_schedule"] = " ".join(entries)
+        values["step_batch_size_schedule"] = " ".join(
+            f"{phase.start_sample * length}:{phase.global_batch_size}"
+            for phase in plan.ramp.phases
+        )
     else:
         values["global_batch_size"] = plan.ramp.sizes[0]
     if plan.rate.clock == "samples":
@@ -294,11 +265,11 @@ def _to_megatron(run: _Run) -> Exported:
     else:
         values["train_iters"] = plan.total_steps
     for axis, name in (
-        ("tensor", "tensor_model"),
-        ("pipeline", "pipeline_model"),
-        ("context", "context"),
+        ("tensor", "tensor_model_parallel_size"),
+        ("pipeline", "pipeline_model_parallel_size"),
+        ("context", "context_parallel_size"),
     ):
-        values[f"{name}_parallel_size"] = getattr(plan.axes, axis)
+        values[name] = getattr(plan.axes, axis)
     if splitter.num_stages > 1:
         values["num_layers"] = config.base_num_decoder_layers
         if splitter.num_repeats > 1:

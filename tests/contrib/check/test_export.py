@@ -228,8 +228,8 @@ def test_notes_say_what_the_system_does_otherwise():
         (
             "0:8 80:16 160:8",
             "megatron",
-            "batch_size_schedule",
-            "phase 2, from sample 160, shrinks from 16 to 8",
+            "step_batch_size_schedule",
+            "the batch shrinks from 16 to 8 at 160 samples",
         ),
         ("auto", "megatron", "batch_size_schedule", "cannot follow the measured noise"),
         (
