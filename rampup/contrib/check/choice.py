@@ -67,11 +67,13 @@ class _Commands:
                 self.found.append(_Candidate(starts, size, command, leaves))
         # What follows a command that was cut short is not a command of a trainer: it
         # begins with a setting or an option.
+        self.cut: list[_Candidate] = []
         if any(row.starts and program_of(row.command) for row in self.found):
             rest = re.compile(r"-.*|.*=.*", re.DOTALL)
-            self.found = [
-                row for row in self.found if not rest.fullmatch(row.command.words[0])
+            self.cut = [
+                row for row in self.found if rest.fullmatch(row.command.words[0])
             ]
+            self.found = [row for row in self.found if row not in self.cut]
 
     def in_line(self, line: str, path: str) -> None:
         """Keep the commands that begin in a line, which the user has chosen."""
@@ -188,6 +190,13 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
         )
     if command.devices:
         yield f"the manifest asks for {command.devices:,} devices."
+    for row in rows.cut[:1]:
+        line, first = row.command.line, show_unknown(row.command.words[0])
+        yield (
+            f"line {line} begins with {first}, so it is not part"
+            " of the command above it: a comment, or a blank behind a backslash, ends"
+            " that."
+        )
     yield from _command_notes(command)
     yield from dict.fromkeys(
         f"{row.unread}; what it sets or starts is not read." for row in rows.unread
@@ -240,15 +249,7 @@ def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
 
 
 def _command_notes(command: Command) -> Iterator[str]:
-    """Yield what is lost between a command and its system: words after its end, and
-    words that are not known.
-    """
-    if command.cut:
-        said = (
-            f"the command ends in line {command.cut}, where a comment or a blank"
-            " follows the backslash"
-        )
-        yield f"{said}; the lines below it are not part of it."
+    """Yield which words of a command are not known."""
     # A word after an option is its value, unless its name is that of options.
     unknown: dict[str, None] = {}
     for before, word in itertools.pairwise(command.words):

@@ -28,12 +28,6 @@ _ENDS = (
     ";&",
     ";;&",
 )
-# A backslash before a comment or a blank, which ends a command, and a next line that
-# looks like its next words.
-_CUT = re.compile(
-    r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=["
-    r" \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))"
-)
 
 
 class ScriptError(Exception):
@@ -42,11 +36,11 @@ class ScriptError(Exception):
 
 @dataclass(slots=True)
 class Document:
-    """The text that a command gets as input."""
+    """A here-document, which a command gets as input."""
 
+    end: str  # the word that ends it
+    quoted: bool  # whether the text is as it stands, without expansions
     text: str = ""
-    end: str = ""  # the word that ends a here-document; empty for a here-string
-    quoted: bool = False  # whether the text is as it stands, without expansions
 
 
 class Node(NamedTuple):
@@ -56,17 +50,18 @@ class Node(NamedTuple):
     line: int
     words: list[str]
     parts: list[Any]  # of a command, its `Document`s
-    cut: int = (
-        0  # the line in which a backslash before a comment or a blank ends the command
-    )
 
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str, line: int | None = None) -> list[Any]:
     """Return the (connector, negated, commands of a pipe) rows of a script; ScriptError
-    if it does not end.
+    if it does not end, or ends what has not begun.
     """
-    return Parser(text, line).script()
+    parser = Parser(text, line)
+    rows = parser.rows()
+    if token := parser.peek():
+        raise ScriptError(f"line {parser.here()}: {token!r} ends nothing")
+    return rows
 
 
 class Parser:
@@ -78,14 +73,6 @@ class Parser:
         self.line = line  # of all nodes, if the text has none
         self.newlines = [match.start() for match in re.finditer("\n", text)]
         self.documents: list[Document] = []  # those that begin in the next line
-
-    def script(self) -> list[Any]:
-        """Return all nodes of the text; a stray end of a compound is skipped."""
-        nodes = self.rows()
-        while self.peek():
-            self.next()
-            nodes += self.rows()
-        return nodes
 
     def peek(self) -> str:
         """Return the next operator or raw word; empty at the end."""
@@ -140,10 +127,10 @@ class Parser:
         while self.take(*tokens):
             pass
 
-    def here(self, at: int | None = None) -> int:
-        """Return the line of the next word, or of a place in the text."""
+    def here(self) -> int:
+        """Return the line of the next word."""
         if self.line is None:
-            return bisect.bisect_left(self.newlines, self.at if at is None else at) + 1
+            return bisect.bisect_left(self.newlines, self.at) + 1
         return self.line
 
     def rows(self) -> list[Any]:
@@ -172,8 +159,6 @@ class Parser:
         line = self.here()
         words = list[str]()
         parts = list[Any]()
-        if kind == "select":
-            raise ScriptError(f"line {line}: `select` waits for an answer")
         if self.text.startswith("((", self.at):
             kind, words = "arithmetic", [self.in_brackets()]
         elif kind not in (
@@ -255,11 +240,9 @@ class Parser:
         return body
 
     def simple(self, line: int) -> Node:
-        """Return a simple command; redirections are dropped, here-documents and
-        here-strings kept.
-        """
+        """Return a simple command; redirections are dropped, here-documents kept."""
         node = Node("command", line, [], [])
-        is_test, end = False, self.at
+        is_test = False
         ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
         while (token := self.peek()) and (is_test or token not in ends):
             if is_test:
@@ -275,19 +258,10 @@ class Parser:
             elif not self.redirect(node.parts):
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
-            end = self.at
-        # Where the last word ends, or before a last word that is only the blank behind
-        # a backslash.
-        if node.words and not node.words[-1].strip("\\ \t"):
-            end -= len(node.words[-1])
-        if _CUT.match(self.text, end):
-            return node._replace(cut=self.here(end))
         return node
 
     def redirect(self, documents: list[Any]) -> bool:
-        """Drop a redirection, but add a here-document or a here-string; return whether
-        there was one.
-        """
+        """Drop a redirection, but add a here-document; return whether there was one."""
         if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
             return False
         self.at = match.end()
@@ -296,15 +270,9 @@ class Parser:
             raise ScriptError(f"line {self.here()}: `<<-` is not read")
         if match[1] == "<<":
             end = re.sub(r"[\"'\\]", "", target)
-            self.documents.append(
-                Document(
-                    end=end,
-                    quoted=end != target,
-                )
-            )
-            documents.append(self.documents[-1])
-        elif match[1] == "<<<":
-            documents.append(Document(target))
+            document = Document(end, quoted=end != target)
+            self.documents.append(document)
+            documents.append(document)
         return True
 
 

@@ -88,9 +88,6 @@ class Command(NamedTuple):
     tasks: str = ""  # how many processes run it, by Slurm or MPI
     environment: Mapping[str, str] = MappingProxyType({})  # the variables that it sees
     devices: int = 0  # those that the manifest around it asks for
-    # the line in which a backslash before a comment or a blank ends it, though more
-    # seems to follow
-    cut: int = 0
 
     def locate(self, value: Any) -> Located:
         """Return a value that the command sets, and where the command stands."""
@@ -251,7 +248,6 @@ class _Reader(Flow):
                 outer=self.outer,
                 tasks=self.tasks,
                 environment=self.environment() | own,
-                cut=node.cut,
             )
             self.commands.append(command)
             for text, parameters in self.find_texts(words, node):

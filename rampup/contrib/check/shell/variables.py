@@ -244,12 +244,10 @@ class Variables:
                 yield raw[start:at], True
 
     def input(self, documents: Sequence[Document]) -> str:
-        """Return what the last here-document or here-string gives a command to read."""
+        """Return what the last here-document gives a command to read."""
         if not documents:
             return ""
         last = documents[-1]
-        if not last.end:
-            return self.text(last.text) + "\n"
         if last.quoted:
             return last.text
         return self.text(last.text.replace('\\"', '\\\\"'), quoted=True)
