@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.known import with_lines
 from rampup.contrib.check.launch import (
-    PARENT,
     Launch,
     Reading,
     known_end,
@@ -32,9 +31,8 @@ from rampup.contrib.check.shell.values import (
 )
 from rampup.errors import ConfigError
 
-SEARCH_PATH = (  # of a command: where Hydra looks for further base files
-    "hydra.searchpath"
-)
+# Of a command: where Hydra looks for further base files.
+SEARCH_PATH = "hydra.searchpath"
 
 _MAX_FILES = 40
 
@@ -151,36 +149,37 @@ class BaseFiles:
         )
 
 
-def split_parent(overrides: Sequence[str], launch: Launch) -> tuple[str, list[str]]:
-    """Return the base file that the user chooses, or an empty text, and the other
-    settings.
-    """
-    start = f"{launch.parent}="
-    chosen = [text.removeprefix(start) for text in overrides if text.startswith(start)]
-    others = [text for text in overrides if not text.startswith(start)]
-    return (chosen[-1] if chosen else ""), others
-
-
 def read_bases(
-    source: Source, overrides: Sequence[str], launch: Launch
-) -> tuple[Reading, BaseFiles]:
-    """Read a YAML file, a script or a command of Hydra, with the base files that it
-    names; the keys of those that are there count as its own.
+    source: Source,
+    overrides: Sequence[str],
+    launch: Launch,
+    start: Callable[[BaseFiles, Command, str], None],
+) -> BaseFiles:
+    """Read a YAML file, a script or a command, and return it with the base files that
+    it names; the keys of those that are there count as its own.
+
+    `start` reads the base file of a command; it is given that which the user chooses,
+    or an empty text.
     """
-    chosen, others = split_parent(overrides, launch)
-    reading = read_source(source, others, launch)
+    sign = f"{launch.parent}="
+    chosen = [text.removeprefix(sign) for text in overrides if text.startswith(sign)]
+    others = [text for text in overrides if not text.startswith(sign)]
+    reading = rename(read_source(source, others, launch), launch)
     bases = BaseFiles(launch, reading)
-    own = {name: at for name, at in reading.leaves.items() if name != PARENT}
+    own = dict(reading.leaves)
+    parents = own.pop(launch.parent, None)
     if reading.command is not None:
-        _start(bases, reading.command, chosen)
-    elif PARENT in reading.leaves:
-        bases.follow(reading.leaves[PARENT])
+        start(bases, reading.command, "".join(chosen[-1:]))
+    elif chosen:
+        bases.follow(Located(value=chosen[-1], path=reading.path))
+    elif parents is not None:
+        bases.follow(parents)
     reading.leaves = bases.beside | own
     reading.recognized |= bool(bases.named)
-    return reading, bases
+    return bases
 
 
-def _start(bases: BaseFiles, command: Command, chosen: str) -> None:
+def start_hydra(bases: BaseFiles, command: Command, chosen: str) -> None:
     """Read the base file that the user or a command names, or else that of its
     program.
     """
@@ -188,7 +187,7 @@ def _start(bases: BaseFiles, command: Command, chosen: str) -> None:
     name = chosen or option(command.words, "--config-name", "-cn")
     folder = PurePosixPath(program_of(command).lstrip("/")).parent
     if name is not None:
-        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
+        name = name.removesuffix(".yaml").removesuffix(".yml")
         file = f"{name}.yaml"
         place = option(command.words, "--config-path", "-cp") or "config"
         here = Path(path).parent
@@ -198,7 +197,7 @@ def _start(bases: BaseFiles, command: Command, chosen: str) -> None:
             raise bases.unknown(file, Located(value=name, path=path))
         return
     text = " ".join(command.words)
-    part = next((part for part in launch.programs if part and part in text), "")
+    part = next((part for part in launch.programs if part in text), "")
     default = launch.programs.get(part, "")
     files = []
     if folder.name:  # they are in `config` beside the program
@@ -211,22 +210,24 @@ def _start(bases: BaseFiles, command: Command, chosen: str) -> None:
 
 def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source above its base files; the arguments are those of `read_source`."""
-    return type_above(*read_bases(source, overrides, launch))
+    bases = read_bases(source, overrides, launch, start_hydra)
+    return type_above(bases, looked_up(bases))
 
 
 def type_above(
-    reading: Reading,
     bases: BaseFiles,
+    looked: Mapping[str, Located],
     defaults: Mapping[str, Any] = MappingProxyType({}),
     notes: Sequence[str] = (),
 ) -> Settings:
     """Return the typed values of a source above its base files, and those above the
-    defaults of its version, of which the notes tell.
+    defaults of its version, of which the notes tell. `looked` are the keys that the
+    system looks up in its base file.
     """
-    launch, known_keys = bases.launch, bases.launch.known_keys
+    reading, launch = bases.source, bases.launch
+    known_keys = launch.known_keys
     settings = type_settings(reading, launch, {**defaults, **bases.shipped})
-    said = [*settings.notes, *notes, *_notes_of(reading, bases)]
-    looked = looked_up(reading, bases.beside)
+    said = [*settings.notes, *notes, *_notes_of(bases, looked)]
     own_answers = [
         name
         for name in reading.answered - launch.entries.keys()
@@ -243,23 +244,29 @@ def type_above(
     return dataclasses.replace(settings, looked_up=looked, notes=tuple(said))
 
 
-def _notes_of(reading: Reading, bases: BaseFiles) -> Iterator[str]:
-    """Yield which keys no version has, and which base files were read or not."""
-    launch, known_keys = bases.launch, bases.launch.known_keys
+def _notes_of(bases: BaseFiles, looked: Mapping[str, Located]) -> Iterator[str]:
+    """Yield which keys no version has, if no rule looks them up, and which base files
+    were read or not.
+    """
+    reading, launch = bases.source, bases.launch
     if reading.command is None:
-        groups = tuple({f"{name.partition('.')[0]}." for name in known_keys.lives})
+        groups = tuple(
+            {f"{name.partition('.')[0]}." for name in launch.known_keys.lives}
+        )
         own = {
             name: at
             for name, at in reading.leaves.items()
             if name.startswith(groups)
-            and known_keys.life(name) is None
-            and name not in launch.entries
+            and launch.known_keys.life(name) is None
+            and name not in {*launch.entries, *looked}
         }
         if named := ", ".join(with_lines(own)[:4]):
             yield (
                 f"no version of {launch.system} has {named}: a fork's, or another"
                 " trainer's, whose rules may differ."
             )
+    if bases.files and reading.command is not None:
+        yield f"{bases.files[0].resolve()}: its base file, which is read."
     if bases.named:
         yield (
             f"{', '.join(bases.named)}: the sizes of"
@@ -277,15 +284,14 @@ def _notes_of(reading: Reading, bases: BaseFiles) -> Iterator[str]:
         )
 
 
-def looked_up(
-    reading: Reading, beside: Mapping[str, Located] = MappingProxyType({})
-) -> dict[str, Located]:
+def looked_up(bases: BaseFiles) -> dict[str, Located]:
     """Return the keys of a command that Hydra looks up in its base file: without `+`,
     and not answered for by the user.
     """
+    reading = bases.source
     if reading.command is None or SEARCH_PATH in reading.leaves:
         return {}
-    others = reading.written("+", "++", "~") | reading.answered | beside.keys()
+    others = reading.written("+", "++", "~") | reading.answered | bases.beside.keys()
     is_key = re.compile(r"(?!hydra\.)[^@/]*\.[^@/]*")
     return {
         name: value
@@ -294,27 +300,19 @@ def looked_up(
     }
 
 
-def repository_folders(path: str) -> list[Path]:
-    """Return the folders above a file, up to the root of its repository."""
+def find_in_repository(path: str, place: str) -> list[Path]:
+    """Return what is at a place in the folders above a file, up to the root of its
+    repository, or in a copy of the system within that.
+    """
     folders = list(Path(path).absolute().parents)[:_MAX_FOLDERS]
+    copies: list[Path] = []
     for number, folder in enumerate(folders, start=1):
         if (folder / ".git").exists():
-            return folders[:number]
-    return folders
-
-
-def find_in_repository(path: str, place: str) -> list[Path]:
-    """Return what is at a place in the folders above a file, or in a copy of the system
-    within its repository.
-    """
-    folders = repository_folders(path)
-    is_repository = (folders[-1] / ".git").exists()
-    found: list[Path] = []
-    for up in folders:
-        found.append(up / place)
-        if is_repository or up == folders[0]:
-            found += sorted(up.glob(f"*/{place}"))
-    return [file for file in found if file.exists()]
+            folders = folders[:number]
+            copies = [file for up in folders for file in sorted(up.glob(f"*/{place}"))]
+            break
+    beside = [up / place for up in folders]
+    return [file for file in (*beside, *copies) if file.exists()]
 
 
 def _find_end(path: str, place: str) -> list[Path]:
@@ -323,6 +321,4 @@ def _find_end(path: str, place: str) -> list[Path]:
     """
     parts = known_end(place).strip("/").split("/")
     ends = ["/".join(parts[first:]) for first in range(max(len(parts) - 1, 1))]
-    if ".." in parts:
-        ends = ends[:1]
     return [file for end in ends for file in find_in_repository(path, end)]

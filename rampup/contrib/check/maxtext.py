@@ -7,7 +7,6 @@ arithmetic belongs to `rampup.plan`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 
 from rampup.config.key import other_names
 from rampup.config.load import BASE
-from rampup.config.yaml import Located
-from rampup.contrib.check.base_files import BaseFiles, split_parent
+from rampup.config.schema import KEYS
+from rampup.contrib.check.base_files import BaseFiles, read_bases, type_above
 from rampup.contrib.check.known import load_table, load_unread
 from rampup.contrib.check.launch import Launch, load_launch
-from rampup.contrib.check.reading import Source, read_source
+from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rules import (
     Dialect,
     PretrainingJob,
@@ -29,7 +28,8 @@ from rampup.contrib.check.rules import (
     few_samples_per_pass,
     found_by_run,
 )
-from rampup.contrib.check.settings import Settings, rename, type_settings
+from rampup.contrib.check.settings import Settings
+from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
@@ -39,19 +39,21 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, segments_counted_per_phase
 
 END = "per_device_batch_size"
-START, INCREMENT = (f"{END}_{part}" for part in ("start", "increment"))
-EVAL = f"eval_{END}"
+START = "per_device_batch_size_start"
+INCREMENT = "per_device_batch_size_increment"
+EVAL = "eval_per_device_batch_size"
 SAMPLES = "global_rampup_samples"
 ACCUMULATION = "gradient_accumulation_steps"
-MICROBATCHES, REPEATS = (f"num_pipeline_{what}" for what in ("microbatches", "repeats"))
+MICROBATCHES = "num_pipeline_microbatches"
+REPEATS = "num_pipeline_repeats"
 LAYERS = "pipeline_parallel_layers"
 EXPANSION = "expansion_factor_real_data"
 RAMP = "enable_rampup_batch_size"
 STAGE_LAYERS = "num_layers_per_pipeline_stage"
 SHARD_OPTIMIZER = "shard_optimizer_over_data"
 AT_STEP = "at_step"  # where a run stands
-# How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
-AXIS_GROUPS: dict[str, list[str]] = load_table("maxtext", "axes")
+# How MaxText's mesh axes map to rampup's, within a slice and between slices.
+MESH: dict[str, dict[str, list[str]]] = load_table("maxtext", "axes")
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
 BASES: dict[str, dict[str, Any]] = load_table("maxtext", "bases")
@@ -64,48 +66,25 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     command names. Files of models are not read: those of MaxText set no batch sizes,
     and a note names another one.
     """
-    chosen, others = split_parent(overrides, launch)
-    reading = rename(read_source(source, others, launch), launch)
-    given, command = dict(reading.leaves), reading.command
-    start = given.get(BASE)
-    if command is not None:
-        words = [word for word in command.words if "=" not in word]
-        named = (word for word in words if word.endswith((".yml", ".yaml")))
-        start = command.locate(next(named, ""))
-        if command.devices:  # those of a manifest
-            given.setdefault("num_devices", command.locate(command.devices))
-    if chosen:
-        start = Located(value=chosen, path=reading.path)
-    bases = BaseFiles(launch, reading)
-    if start is not None:
-        bases.follow(start)
-    answered = {*reading.answered, BASE, *launch.entries, *bases.beside}
+    bases = read_bases(source, overrides, launch, _start)
+    reading = bases.source
+    answered = {*reading.answered, *launch.entries, *bases.beside}
     looked_up = {
         key: value for key, value in reading.leaves.items() if key not in answered
     }
     reading.leaves = {
         name: value
-        for name, value in {**bases.beside, **given}.items()
+        for name, value in reading.leaves.items()
         if not (name in MAY_BE_EMPTY and value.value in ("", None))
     }
-    reading.recognized |= bool(bases.named)
-    settings = type_settings(reading, launch, bases.shipped)
-    notes = [*settings.notes]
-    model = settings.values.get("model_name", "default")
-    if model != "default":
-        notes.append(
-            f"model_name={model}: the file of the model is not read; those of MaxText"
-            " set no batch sizes."
-        )
-    if bases.files and command is not None:
-        files = [str(file.resolve()) for file in bases.files]
-        notes.append(f"{', '.join(files)}: its base file, which is read.")
-    notes += [
-        f"what the source does not set is from MaxText's own {name} of {launch.version}."
-        for name in bases.named
-        if name != "base.yml"
-    ]
-    return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
+    return type_above(bases, looked_up)
+
+
+def _start(bases: BaseFiles, command: Command, chosen: str) -> None:
+    """Read the base file that the user or a command names."""
+    words = [word for word in command.words if "=" not in word]
+    named = (word for word in words if word.endswith((".yml", ".yaml")))
+    bases.follow(command.locate(chosen or next(named, "")))
 
 
 def known_keys(job: Any, key: str) -> Iterator[Ruling]:
@@ -117,7 +96,7 @@ def known_keys(job: Any, key: str) -> Iterator[Ruling]:
         key,
         "left out: MaxText refuses what is not in its configuration (that of November"
         " 2025 warned). For a fork with keys of its own, name its base file with"
-        f" {BASE}=..., or give them on rampup's command line as well",
+        f" {BASE}=..., or give one of them on rampup's command line as well",
     )
 
 
@@ -165,12 +144,7 @@ class MaxTextJob(PretrainingJob):
     system = "maxtext"
     version = "MaxText of August 2026 (e591f30)"
     expressed = (
-        *(
-            f"{group}_{axis}_parallelism"
-            for group in ("ici", "dcn")
-            for axes in AXIS_GROUPS.values()
-            for axis in axes
-        ),
+        *(key for axes in MESH.values() for keys in axes.values() for key in keys),
         *("learning_rate_schedule_steps", LAYERS),
         *(RAMP, END, START, INCREMENT, SAMPLES),
     )
@@ -187,24 +161,22 @@ class MaxTextJob(PretrainingJob):
         # MaxText's mesh axes, multiplied into rampup's; -1 if one of a group is -1.
         self.combined_axes: dict[str, dict[str, int]] = {"ici": {}, "dcn": {}}
         for group, combined in self.combined_axes.items():
-            for name, axes in AXIS_GROUPS.items():
-                sizes = [self[f"{group}_{axis}_parallelism"] for axis in axes]
+            for name, keys in MESH[group].items():
+                sizes = [self[key] for key in keys]
                 combined[name] = AUTO if AUTO in sizes else math.prod(sizes)
         self.num_slices: int = self["num_slices"]
         self.num_devices: int = self["num_devices"] or 0
         if not self.num_devices:
-            ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
-            is_open = AUTO in dcn and self.num_slices < 1
-            if AUTO in ici or min(ici) < 1 or is_open:
+            axes = [*self.combined_axes["ici"].values()]
+            axes += self.combined_axes["dcn"].values()
+            if min(axes) < 1:
                 raise ConfigError(
                     "the file leaves a mesh axis open (-1), so its batches depend on"
                     " the machine",
                     fix="add num_devices=N, for example num_devices=8",
                     key="num_devices",
                 )
-            slices = math.prod(size for size in dcn if size != AUTO)
-            slices = self.num_slices if AUTO in dcn else slices
-            self.num_devices = max(math.prod(ici) * slices, 1)
+            self.num_devices = math.prod(axes)
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
@@ -292,14 +264,10 @@ class MaxTextJob(PretrainingJob):
         keys = (START, INCREMENT, END)
         start, increment, end = (self.global_size(key) for key in keys)
         self.divided_keys = keys if start + increment < end else (START, END)
-        if min(start, increment) < 1:
-            ends = start >= max(end, 1)
-        else:
-            ends = (end - start) // increment < MAX_PHASES
-        if not ends:
+        if min(start, increment) < 1 or (end - start) // increment >= MAX_PHASES:
             return
         step = consumed = 0
-        sizes = range(start, end, max(increment, 1))
+        sizes = range(start, end, increment)
         for num_steps, size in segments_counted_per_phase(
             sizes, self[SAMPLES], self.num_increments
         ):
@@ -321,7 +289,7 @@ class MaxTextJob(PretrainingJob):
         MaxText's RampUpDataLoader (`common/data_loader.py`) believes that a pull fills
         its buffer to the final batch.
         """
-        if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
+        if not self.ramp_phases or self[EXPANSION] > 0:
             return 0
         _, end, trained = self.ramp_phases[-1]
         return -(-trained // end) * self.sizes.to_load - trained
@@ -446,16 +414,15 @@ class MaxTextJob(PretrainingJob):
         """Return the mesh in rampup's keys, which have slices along two axes and no
         experts.
         """
-        found = {"num_slices": self.num_slices} | {
-            f"{group}_{axis}_parallelism": size
-            for group, axes in self.combined_axes.items()
-            for axis, size in axes.items()
-        }
-        removed = other_names()["removed"]
-        gone = {key: found.pop(key) for key in [*found] if key in removed}
-        for key, size in gone.items():
-            if size != 1:
-                raise ConfigError(f"{key}={size}: {removed[key]}", key=key)
+        found = {"num_slices": self.num_slices}
+        for group, axes in self.combined_axes.items():
+            for axis, size in axes.items():
+                key = f"{group}_{axis}_parallelism"
+                if key in KEYS:
+                    found[key] = size
+                elif size != 1:
+                    why = other_names()["removed"][key]
+                    raise ConfigError(f"{key}={size}: {why}", key=key)
         return found
 
 
@@ -479,6 +446,11 @@ def product_text(job: MaxTextJob, key: str) -> str:
 
 def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
+    if job["model_name"] != "default":
+        yield (
+            f"model_name={job['model_name']}: the file of the model is not read; those"
+            " of MaxText set no batch sizes."
+        )
     yield from old_keys(job)
     if job.ramp_phases:
         phases = [(start, size) for start, size, _ in job.ramp_phases]

@@ -24,14 +24,14 @@ from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.tunix import PromptJob
 from rampup.contrib.check.verdict import counted
-from rampup.plan.numbers import divisors
+from rampup.plan.numbers import AUTO, divisors
 
 BATCH = "batch_size"
 GENERATIONS = "rl.num_generations"
 ITERATIONS = "rl.num_iterations"
-TRAIN, ROLLOUT = (f"{work}_micro_batch_size" for work in ("train", "rollout"))
+TRAIN = "train_micro_batch_size"
+ROLLOUT = "rollout_micro_batch_size"
 FSDP = "ici_fsdp_parallelism"
-AUTO = -1
 
 KEYS = load_entries("maxtext_rl")
 LAUNCH = load_launch(

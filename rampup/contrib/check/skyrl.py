@@ -10,7 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rampup.contrib.check.base_files import read_bases, type_above
+from rampup.contrib.check.base_files import (
+    looked_up,
+    read_bases,
+    start_hydra,
+    type_above,
+)
 from rampup.contrib.check.known import load_table, load_unread
 from rampup.contrib.check.launch import Launch, load_launch, program_of
 from rampup.contrib.check.reading import Source
@@ -52,23 +57,18 @@ LAUNCH = load_launch(
     unread=load_unread("skyrl"),
 )
 KEYS = LAUNCH.entries
-_SECTIONS = (
-    "data",
-    "trainer",
-    "generator",
-    "environment",
-)  # integrations have sections of their own
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source by the version that its module's name tells; programs beside
     SkyRL's own, such as its examples, add keys to its settings.
     """
-    reading, bases = read_bases(source, overrides, launch)
+    bases = read_bases(source, overrides, launch, start_hydra)
+    reading = bases.source
     program = "" if reading.command is None else program_of(reading.command)
     reading.is_fork |= "/" in program and "skyrl" not in program
     version = OLD if "skyrl_train" in program else NEWEST
-    return type_above(reading, bases, {WORD: version})
+    return type_above(bases, looked_up(bases), {WORD: version})
 
 
 class SkyRLJob(RolloutJob):
@@ -81,12 +81,6 @@ class SkyRLJob(RolloutJob):
         self.version = "SkyRL of 2025 (skyrl_train)"
         if self[WORD] == NEWEST:
             self.version = "SkyRL of August 2026 (a956457)"
-        # Keys that no class of SkyRL's settings has, with their lines.
-        self.unknown_keys = [
-            name
-            for name in self.keys_of("skyrl", None)
-            if name.partition(".")[0] in _SECTIONS
-        ]
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
         # The number of passes depends on lengths with a token budget.
@@ -230,7 +224,7 @@ def _rules(job: SkyRLJob) -> Iterator[Ruling]:
             candidates=["fsdp"],
         )
     yield from job.unknown(
-        job.unknown_keys,
+        job.keys_of("skyrl", None),
         TRAIN,
         "left out: SkyRL refuses them as invalid fields. For a fork with keys of its"
         " own, give one of them on rampup's command line as well",

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.base_files import (
+    BaseFiles,
     find_in_repository,
     looked_up,
     read_bases,
+    start_hydra,
     type_above,
 )
 from rampup.contrib.check.known import (
@@ -118,17 +120,19 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source as Hydra does, by the rules of its version. A version without
     rules is asked about; the user's word answers that.
     """
-    reading, bases = read_bases(source, overrides, launch)
-    numbers, why = _find_versions(reading, bases.beside)
+    bases = read_bases(source, overrides, launch, start_hydra)
+    reading, looked = bases.source, looked_up(bases)
+    numbers, why = _find_versions(bases, looked)
     keys_of = numbers[0]  # the version whose keys the source may have
     rules = {row.number: name for name, row in GENERATIONS.items()}
     covered = [rules[number] for number in numbers if number in rules]
-    chosen = dict(text.split("=", 1) for text in overrides if "=" in text)
-    in_file = reading.leaves.get(WORD)
-    stated = chosen.get(WORD) or (in_file and str(in_file.value))
+    # Words of the user, above one of the file, choose rules.
+    stated = [str(reading.leaves[WORD].value)] if WORD in reading.leaves else []
+    stated += [
+        text.partition("=")[2] for text in overrides if text.startswith(f"{WORD}=")
+    ]
     if stated:
-        # A word chooses rules; the keys are those of the source.
-        version, why = _chosen(stated), f"{WORD} says so"
+        version, why = _chosen(stated[-1]), f"{WORD} says so"
         keys_of = GENERATIONS[version].number if covered else keys_of
     elif covered:
         version = covered[0]
@@ -145,18 +149,17 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         )
         reading.questions.append(question)
     settings = type_above(
-        reading,
         bases,
+        looked,
         {WORD: float(version), **GENERATIONS[version].defaults},
         [f"the rules are those of veRL {version}: {why}."] if why else [],
     )
-    known = load_known_keys("verl")
     # A source without a stated version may be of a day between two versions.
-    versions = [keys_of] if WORD in chosen else [keys_of - 1, keys_of, keys_of + 1]
+    versions = [keys_of] if stated else [keys_of - 1, keys_of, keys_of + 1]
     unknown = {
         name: place
         for name, place in settings.looked_up.items()
-        if not any(known.has(name, version) for version in versions)
+        if not any(launch.known_keys.has(name, version) for version in versions)
     }
     others = () if stated else tuple(covered[1:])
     return dataclasses.replace(settings, looked_up=unknown, other_versions=others)
@@ -174,12 +177,12 @@ def _chosen(text: str) -> str:
     return text
 
 
-def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
+def _find_versions(bases: BaseFiles, looked: Mapping[str, Located]) -> _Evidence:
     """Return the version of a source: that of its version file or its base file, or
     what its keys fit.
     """
-    known = load_known_keys("verl")
-    required = [key for key in looked_up(reading, beside) if known.life(key)]
+    known, reading = load_known_keys("verl"), bases.source
+    required = [key for key in looked if known.life(key)]
     added = sorted(reading.written("+"))
     # For each version the keys that it has not, and those that `+` adds although it has
     # them.
@@ -198,7 +201,7 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence
             numbers = _NAMES["development"][minor] if is_open else [minor]
             why = f"{_short(file)} says {text}"
             return sorted(numbers, key=lambda n: (len(misfits[n]), -n)), why
-    leaves = beside or (reading.leaves if reading.command is None else {})
+    leaves = bases.beside or (reading.leaves if reading.command is None else {})
     own = {known.name(key) for key in leaves}
     if len(own) >= _MANY:
         files = {version: known.in_version(version) for version in misfits}

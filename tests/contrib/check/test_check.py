@@ -367,7 +367,7 @@ SUMMARIES = {
     "verl": ({"data.train_batch_size": 64, "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16, "actor_rollout_ref.actor.use_dynamic_bsz": True, "algorithm.adv_estimator": "grpo"}, f"64 prompts {X} 4 = 256 samples; 4 optimizer steps of 64; 8 replicas {X} passes of up to 16,384 tokens"),
     "trlx": ({"train.batch_size": 32, "train.minibatch_size": 8}, f"128 prompts {X} 1 = 128 samples; 16 optimizer steps of 32; 1 replica {X} 4 passes {X} 8"),
     "megatron": ({"micro_batch_size": 1, "global_batch_size": 48, "rampup_batch_size": [16, 8, 500], "data_parallel_size": 8}, f"48 samples per optimizer step; 8 replicas {X} 6 microbatches {X} 1; ramp from 16 in 5 phases and 21 steps"),
-    "maxtext": ({"per_device_batch_size": 0.5, "ici_fsdp_parallelism": 8, "num_slices": 1, "gradient_accumulation_steps": 2}, f"8 samples per optimizer step; 8 replicas {X} 2 passes {X} 0.5; 16 rows loaded"),
+    "maxtext": ({"per_device_batch_size": 0.5, "ici_fsdp_parallelism": 8, "num_devices": 8, "gradient_accumulation_steps": 2}, f"8 samples per optimizer step; 8 replicas {X} 2 passes {X} 0.5; 16 rows loaded"),
     "maxtext_rl": ({"batch_size": 8, "rl.num_generations": 4, "train_micro_batch_size": 2}, f"8 prompts {X} 4 = 32 samples; 1 optimizer step of 32; 4 passes {X} 8"),
     "tunix": ({"batch_size": 8, "grpo_config.num_generations": 4, "rl_training_config.mini_batch_size": 4}, f"8 prompts {X} 4 = 32 samples; 2 optimizer steps of 16; 1 pass {X} 16"),
 }  # fmt: skip

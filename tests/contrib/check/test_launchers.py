@@ -213,11 +213,11 @@ FILES = {
     "a last comment": ("skyrl", f"#!/bin/bash\n{SKYRL} \\\n  # generator.n_samples_per_prompt=2\n\necho done", {}, [], {"samples_per_step": 160}),
     "decoding": ("maxtext", f"#!/bin/bash\n{MAXTEXT.replace('train.py', 'decode.py')}", {}, [], r"starts MaxText/decode\.py, which the rules of MaxText do not cover"),
     "generation": ("verl", PPO.replace("main_ppo", "main_generation"), {}, [], "main_generation, which the rules of veRL do not cover"),
-    "no compilation": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 1\ninternal_compile_num_devices: -1\n", {}, [], {LOADED: 16}),
+    "no compilation": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 1\ninternal_compile_num_devices: -1\n", {}, ["num_devices=8"], {LOADED: 16}),
     "topology": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\ncompile_topology: v5e-16\ncompile_topology_num_slices: 2\n", {}, [], "add num_devices=N"),
     "topology of given devices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\ncompile_topology: v5e-16\n", {}, ["num_devices=16", "num_slices=2"], {LOADED: 32, "note": "compile_topology=v5e-16 gives a compilation its devices"}),
     "open slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\n", {}, [], "add num_devices=N"),
-    "slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 2\n", {}, [], {LOADED: 32}),
+    "slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 2\n", {}, [], "add num_devices=N"),
 }  # fmt: skip
 
 
