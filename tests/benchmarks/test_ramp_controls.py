@@ -82,9 +82,9 @@ def test_predicted_losses_contain_those_of_the_runs():
     ]
     ends = [place for place in pairs if place.tenth == results.TENTHS]
     assert len(ends) >= 60
-    guide = " ".join((ROOT / "docs/guides/how_large_a_batch.md").read_text().split())
+    page = " ".join((ROOT / "docs/explanation/measured_batches.md").read_text().split())
     inside = sum(place.is_inside for place in ends)
-    assert f"{inside} of {len(ends)} pairs of a pilot and a run" in guide
+    assert f"{inside} of {len(ends)} pairs of a pilot and a run" in page
     for found in (ends, pairs):
         inside = [place.is_inside for place in found]
         assert 0.85 <= sum(inside) / len(inside) <= 0.95
