@@ -353,7 +353,7 @@ def without_manual_axes(sharding: Any) -> Any:
     mapped here; None if nothing is left.
     """
     context = jax.sharding.get_abstract_mesh()
-    manual = frozenset((*context.manual_axes, *(getattr(_patch, "mapped", None) or ())))
+    manual = frozenset((*context.manual_axes, *(_patch.mapped or ())))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         sharding = sharding.update(mesh=auto_view(sharding.mesh))
     if not manual or not isinstance(sharding, (NamedSharding, PartitionSpec)):
@@ -400,8 +400,16 @@ def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     return PartitionSpec(*map(keep, spec))
 
 
+class _Patch(threading.local):
+    """What `own_constraints` says in this thread: the axes that are mapped; None =
+    nothing.
+    """
+
+    mapped: tuple[str, ...] | None = None
+
+
 _with_sharding_constraint = jax.lax.with_sharding_constraint
-_patch, _patch_lock = threading.local(), threading.Lock()
+_patch, _patch_lock = _Patch(), threading.Lock()
 _num_patched = 0
 
 
@@ -418,8 +426,7 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     with _patch_lock:
         _num_patched += 1
         jax.lax.with_sharding_constraint = _constrain_without_manual_axes
-    before = getattr(_patch, "mapped", None)
-    _patch.mapped = mapped
+    before, _patch.mapped = _patch.mapped, mapped
     try:
         yield
     finally:
@@ -432,9 +439,7 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
 
 @functools.wraps(_with_sharding_constraint)
 def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
-    if getattr(_patch, "mapped", None) is None or is_explicit(
-        jax.sharding.get_abstract_mesh()
-    ):
+    if _patch.mapped is None or is_explicit(jax.sharding.get_abstract_mesh()):
         return _with_sharding_constraint(x, shardings)
 
     def constrain_part(sharding: Any, part: Any) -> Any:

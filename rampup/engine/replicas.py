@@ -49,6 +49,7 @@ from rampup.engine.mesh import (
     constrain_leaves,
     mesh_in_context,
     own_constraints,
+    replicated,
     wide_axes,
 )
 from rampup.engine.operations import (
@@ -236,26 +237,25 @@ class Replicas:
         with jax.named_scope("reduce"):
             # Manual and mapped: only here do gradients cross the data axis, after the
             # loop; with stages once for the layers and once for what all stages have.
+            # The compiler combines what is summed over the same axes.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
-            leaves, structure = jax.tree.flatten(grads)
-            # The axes over which the loss has not summed a gradient: those that its
-            # sharding does not name. Replicas that get parts are added up with them.
-            own = self.shards if self.has_stages else self.shardings
-            scatters = is_scattered(self.shardings, self.axes)
-            used = [{*self.axes.replica} if scatters else set[str]()] * len(leaves)
-            if leaves and own is not None:
-                named = map(axes_of, jax.tree.leaves(own))
-                used = [a | b for a, b in zip(used, named, strict=True)]
-            left = [tuple(name for name in names if name not in x) for x in used]
-            # One psum for each set of axes. The other sums travel with the gradients
-            # that are summed over all of them, as the compiler combines the two.
             reduced = recipe.aggregate(sums._replace(grads=None), names)
-            for over in dict.fromkeys(filter(None, left)):
-                members = [index for index, own in enumerate(left) if own == over]
-                parts = jax.lax.psum([leaves[index] for index in members], over)
-                for index, part in zip(members, parts, strict=True):
-                    leaves[index] = part
-            grads = jax.tree.unflatten(structure, leaves)
+            if grads is None:
+                return reduced
+            scatters = is_scattered(self.shardings, self.axes)
+            done = {*self.axes.replica} if scatters else set[str]()
+
+            def sum_up(grad: jax.Array, own: NamedSharding) -> jax.Array:
+                """Sum a gradient over the axes over which the loss has not: those that
+                its sharding does not name. Replicas that get parts sum when they do.
+                """
+                left = [name for name in names if name not in done | axes_of(own)]
+                return jax.lax.psum(grad, tuple(left)) if left else grad
+
+            own = self.shards if self.has_stages else self.shardings
+            if own is None:
+                own = jax.tree.map(lambda _: replicated(self.mesh), grads)
+            grads = jax.tree.map(sum_up, grads, own)
             if scatters:
                 grads = reduce_gradients(grads, self.shardings, self.axes)
             # Not back into a narrow type of the accumulators: the sum over the replicas

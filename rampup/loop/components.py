@@ -16,7 +16,7 @@ GRADIENT_NOISE = "gradient_noise"  # its averages
 
 class LoopPlan(Protocol):
     """The part of a `RampPlan` that a loop reads, or of another plan of optimizer steps
-    such as that of rollouts.
+    such as that of rollouts. With an attribute `num_devices`, checkpoints record it.
     """
 
     @property
@@ -26,13 +26,15 @@ class LoopPlan(Protocol):
     @property
     def ramp(self) -> Any:
         """What a loop reads of a `BatchRamp`: `ramp_steps`, `samples_before`,
-        `fingerprint`, `to_rows` and `differences`.
+        `fingerprint`, `to_rows` and `differences`, and `first_step` if it has one.
         """
 
 
 class LoopStep(Protocol):
     """The part of a `TrainStep` that a loop calls, or of another step from state and
-    batch to the next state and metrics.
+    batch to the next state and metrics. With the attribute `measures_noise` of a
+    `TrainStep`, a loop averages the noise, and with its method `jaxprs` it compares the
+    programs at a resume.
     """
 
     @property
