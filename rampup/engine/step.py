@@ -252,7 +252,7 @@ def train_step(
             " once per microbatch; reduce_once=True reduces them once per step, and the"
             " loss then sees Auto axes; reduce_once=False says that you mean it",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,  # the decorator is one level
         )
     with auto_context(mesh):
         run_key = random_key(seed)

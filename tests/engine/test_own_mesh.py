@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,21 @@ def test_any_mesh_trains_like_one_device(name, axis_type):
     model_axis = {"batch_model": "model", "maxtext": "tensor"}.get(name)
     with jax.set_mesh(mesh) if name == "data_fsdp" else contextlib.nullcontext():
         np.testing.assert_allclose(train(mesh, axes, model_axis), expected, rtol=1e-6)
+
+
+def test_gradients_reduced_per_microbatch_are_warned_of_at_the_call():
+    """A loss that sees Explicit axes, on several replicas, unless the caller decides."""
+    mesh = jax.make_mesh((8, 1), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+    make = functools.partial(
+        rampup.train_step, plain_loss_fn, optax.sgd(0.1), plan_for(mesh), mesh
+    )
+    with pytest.warns(RuntimeWarning, match="once per microbatch") as caught:
+        make()
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for decided in (True, False):
+            make(reduce_once=decided)
 
 
 def explicit_loss_fn(params, batch, keys, *, frozen=None):
