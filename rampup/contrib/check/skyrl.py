@@ -32,9 +32,7 @@ from rampup.contrib.check.verdict import Run, Term, counted, product
 
 TRAIN = "trainer.train_batch_size"
 MICRO = "trainer.micro_train_batch_size_per_gpu"
-FORWARD = "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES = "generator.n_samples_per_prompt"
-LAST = "trainer.max_training_steps"
 STRATEGY = "trainer.strategy"
 # Of 2025, when its module was `skyrl_train`, and of August 2026, when it is `skyrl`.
 WORD, OLD, NEWEST = "skyrl_version", "legacy", "head"
@@ -136,7 +134,7 @@ class SkyRLJob(RolloutJob):
         if self.tokens is None:
             self.passes = -(-self.policy.padded_share // self[MICRO])
         self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
-        self.read_data(self["trainer.epochs"], self[LAST])
+        self.read_data(self["trainer.epochs"], self["trainer.max_training_steps"])
 
     @property
     def outcome(self) -> Run:
@@ -153,7 +151,8 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     yield from batch_meanings(job, keys, job.devices["policy"], size)
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
     what = "forward-only passes (log-probabilities, values)"
-    yield FORWARD, f"samples per replica in {what}"
+    key = "trainer.micro_forward_batch_size_per_gpu"
+    yield key, f"samples per replica in {what}"
     prompts = job["trainer.eval_batch_size"]
     evaluated = counted(prompts * job["generator.eval_n_samples_per_prompt"], "sample")
     said = f"{evaluated} per evaluation batch; the last batch may be smaller"

@@ -25,7 +25,6 @@ from rampup.contrib.check.base_files import (
     type_above,
 )
 from rampup.contrib.check.known import (
-    load_known_keys,
     load_table,
     load_unread,
     with_lines,
@@ -48,7 +47,6 @@ from rampup.errors import ConfigError
 TRAIN = "data.train_batch_size"
 GEN = "data.gen_batch_size"
 RESPONSES = "actor_rollout_ref.rollout.n"
-LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
 WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
 ESTIMATOR = "algorithm.adv_estimator"
@@ -59,7 +57,6 @@ DEVICES = "trainer.n_gpus_per_node"
 ROLLOUT_DEVICES = "rollout.n_gpus_per_node"
 ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
-LAST = "trainer.total_training_steps"
 WORD = "verl_version"
 # The keys that each model and each kind of passes has, by its name.
 _PARTS: dict[str, dict[str, str]] = load_table("verl", "parts")
@@ -86,6 +83,7 @@ class Generation(NamedTuple):
     """What a version of veRL does otherwise than that of August 2026."""
 
     number: int  # of the version in the table of keys, where 0.1 is 1
+    title: str  # the version, for the report
     defaults: Mapping[str, Any] = {}
     # Workers that divide the whole job's micro sizes, and whose last mini batch and
     # pass may be smaller.
@@ -101,13 +99,7 @@ GENERATIONS = {
 }
 NEWEST = 9
 LAUNCH = load_launch(
-    "verl",
-    groups=(
-        *{name.partition(".")[0] for name in load_known_keys("verl").lives},
-        "hydra",
-    ),
-    bases=load_table("verl", "bases"),
-    unread=load_unread("verl"),
+    "verl", bases=load_table("verl", "bases"), unread=load_unread("verl")
 )
 _NUMBER = re.compile(r"v?0\.(\d+)")
 _MANY = 50  # a file with so many keys is a base file of its version
@@ -181,7 +173,7 @@ def _find_versions(bases: BaseFiles, looked: Mapping[str, Located]) -> _Evidence
     """Return the version of a source: that of its version file or its base file, or
     what its keys fit.
     """
-    known, reading = load_known_keys("verl"), bases.source
+    known, reading = bases.launch.known_keys, bases.source
     required = [key for key in looked if known.life(key)]
     added = sorted(reading.written("+"))
     # For each version the keys that it has not, and those that `+` adds although it has
@@ -244,11 +236,7 @@ class VerlJob(RolloutJob):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.of = GENERATIONS[str(self[WORD])]
-        self.version = f"veRL {self[WORD]}"
-        if self.of.number == NEWEST:
-            self.version = "veRL of August 2026 (1dda039)"
-        # Keys that Hydra looks up and no base file has.
-        self.unknown_keys = with_lines(settings.looked_up)
+        self.version = self.of.title
         self._choose_trainer()
         self._choose_backends()
         self._count_replicas()
@@ -395,7 +383,9 @@ class VerlJob(RolloutJob):
             share = self.policy.share
             whole = share // self.micro
             self.passes = -(-share // self.micro) if self.of.old_workers else whole
-        self.read_data(self["trainer.total_epochs"], self[LAST])
+        self.read_data(
+            self["trainer.total_epochs"], self["trainer.total_training_steps"]
+        )
 
     def _train(self, name: str, mini: int, epochs: int) -> None:
         """Add a model that is trained. The older workers round its share of a mini
@@ -513,7 +503,7 @@ def _critic_notes(job: VerlJob) -> Iterator[str]:
 
 def _budget_notes(job: VerlJob) -> Iterator[str]:
     """Yield what a token budget does, and which are below the longest sequence."""
-    longest = sum(job[key] for key in LENGTHS)
+    longest = job["data.max_prompt_length"] + job["data.max_response_length"]
     for kind in ("actor", "rollout", "ref"):
         if MODEL[kind] not in job.models or not job.dynamic[kind]:
             continue
@@ -619,7 +609,7 @@ def _rules(job: VerlJob) -> Iterator[Ruling]:
         said = f"{LOSS}={job[LOSS]} must be one of {', '.join(losses)}"
         yield job.broken("loss_is_known", [LOSS], said, candidates=losses)
     yield from job.unknown(
-        job.unknown_keys,
+        with_lines(job.settings.looked_up),
         TRAIN,
         f"written with `+`, or left out: no base file of veRL {job[WORD]} has it. A fork"
         " with keys of its own: give one on rampup's command line",
