@@ -37,7 +37,7 @@ from rampup.errors import (
     ResumeMismatchError,
     raise_together,
 )
-from rampup.plan.describe import MAX_PHASES
+from rampup.plan.describe import MAX_PHASES, format_count
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.ramp_keys import RampupBatchManager
 from rampup.show.console import make_table
@@ -322,7 +322,7 @@ def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     design, why = choose_design(config, mesh)
     console.print(make_table(console, titles, rows))
     if hidden := len(phases) - len(shown):
-        console.print(f"{hidden} phases before the last are left out")
+        console.print(f"{format_count(hidden, 'phase')} before the last left out")
     console.print(
         f"rampup: one executable for all batches; design {design}: {why}",
         highlight=False,

@@ -598,8 +598,9 @@ class TrainStep:
         # longer one.
         if not self._plan.reserved_sizes and phase not in self._plan.ramp.phases:
             raise DataError(
-                f"the batch is of another plan: {phase}, with {phase.global_batch_size}"
-                " samples per step, is not in the plan of this step",
+                f"the batch is of another plan: {phase}, with"
+                f" {format_count(phase.global_batch_size, 'sample')} per step, is not"
+                " in the plan of this step",
                 fix="make both with the same plan",
             )
         if batch.layout not in self._layouts:

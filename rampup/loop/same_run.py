@@ -25,6 +25,7 @@ from rampup.engine.processes import is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning, a_type
 from rampup.loop.components import Component, LoopPlan, LoopStep
 from rampup.loop.run_folder import ANOTHER_FOLDER, Record
+from rampup.plan.describe import format_count
 
 # Entries of a checkpoint's record, beside those of the identity.
 RAMP_ROWS = "ramp_rows"
@@ -165,8 +166,9 @@ def describe_change(
         before, now = (files.get(name, "no such file") for files in (one, other))
         if before != now:
             found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
-    more = [f"and {len(found) - most:,} more files"] if len(found) > most else []
-    return found[:most] + more
+    more = len(found) - most
+    rest = [f"and {format_count(more, 'more file')}"] if more > 0 else []
+    return found[:most] + rest
 
 
 def _digest(jaxpr: Any) -> str:

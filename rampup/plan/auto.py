@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rampup.plan.describe import format_count
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.ramp import BatchRamp
 
@@ -95,9 +96,9 @@ class AutoSchedule:
         if (
             missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)
         ) > 0:
-            needs.append(f"{missing:,} more samples")
+            needs.append(format_count(missing, "more sample"))
         more = ", and ".join(needs)
-        return f"{self.size:,} samples; {larger:,} need {more}{wasted}"
+        return f"{format_count(self.size, 'sample')}; {larger:,} need {more}{wasted}"
 
     def _broken_limit(self, noise: NoiseEstimate) -> str:
         """Return a sentence if the noise scale has fallen so far that the batch in use

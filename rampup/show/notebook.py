@@ -12,7 +12,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from rampup.plan.describe import describe
+from rampup.plan.describe import describe, format_count
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.show.format import format_value
@@ -48,8 +48,8 @@ def html_table(
     for number, row in enumerate(rows):
         if hidden and number == max_rows // 2:
             lines.append(
-                f'<tr><td colspan="{len(row)}" style="{_TEXT}">{hidden:,} more'
-                " rows</td></tr>"
+                f'<tr><td colspan="{len(row)}" style="{_TEXT}">'
+                f"{format_count(hidden, 'more row')}</td></tr>"
             )
         if hidden and max_rows // 2 <= number < len(rows) - max_rows // 2:
             continue

@@ -238,7 +238,8 @@ class TrainProgress:
                     self._bar.move(metrics["consumed_samples"], self._time_left(), line)
                 elif metrics["step"] % self._log_period == 0:
                     self._console.print(
-                        f"{line}, {metrics['consumed_samples']:,} samples,"
+                        f"{line},"
+                        f" {format_count(metrics['consumed_samples'], 'sample')},"
                         f" {self._time_left()} left"
                     )
             case events.Evaluated():

@@ -96,7 +96,7 @@ def test_auto_schedule_never_uses_an_illegal_size(number):
                     sample=sample,
                     noise=NoiseEstimate(value=None, low=noise, high=None),
                 )
-                needs = "need a noise" in outlook or "more samples" in outlook
+                needs = "need a noise" in outlook or "more sample" in outlook
                 said = [" -> " in outlook, "the largest batch" in outlook, needs]
                 assert said == [
                     after > before,

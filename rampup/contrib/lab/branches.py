@@ -64,6 +64,7 @@ from rampup.loop.run_folder import (
     read_lines,
     write_whole,
 )
+from rampup.plan.describe import format_count
 from rampup.plan.learning_rate import RateRule, learning_rate_scale
 from rampup.plan.nearest import batch_error
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
@@ -198,7 +199,7 @@ def find_critical_batch_size(
     report(
         f"step {step}: branches of {', '.join(map(str, window.sizes))} samples,"
         f" {window.samples * length:,} tokens each, evaluated"
-        f" {window.num_evaluations} times"
+        f" {format_count(window.num_evaluations, 'time')}"
     )
     verdict = judge(window, *_train_branches(branches, folder, report))
     work = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}") / f"step-{step}"

@@ -216,7 +216,7 @@ def _mesh_of(program: Program, mesh: Mesh | MeshShape | None) -> MeshShape | Non
     if shape and 1 < program.num_partitions != number:
         axes = ",".join(f"{name}={size}" for name, size in shape)
         raise ConfigError(
-            f"mesh={axes} has {number} devices, but the program has"
+            f"mesh={axes} has {format_count(number, 'device')}, but the program has"
             f" {program.num_partitions}",
             key="mesh",
         )

@@ -119,8 +119,8 @@ def _devices_here(number: int | None) -> Sequence[jax.Device]:
         return devices
     if not 1 <= number <= len(devices):
         raise ConfigError(
-            f"--devices={number} must be between 1 and the {len(devices)} devices of"
-            f" this machine; --fake-devices {number} simulates them",
+            f"--devices={number} must be from 1 to {len(devices)}, the devices of this"
+            " machine; --fake-devices N simulates N",
             key="devices",
             nearest=(min(max(number, 1), len(devices)),),
         )

@@ -119,7 +119,8 @@ def gather_report(args: argparse.Namespace, inputs: CliInputs) -> Report:
     if run is not None:
         lines = list(read_lines(Path(inputs.runs[0]) / METRICS_FILE))
         run = replace(run, curves=curves(lines))
-    size = f"{step.prompts_per_step:,} prompts * {step.samples_per_prompt:,} responses"
+    prompts = format_count(step.prompts_per_step, "prompt")
+    size = f"{prompts} * {format_count(step.samples_per_prompt, 'response')}"
     steps = format_count(step.num_steps, "step")
     total = format_count(step.total_optimizer_steps, "optimizer step")
     timetable = html_table(step.timetable(), max_rows=MAX_ROWS)

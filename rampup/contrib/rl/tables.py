@@ -24,8 +24,9 @@ def print_rollout(
     """
     plan, stages = schedule.stages[-1][1], schedule.stage_rows()
     sizes = (
-        f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses ="
-        f" {plan.samples_per_step:,} samples"
+        f"{format_count(plan.prompts_per_step, 'prompt')} *"
+        f" {format_count(plan.samples_per_prompt, 'response')} ="
+        f" {format_count(plan.samples_per_step, 'sample')}"
     )
     steps = format_count(plan.num_steps, "step")
     total = format_count(schedule.total_steps, "optimizer step")
@@ -85,7 +86,8 @@ def print_rollout(
     console.print(table)
     if plan.eval_prompts:
         console.print(
-            f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples"
+            f"evaluation: {format_count(plan.eval_prompts, 'prompt')},"
+            f" {format_count(plan.eval_samples, 'sample')}"
         )
     if lag := plan.policy_updates.optimizer_steps - 1:
         console.print(

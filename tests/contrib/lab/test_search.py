@@ -143,7 +143,7 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
             ConfigError,
             r"no memory limit of its own.*--memory-gib 16",
         ),
-        ({}, {"memory_gib": 1, "num_devices": 9}, ConfigError, "between 1 and the 8"),
+        ({}, {"memory_gib": 1, "num_devices": 9}, ConfigError, "from 1 to 8"),
         (
             {"gradient_accumulation": "multi_steps"},
             {"memory_gib": 1},
