@@ -181,7 +181,9 @@ def inspect(
         memory=None if compiled is None else program_memory(compiled),
     )
     open_loops = max(visit.open_loops for visit in program.visits())
-    return replace(found, findings=tuple(_findings(found, open_loops)))
+    # Those that the compiler does not state are given, or are not known.
+    unknown = open_loops - (0 if loop_trips is None else len(found.loop_trips))
+    return replace(found, findings=tuple(_findings(found, unknown)))
 
 
 def _checked_trips(loop_trips: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -318,7 +320,7 @@ def _is_repeated(c: Collective, shapes: set[Dims]) -> bool:
     return len(c.loops) > is_layer
 
 
-def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
+def _findings(found: Inspection, unknown_loops: int) -> Iterator[str]:
     """Yield what to know about a program, in sentences."""
     trips, repeated = found.loop_trips, found.repeated_reductions
     once = [c for c in found.gradient_reductions if c not in repeated]
@@ -341,7 +343,7 @@ def _findings(found: Inspection, open_loops: int) -> Iterator[str]:
             "some gradients are reduced once and some inside of a loop: these may have"
             " lost their reduction tag or local accumulation"
         )
-    if open_loops > (0 if set(trips) == {1} else len(trips)):
+    if unknown_loops > 0:
         yield (
             "the iterations of a loop are not known: counts are those of one iteration;"
             " give loop_trips"

@@ -274,6 +274,15 @@ def test_inspect_reads_a_train_step(mesh):
     assert found.to_dict()["memory"]["total"] > 0
 
 
+def test_a_loop_that_runs_once_is_known(mesh):
+    """In the first phase a step has one microbatch, and nothing is asked for."""
+    step, state, _ = rampup_step(mesh)
+    batch = next(step.batches(np.ones((400, WIDTH), np.float32)))
+    found = rampup.contrib.lab.inspect(step, state, batch)
+    assert found.loop_trips == (1,)
+    assert not any("give loop_trips" in text for text in found.findings)
+
+
 @pytest.mark.parametrize(("loop_trips", "count"), [((3, 5), 15), ((3,), 3), (None, 1)])
 def test_inspect_counts_loops_without_trips_once(loop_trips, count, mesh):
     """Of nested loops whose bounds are arguments, those that `loop_trips` leaves out
