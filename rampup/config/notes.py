@@ -86,10 +86,11 @@ def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:
     if budget is not None and taken > budget:
         asked = f"train_samples={config.train_samples}"
         if config.train_tokens is not None:
-            asked = f"train_tokens={config.train_tokens:,}, which are {float(budget):g}"
+            asked = f"train_tokens={config.train_tokens:,}, which are {plain_number(budget):,}"
         yield (
             f"the run takes {format_count(taken, 'sample')},"
-            f" {float(taken - budget):g} more than {asked}, as its last batch is whole"
+            f" {plain_number(taken - budget):,} more than {asked}, as its last batch is"
+            " whole"
             f"{_smaller_last_batch(plan, budget)}"
         )
     if config.num_epoch > 0:
