@@ -91,6 +91,8 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if self.num_rows < 1:
             raise DataError("the data has no rows")
+        if self.seed is not None:
+            check_whole(0, seed=self.seed)
         if self.seed is not None and self.num_rows >= 2**32:
             raise DataError(
                 f"{self.num_rows:,} rows are more than the 2**32 that can be shuffled",
@@ -221,6 +223,10 @@ class BatchOptions:
     batch_axes: BatchAxes | None = None
     num_threads: int = 2
     read_ahead: int = 4
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            check_whole(1, chunk_size=self.chunk_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

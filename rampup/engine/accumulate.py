@@ -375,6 +375,12 @@ def accumulate(
         (4.0, -4.0)
     """
     loss: Any = summable(loss_fn, mesh)
+    if hasattr(batch_KR, "chunks"):
+        raise ConfigError(
+            "accumulate takes arrays of shape (microbatches, rows, ...) and no Batch",
+            fix="give one of its chunks, such as batch.chunks[0]",
+            key="batch_KR",
+        )
     # Python's numbers too are parameters, as they are for `jax.grad`.
     params, mutable = jax.tree.map(jnp.asarray, (params, mutable))
     check_trained(params)

@@ -153,9 +153,11 @@ def make_mesh(
                 nearest=(1,),
             )
     if axes.num_devices != len(devices):
+        some = f"give devices=jax.devices()[:{axes.num_devices}] to use some of them"
         raise ConfigError(
             f"the axes of the mesh need num_devices={axes.num_devices}, but JAX sees"
             f" {len(devices)} here",
+            fix=some if axes.num_devices < len(devices) else "",
             key="num_devices",
             nearest=(-1,),
         )

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,11 @@ from rampup.plan.hyperparameters import (
     warmup_fraction,
 )
 from rampup.plan.learning_rate import ClockSegment, decay_progress
+from rampup.plan.numbers import check_range
 from rampup.plan.plan import RampPlan
 
 KINDS = ("adamw", "sgd", "muon")
+RateKind = Literal["cosine", "wsd", "constant"]
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning
 # rate and one weight decay serve both (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
@@ -87,13 +89,23 @@ class LearningRate:
 
     plan: RampPlan
     peak: float
-    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    kind: RateKind = "cosine"
     warmup_fraction: float = 0.0
     final_fraction: float = 0.1
     decay_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         check_step_number(self.plan.total_steps)
+        if self.kind not in get_args(RateKind):
+            raise choice_error("kind", self.kind, get_args(RateKind))
+        check_range(0, peak=self.peak)
+        check_range(
+            0,
+            1,
+            warmup_fraction=self.warmup_fraction,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
 
     @classmethod
     def from_config(

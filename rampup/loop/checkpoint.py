@@ -84,10 +84,10 @@ class CheckpointOptions:
     from_saved: Callable[[Any], Any] = lambda state: state
 
     def __post_init__(self) -> None:
-        check_whole(
-            checkpoint_period=self.checkpoint_period or 0,
-            max_to_keep=self.max_to_keep or 0,
-        )
+        if self.checkpoint_period is not None:
+            check_whole(1, checkpoint_period=self.checkpoint_period)
+        if self.max_to_keep is not None:
+            check_whole(1, max_to_keep=self.max_to_keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ import jax
 
 from rampup.engine.arguments import gone
 from rampup.engine.processes import first_problem, is_primary
-from rampup.errors import DataEndedError, DataError
+from rampup.errors import ConfigError, DataEndedError, DataError, a_type
 from rampup.loop import events
 from rampup.loop.checkpoint import (
     CheckpointOptions,
@@ -152,7 +152,7 @@ class EvalOptions:
     at_start: bool = False
 
     def __post_init__(self) -> None:
-        check_whole(eval_interval=self.eval_interval)
+        check_whole(1, eval_interval=self.eval_interval)
 
 
 @gone(
@@ -224,6 +224,12 @@ class Loop:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
+        if not callable(self.batches):
+            raise ConfigError(
+                f"batches is {a_type(self.batches)} and no function",
+                fix="give batches=lambda start: step.batches(rows, start)",
+                key="batches",
+            )
         brought = [SameRun(self.step)]
         if getattr(self.step, "measures_noise", False):
             # A step that measures is a TrainStep, and its plan a RampPlan.
@@ -498,7 +504,14 @@ class Loop:
             "step": done - 1,
             "consumed_samples": plan.ramp.samples_before(done),
         }
-        for name, value in self.evaluation.evaluate(state).items():
+        found = self.evaluation.evaluate(state)
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"evaluate returned {a_type(found)} and no numbers by name",
+                fix='return {"eval_loss": ...}',
+                key="evaluate",
+            )
+        for name, value in found.items():
             values[name] = finite_or_none(value)
         metrics.write_eval(values)
         self._report(events.Evaluated(step=done - 1, metrics=values))

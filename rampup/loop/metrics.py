@@ -42,7 +42,7 @@ from rampup.loop.run_folder import (
     read_lines,
     writing,
 )
-from rampup.plan.numbers import finite_or_none
+from rampup.plan.numbers import check_whole, finite_or_none
 from rampup.plan.plan import PlanPosition
 
 # steps whose metrics stay on the devices, so that the host does not wait for them
@@ -130,6 +130,10 @@ class MetricOptions:
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
     on_event: OnEvent = ignore_event
+
+    def __post_init__(self) -> None:
+        check_whole(0, skip_nonfinite=self.skip_nonfinite)
+        check_whole(1, tokens_per_sample=self.tokens_per_sample)
 
 
 @dataclass(slots=True)
@@ -356,7 +360,8 @@ class Metrics:
                 f" {', '.join(map(str, self._skipped[-10:]))} was not finite,"
                 f" {len(self._skipped)} in a row: skip_nonfinite={most} stops there;"
                 " none of them changed the parameters, and the checkpoints stay",
-                fix="rampup plan --rows STEP lists the rows that a step used",
+                fix="a lower learning rate or a longer warm-up is the usual cure;"
+                " rampup plan --rows STEP lists the rows that a step used",
                 steps=self._skipped,
                 key="skip_nonfinite",
             )

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from rampup.errors import ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.describe import format_count
 from rampup.plan.learning_rate import BatchScaling
+from rampup.plan.numbers import check_range
 from rampup.plan.plan import RampPlan
 
 DecayScaling = Literal["none", "half_life", "sde"]
@@ -32,6 +33,10 @@ class AdamConstants:
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_range(0, 1, b1=self.b1, b2=self.b2)
+        check_range(0, eps=self.eps, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

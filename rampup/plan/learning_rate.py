@@ -36,8 +36,6 @@ def learning_rate_scale(
     """Return the factor on the learning rate: linear for SGD (Goyal et al. 2017), sqrt
     for Adam (Malladi et al. 2022).
     """
-    if scaling not in BATCH_SCALING:
-        raise choice_error("learning_rate_batch_scaling", scaling, BATCH_SCALING)
     ratio = global_batch_size / reference_size
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
@@ -117,6 +115,13 @@ class RateRule:
     reference_batch_size: int | None = None
     seesaw: Seesaw | None = None
 
+    def __post_init__(self) -> None:
+        if self.clock not in CLOCKS:
+            raise choice_error("learning_rate_clock", self.clock, CLOCKS)
+        if self.batch_scaling not in BATCH_SCALING:
+            name = "learning_rate_batch_scaling"
+            raise choice_error(name, self.batch_scaling, BATCH_SCALING)
+
 
 def clock_segments(
     ramp: BatchRamp,
@@ -130,8 +135,6 @@ def clock_segments(
     `schedule_samples` or, if None, what the ramp consumes in `schedule_steps`.
     """
     clock, seesaw = rule.clock, rule.seesaw
-    if clock not in CLOCKS:
-        raise choice_error("learning_rate_clock", clock, CLOCKS)
     total = (
         schedule_steps
         if clock == "steps"

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from rampup.errors import ConfigError, RampDefinitionError
@@ -114,13 +116,27 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
     return result
 
 
-def check_whole(**numbers: object) -> None:
+def check_whole(minimum: int | None = None, /, **numbers: object) -> None:
     """Refuse arguments, given by name, that are no whole numbers, such as "8", 8.0,
-    True and None.
+    True and None, or that are below a minimum.
     """
     for name, number in numbers.items():
         if isinstance(number, bool) or not hasattr(number, "__index__"):
             raise ConfigError(f"{name}={number!r} must be a whole number", key=name)
+        if minimum is not None and operator.index(number) < minimum:
+            raise ConfigError(
+                f"{name}={number} must be at least {minimum}",
+                key=name,
+                nearest=(minimum,),
+            )
+
+
+def check_range(low: float, high: float = math.inf, /, **numbers: object) -> None:
+    """Refuse arguments, given by name, that are no numbers from `low` to `high`."""
+    limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+    for name, number in numbers.items():
+        if not isinstance(number, Real) or not low <= float(number) <= high:
+            raise ConfigError(f"{name}={number!r} must be a number {limits}", key=name)
 
 
 def plain_number(value: Fraction) -> int | float:

@@ -20,6 +20,7 @@ from rich.text import Text
 from rampup.loop import events
 from rampup.plan.describe import describe_split
 from rampup.plan.noise_scale import NoiseEstimate
+from rampup.plan.numbers import check_whole
 from rampup.show.console import PLAIN, is_for_a_log, print_plan
 from rampup.show.format import format_count
 
@@ -153,6 +154,7 @@ class TrainProgress:
         quiet: bool = False,
         resume_options: str = "",
     ) -> None:
+        check_whole(1, log_period=log_period)
         self._console = console or _standard_output()
         self._plan: Any = None  # that of the run, with which every loop starts
         self._log_period = log_period

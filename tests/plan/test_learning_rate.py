@@ -11,7 +11,6 @@ from rampup.plan.learning_rate import (
     Seesaw,
     clock_segments,
     discretize,
-    learning_rate_scale,
 )
 from rampup.plan.ramp import BatchRamp
 
@@ -151,11 +150,9 @@ def test_bad_clocks_cuts_and_limits_are_refused():
     planned batch; too many cuts.
     """
     with pytest.raises(ConfigError, match="must be one of none, sqrt, linear"):
-        learning_rate_scale(8, 32, "square")
+        RateRule(batch_scaling="square")
     with pytest.raises(ConfigError, match="must be one of steps, samples"):
-        clock_segments(
-            RAMP, RateRule(clock="tokens"), schedule_steps=10, reference_size=32
-        )
+        RateRule(clock="tokens")
     base = BatchRamp.constant(8)
     with pytest.raises(RampDefinitionError, match="increasing samples"):
         Seesaw(base=base, cuts=(Cut(sample=20, level=0.5), Cut(sample=10, level=0.25)))
