@@ -243,8 +243,7 @@ class Parser:
         """Return a simple command; redirections are dropped, here-documents kept."""
         node = Node("command", line, [], [])
         is_test = False
-        ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
-        while (token := self.peek()) and (is_test or token not in ends):
+        while token := self.peek():
             if is_test:
                 node.words.append(self.next())
                 is_test = node.words[-1] != "]]"
@@ -255,7 +254,11 @@ class Parser:
                     raise ScriptError(f"line {line}: unexpected '('")
                 self.skip("\n")
                 return Node("function", line, node.words, [self.command()])
-            elif not self.redirect(node.parts):
+            elif self.redirect(node.parts):
+                continue
+            elif OPERATOR.fullmatch(token):
+                break
+            else:
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
         return node
