@@ -118,26 +118,6 @@ class BatchSizes(NamedTuple):
     micro: int  # rows of one forward pass over all devices
 
 
-def batch_sizes(
-    per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int
-) -> BatchSizes:
-    """Return the sizes of one batch. Source: MaxText `configs/types.py`,
-    calculate_global_batch_sizes.
-    """
-    factor = float(expansion) if expansion > 0 else 1
-    micro_to_load = (
-        num_devices * factor
-        if per_device < 1
-        else int(num_devices * float(per_device) * factor)
-    )
-    micro = int(num_devices * float(per_device))
-    return BatchSizes(
-        to_load=int(micro_to_load * accumulation),
-        to_train=micro * accumulation,
-        micro=micro,
-    )
-
-
 class MaxTextJob(PretrainingJob):
     """The numbers of a base.yml, which must not leave the number of devices open."""
 
@@ -212,9 +192,8 @@ class MaxTextJob(PretrainingJob):
 
     def _count_rows(self) -> None:
         """Count the rows of training and of evaluation."""
-        sizes = (self[EXPANSION], self.num_devices)
-        self.sizes = batch_sizes(self[END], *sizes, self[ACCUMULATION])
-        self.eval_sizes = batch_sizes(self[EVAL] or self[END], *sizes, 1)
+        self.sizes = self._batch_sizes(self[END], self[ACCUMULATION])
+        self.eval_sizes = self._batch_sizes(self[EVAL] or self[END], 1)
         # Rows loaded and not trained on, per step after the ramp. Partial loading by
         # few hosts reads each row once.
         self.dropped_per_step = max(self.sizes.to_load - self.sizes.to_train, 0)
@@ -227,6 +206,19 @@ class MaxTextJob(PretrainingJob):
         # microbatches.
         parts = self.microbatches if self.is_piped and self.microbatches > 0 else 1
         self.unit = Fraction(math.lcm(self.loading_shards, parts), self.num_devices)
+
+    def _batch_sizes(self, per_device: Fraction, accumulation: int) -> BatchSizes:
+        """Return the sizes of one batch. Source: MaxText `configs/types.py`,
+        calculate_global_batch_sizes.
+        """
+        factor = float(self[EXPANSION]) if self[EXPANSION] > 0 else 1
+        rows = self.num_devices * float(per_device)
+        to_load = self.num_devices * factor if per_device < 1 else int(rows * factor)
+        return BatchSizes(
+            to_load=int(to_load * accumulation),
+            to_train=int(rows) * accumulation,
+            micro=int(rows),
+        )
 
     def _read_ramp(self) -> None:
         """Read the ramp, whose increment MaxText tests in floating point: 1 - 0.1 is
