@@ -334,7 +334,7 @@ class BatchLoader:
         Microbatch i of a step that starts at sample s contains samples s + i*R up to,
         not including, s + (i+1)*R.
         """
-        # A microbatch takes consecutive samples of all replicas, so how a batch is
+        # A microbatch takes consecutive samples, over all row shards, so how a batch is
         # split does not change which rows it has.
         split = position.split
         starts = position.consumed_samples + split.num_rows * np.arange(

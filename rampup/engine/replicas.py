@@ -2,10 +2,10 @@
 one: decided here, before the loss is traced.
 
 A replica is a group of devices that together have the parameters once. With fsdp, it
-has several of a plan's replicas, the shards of the rows. It adds up its own rows and
-reduces once, after the loop. Over fsdp and the other axes the compiler gathers and
-reduces, once per microbatch. `Replicas.reduce` reduces the gradients, and
-`Recipe.aggregate` all other sums.
+has several of a plan's row shards. It adds up its own rows and reduces once, after the
+loop. Over fsdp and the other axes the compiler gathers and reduces, once per
+microbatch. `Replicas.reduce` reduces the gradients, and `Recipe.aggregate` all other
+sums.
 
 ========  ==============================================  =====================================================
 way       when                                            the sum over microbatches runs
@@ -118,9 +118,10 @@ class Replicas:
         if self.way != "manual":
             return mesh_in_context(self.mesh)(run)
         rows = tuple(name for name in self._own_axes if name != STAGE)
-        specs = self.shards and manual_specs(self.shards, self.mesh, self._manual)
         whole, by_rows = PartitionSpec(), PartitionSpec(None, rows)
-        params = whole if specs is None else specs
+        params: Any = whole
+        if self.shards is not None:
+            params = manual_specs(self.shards, self.mesh, self._manual)
         return self._manually(run, (params, by_rows, by_rows, whole, whole))
 
     def check(self, loss: Any) -> None:
@@ -273,8 +274,8 @@ class Replicas:
         own = None
         if is_scattered(self.shardings, self.axes):
             own = self.shardings
-        elif self.shardings is not None and self.shards is not None:
-            own = self.shards if self.has_stages else self.shardings
+        elif self.shardings is not None:
+            own = self.shards
         grads = whole if own is None else manual_specs(own, self.mesh, self._manual)
         # With check_vma=True, the gradient with respect to the parameters, which do not
         # vary over the data axis, would be reduced where it is computed: inside the
