@@ -541,14 +541,10 @@ def eval_batches(
             continue
         # Rows that every device computes come one by one, as they may be more than its
         # part of a batch.
-        sizes = (
-            {"rampup_microbatch": "whole"}
-            if part_axes == axes or whole_batch
-            else {"microbatch_size": 1}
-        )
+        shards = part_axes.num_shards(mesh)
+        is_one = part_axes == axes or whole_batch
         splitter = BatchSplitter(
-            data_parallel_size=part_axes.num_shards(mesh),
-            **sizes,
+            data_parallel_size=shards, microbatch_size=size // shards if is_one else 1
         )
         part = RowRange(rows, first, len(rows))
         yield from BatchLoader(

@@ -42,6 +42,7 @@ from rampup.loop.checkpoint import (
     Checkpoints,
     SavedCheckpoint,
     find_checkpoint,
+    restore_saved,
 )
 from rampup.loop.components import Component, LoopPlan, LoopStep, NoiseAverages
 from rampup.loop.distributed import StopConsensus, leaving_on_error
@@ -298,10 +299,8 @@ class Loop:
         )
         for component in self.components:
             component.load(saved.record)
-        with Checkpoints(
-            self.folder / CHECKPOINT_FOLDER, self.checkpoints
-        ) as checkpoints:
-            restored = checkpoints.restore(saved, state, self._report)
+        folder = self.folder / CHECKPOINT_FOLDER
+        restored = restore_saved(folder, saved, state, self._report)
         return self.checkpoints.from_saved(restored), saved.step
 
     def _ended_at(self, saved: int) -> str:
