@@ -45,18 +45,15 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     if config.dataset_type == "synthetic":
         return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
     paths = _find_files(config.grain_train_files, "grain_train_files")
-    eval_paths = (
-        None
-        if config.grain_eval_files is None
-        else _find_files(config.grain_eval_files, "grain_eval_files")
-    )
-    if config.dataset_type == "text" and eval_paths is None:
+    eval_paths: list[str] = []
+    if config.grain_eval_files is not None:
+        eval_paths = _find_files(config.grain_eval_files, "grain_eval_files")
+    elif config.dataset_type == "text":
         # Every n-th file, so that evaluation reads from all folders and not only from
-        # the last one.
+        # the last one; none of too few files to spare one.
         period = round(1 / HOLDOUT)
-        # None: too few files to spare one
-        eval_paths = paths[period // 2 :: period] or None
-        paths = [path for path in paths if path not in set(eval_paths or ())]
+        eval_paths = paths[period // 2 :: period]
+        paths = [path for path in paths if path not in set(eval_paths)]
 
     def open_one(files: list[str]) -> RowSource:
         arrays: list[Any] = []
@@ -79,7 +76,7 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
         return rows
 
     train = open_one(paths)
-    if eval_paths is not None:
+    if eval_paths:
         return train, open_one(eval_paths)
     # The last rows, so that the numbers of the training rows do not depend on how many
     # are held out.

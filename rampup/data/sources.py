@@ -79,7 +79,7 @@ class TokenRows:
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         parts = [self._row(row) for row in rows.tolist()]
-        sizes = np.fromiter(map(len, parts), np.int32, len(parts))
+        sizes = np.fromiter(map(len, parts), np.int32)
         flat = np.concatenate(parts, dtype=np.int64, casting="unsafe")
         # A look-up with a token beyond the vocabulary would return some other row of
         # the embedding, without an error.
@@ -99,9 +99,7 @@ class TokenRows:
     def _row(self, row: int) -> np.ndarray:
         array, start = self._place(row)
         try:
-            return np.asarray(
-                self.arrays[array][start : start + self.sequence_length + 1]
-            )
+            return self.arrays[array][start : start + self.sequence_length + 1]
         except DataError as error:
             raise DataError(f"{self.describe(row)}: {error}") from error
 
@@ -287,7 +285,8 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
         jax.tree.leaves_with_path(found), again, strict=True
     ):
         # Fewer rows may have another type, such as that of whole numbers.
-        first, second = np.asarray(first), np.asarray(second, np.asarray(first).dtype)
+        first = np.asarray(first)
+        second = np.asarray(second, first.dtype)
         for row, one, other in zip(rows, first, second, strict=False):
             # Not in bytes: wide numbers are padded with what was in memory. A NaN is
             # not equal to itself.
