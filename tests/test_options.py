@@ -10,7 +10,7 @@ import pytest
 
 import rampup
 from rampup.engine import LearningRate
-from rampup.plan import AdamConstants, RateRule
+from rampup.plan import AdamConstants, AdamScaling, RateRule
 
 PLAN = rampup.build_plan(rampup.Config(batch_size_schedule="0:8", steps=20), 1)
 MESH = rampup.make_mesh(devices=jax.devices()[:1])
@@ -48,6 +48,7 @@ def loop(folder, **options):
         (rampup.MetricOptions, {"tokens_per_sample": 0}, "must be at least 1"),
         (rampup.TrainProgress, {"log_period": 0}, "must be at least 1"),
         (rampup.data.BatchOptions, {"chunk_size": 0}, "must be at least 1"),
+        (rampup.data.BatchOptions, {"read_ahead": 2.5}, "must be a whole number"),
         (rate, {"kind": "cos"}, "must be one of cosine, wsd, constant"),
         (rate, {"kind": "Cosine"}, "must be one of cosine, wsd, constant"),
         (rate, {"peak": -1.0}, "must be a number of at least 0"),
@@ -59,6 +60,10 @@ def loop(folder, **options):
         (AdamConstants, {"b2": 1.5}, "must be a number from 0 to 1"),
         (AdamConstants, {"eps": -1e-8}, "must be a number of at least 0"),
         (AdamConstants, {"weight_decay": -0.1}, "must be a number of at least 0"),
+        (RateRule, {"schedule_steps": 0}, "must be at least 1"),
+        (RateRule, {"reference_batch_size": -3}, "must be at least 1"),
+        (AdamScaling, {"token_ratio": -1}, "must be a number of at least 0"),
+        (AdamScaling, {"b2_floor": 5}, "must be a number from 0 to 1"),
         (RateRule, {"clock": "samplez"}, "must be one of steps, samples"),
         (RateRule, {"batch_scaling": "squareroot"}, "must be one of none, sqrt"),
     ],

@@ -227,6 +227,7 @@ class BatchOptions:
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
             check_whole(1, chunk_size=self.chunk_size)
+        check_whole(0, num_threads=self.num_threads, read_ahead=self.read_ahead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

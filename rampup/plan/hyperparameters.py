@@ -74,6 +74,10 @@ class AdamScaling:
     token_ratio: float = 1.0
 
     def __post_init__(self) -> None:
+        check_range(0, token_ratio=self.token_ratio)
+        for name in ("b2_floor", "b2_ceiling"):
+            if (limit := getattr(self, name)) is not None:
+                check_range(0, 1, **{name: limit})
         kinds = {
             "b1": DecayScaling,
             "b2": DecayScaling,
