@@ -218,12 +218,12 @@ class BatchSplitter:
                         nearest=(legal,),
                     )
             if p != 1:
-                # Two keys make it, so that no value of one is sure to be legal.
+                # Two keys make the stages, and the devices may need them.
                 yield ConfigError(
                     f"{makes} one stage (ici_pipeline_parallelism *"
                     f" dcn_pipeline_parallelism), not {p}",
                     fix="set both to 1, or rampup_microbatch=fixed",
-                    key="ici_pipeline_parallelism",
+                    key="rampup_microbatch",
                 )
         if m == AUTO or p < 1:
             return

@@ -56,6 +56,20 @@ def test_random_config_is_planned_or_refused(number):
             "batch_size_schedule": "auto",
         }
     )
+    @example(
+        {
+            "num_devices": 2,
+            "ici_data_parallelism": 1,
+            "ici_tensor_parallelism": 1,
+            "ici_pipeline_parallelism": 3,
+            "dcn_data_parallelism": 1,
+            "base_num_decoder_layers": 1,
+            "rampup_microbatch": "whole",
+            "enable_rampup_batch_size": False,
+            "per_device_batch_size": 1,
+            "batch_scaling": "none",
+        }
+    )
     @settings(QUICK, max_examples=number, database=None)
     def check(changes):
         ends[random_configs.check(changes)] += 1
