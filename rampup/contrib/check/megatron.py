@@ -36,18 +36,15 @@ from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import has_unknown
 from rampup.contrib.check.verdict import (
     Always,
-    Conversion,
     Term,
     counted,
     product,
     times,
 )
 from rampup.errors import ConfigError
-from rampup.plan.numbers import MAX_COUNT, SUFFIXES
+from rampup.plan.numbers import MAX_COUNT, SUFFIXES, plain_number
 from rampup.plan.pipeline import bubble_fraction
-from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase
-from rampup.plan.split import BatchSplitter
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
 MICRO, GLOBAL = "micro_batch_size", "global_batch_size"
@@ -71,9 +68,11 @@ AT_STEP = "at_step"  # where a run stands
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
 # Launchers whose options have names of their own.
-_LAUNCHERS = {
-    "deepspeed": {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"},
-    "msrun": {"worker_num": "world_size"},
+_LAUNCHERS = {"deepspeed", "msrun"}
+_LAUNCHED = {
+    "num_nodes": "nnodes",
+    "num_gpus": "nproc_per_node",
+    "worker_num": "world_size",
 }
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
@@ -91,7 +90,10 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     command, chosen = reading.command, reading.answered
     is_nemo = False
     if command is None:
-        leaves = {name: _normalize(name, at) for name, at in reading.leaves.items()}
+        leaves = dict(reading.leaves)
+        for name in {RAMP, SCHEDULE} & leaves.keys():
+            if (value := leaves[name].value) is not None:
+                leaves[name] = dataclasses.replace(leaves[name], value=str(value))
         is_nemo = not leaves.keys().isdisjoint({"devices", "num_nodes"})
         own = set() if is_nemo else set(leaves)
     else:
@@ -150,10 +152,21 @@ def _find_underscores(command: Command) -> Iterator[ConfigError]:
 def _with_devices(
     command: Command, leaves: Mapping[str, Located], chosen: Collection[str]
 ) -> dict[str, Located]:
-    """Return the keys of a command with the devices that its launcher, Slurm, MPI or a
-    manifest gives to it.
+    """Return the keys of a command with the devices that its launcher, the variables of
+    ms-swift, Slurm, MPI or a manifest give to it.
     """
-    located = {**_read_launcher(command), **leaves}
+    located = dict(leaves)
+    programs = {word.rpartition("/")[2] for word in command.words}
+    # Beside a host file they are bounds.
+    if programs & _LAUNCHERS and "hostfile" not in leaves:
+        for name in _LAUNCHED.keys() & leaves.keys():
+            located.setdefault(_LAUNCHED[name], leaves[name])
+    if _starts_swift(command):
+        located.setdefault(EXPERT_TENSOR, command.locate(1))  # its own default
+        for key in ("nnodes", "nproc_per_node"):
+            if value := command.environment.get(key.upper()):
+                size = parse_known(value, command.path)
+                located.setdefault(key, command.locate(size))
     # What a script does not say about the devices is one question: the size of the job.
     given = [str(located[name].value) for name in _DEVICES if name in located]
     is_open = any(map(has_unknown, given))
@@ -173,26 +186,6 @@ def _with_devices(
     return located
 
 
-def _read_launcher(command: Command) -> dict[str, Located]:
-    """Return the devices that the launcher of a command says: in its options, those of
-    the command around it, or the variables of ms-swift.
-    """
-    launcher = command._replace(words=command.outer or command.words)
-    options = read_options(launcher)
-    found = dict[str, Located]()
-    for word in launcher.words:
-        for name, key in _LAUNCHERS.get(word.rpartition("/")[2], {}).items():
-            # Beside a host file they are bounds.
-            if name in options and "hostfile" not in options:
-                found[key] = options[name]
-    if _starts_swift(command):
-        found[EXPERT_TENSOR] = command.locate(1)  # its own default
-        for key in ("nnodes", "nproc_per_node"):
-            if value := command.environment.get(key.upper()):
-                found[key] = command.locate(parse_known(value, command.path))
-    return found
-
-
 def _starts_swift(command: Command) -> bool:
     """Return whether a command is ms-swift's `megatron sft`."""
     return command.words[0].rpartition("/")[2] == "megatron"
@@ -202,18 +195,6 @@ def canonical(name: str) -> str:
     """Return Megatron's name for an option, a YAML key or one of its older names."""
     plain = name.rpartition(".")[2].lstrip("-").replace("-", "_")
     return ALIASES.get(plain, plain)
-
-
-def _normalize(name: str, place: Located) -> Located:
-    """Return the value of a key in a file in the form that the key takes: ramps as
-    text.
-    """
-    value = place.value
-    if name == RAMP and isinstance(value, list):
-        value = " ".join(map(str, value)) or "[]"
-    elif name in (RAMP, SCHEDULE) and type(value) in (int, float):
-        value = str(value)
-    return dataclasses.replace(place, value=value)
 
 
 # Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in
@@ -261,38 +242,37 @@ LAUNCH = load_launch(
 )
 
 
-_COUNT = re.compile(r"([-+]?\d{1,19}(?:_\d{1,9}){0,9}(?:\.\d{0,18})?)([KMBT]?)")
+_NUMBER, _BETWEEN = r"([-+]?[0-9](?:_?[0-9]){0,17})", r"[\s,\[\]()\"']"
+_TRIPLE = re.compile(
+    rf"{_BETWEEN}*{_NUMBER}{_BETWEEN}+{_NUMBER}{_BETWEEN}+{_NUMBER}{_BETWEEN}*"
+)
+_COUNT = r"([-+]?\d{1,19}(?:_\d{1,9}){0,9}(?:\.\d{0,18})?)([KMBT]?)"
+_ENTRY = re.compile(f"{_COUNT}:{_COUNT}")
 
 
 class Threshold(NamedTuple):
     """One THRESHOLD:SIZE entry of `--step-batch-size-schedule`."""
 
     text: str  # as written
-    samples: int  # the threshold, exact, truncated to whole samples
-    as_run: int  # the same as Megatron's floating-point product gives it
+    samples: int  # the threshold, in whole samples
     size: int  # global batch size from the threshold on
 
 
 def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
-    """Read one entry, with suffixes K, M, B, T, as Megatron does; None where it cannot.
+    """Read one entry, with suffixes K, M, B, T, as Megatron does: in floating point,
+    truncated to whole numbers; None where it cannot.
 
     Thresholds are tokens if `seq_length` is given. Source: Megatron-LM
     `num_microbatches_calculator.py`, the step schedule.
     """
-    parts = [_COUNT.fullmatch(part.strip().upper()) for part in text.split(":")]
-    found = [match for match in parts if match]
-    if len(found) != 2 or len(parts) != 2:
+    match = _ENTRY.fullmatch(text.upper())
+    if match is None:
         return None
-    factors = [SUFFIXES.get(match[2], 1) for match in found]
-    exact = [int(Fraction(m[1]) * f) for m, f in zip(found, factors, strict=True)]
-    if max(map(abs, exact)) > MAX_COUNT:
+    threshold = int(float(match[1]) * SUFFIXES.get(match[2], 1))
+    size = int(float(match[3]) * SUFFIXES.get(match[4], 1))
+    if max(abs(threshold), abs(size)) > MAX_COUNT:
         return None
-    return Threshold(
-        text=text,
-        samples=exact[0] // (seq_length or 1),
-        as_run=int(float(found[0][1]) * factors[0]) // (seq_length or 1),
-        size=exact[1],
-    )
+    return Threshold(text=text, samples=threshold // (seq_length or 1), size=size)
 
 
 class MegatronJob(PretrainingJob):
@@ -301,6 +281,10 @@ class MegatronJob(PretrainingJob):
     """
 
     system = "megatron"
+    version = (
+        "Megatron-LM of August 2026 (d98e8a6), with the linear ramps of those until"
+        " April 2026 unless megatron_version=head"
+    )
     expressed = (
         *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK),
         *(*AXES, *_DEVICES_GIVEN, LAYERS, VERSION, "seq_length"),
@@ -309,15 +293,6 @@ class MegatronJob(PretrainingJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.version = (
-            "Megatron-LM of August 2026 (d98e8a6), with the linear ramps of those until"
-            " April 2026"
-        )
-        if self[VERSION] == "head":
-            self.version = (
-                "Megatron-LM of August 2026 (d98e8a6); without megatron_version=head,"
-                " with linear ramps, as until April 2026"
-            )
         self._count_devices()
         self._count_chunks()
         self._read_linear_ramp()
@@ -398,15 +373,10 @@ class MegatronJob(PretrainingJob):
         self.has_ramp = self.has_schedule or self.has_linear
         if not self.has_ramp:
             self.reasons = {RAMP: "ignored by Megatron-LM since April 2026"}
-        # Three numbers; fewer or more if it is malformed.
-        self.triple: tuple[int, ...] = ()
-        if self.has_linear:
-            words = re.split(r"[\s,]+", re.sub(r"[\[\]()\"']", " ", self[RAMP]).strip())
-            whole = re.compile(r"[-+]?[0-9](?:_?[0-9]){0,17}")
-            if all(map(whole.fullmatch, words)):
-                self.triple = tuple(map(int, words))
+        match = _TRIPLE.fullmatch(self[RAMP]) if self.has_linear else None
+        self.is_triple = match is not None
         self.start, self.increment, self.ramp_samples = (
-            self.triple if len(self.triple) == 3 else (0, 0, 0)
+            map(int, match.groups()) if match else (0, 0, 0)
         )
         is_rounded = self.final % max(self.unit, 1) != 0 and not self.has_schedule
         if self[DECREASE] and (self.has_linear or is_rounded):
@@ -533,41 +503,46 @@ class MegatronJob(PretrainingJob):
             }
         if self.num_microbatches is not None:
             derived["accumulation_steps"] = self.num_microbatches[-1]
-            derived["bubble_fraction"] = float(
-                bubble_fraction(self.stages, self.num_microbatches[-1], self.chunks)
-            )
+            derived["bubble_fraction"] = self.bubble(self.num_microbatches[-1])
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return every phase, split on its own: rampup's pipeline takes multiples of
-        its stages, Megatron's any number.
+        """Return every phase with its own split: Megatron's pipeline takes any number
+        of microbatches.
         """
-        if self.ramp is None or not self.splits or not self.has_ramp:
+        if self.num_microbatches is None or not self.has_ramp:
             return None
-        rows = []
-        for phase in self.coming:
-            count = phase.global_batch_size // self.unit
-            splitter = BatchSplitter(
-                data_parallel_size=self.replicas,
-                num_stages=self.stages,
-                num_repeats=self.chunks if self.stages > 1 else 1,
-                num_pipeline_microbatches=count if self.stages > 1 else -1,
-                microbatch_size=self.micro,
-                strict_multiple=False,
-            )
-            plan = RampPlan(
-                ramp=BatchRamp.constant(phase.global_batch_size),
-                splitter=splitter,
-                num_devices=self.num_devices,
-                total_steps=1,
-            )
-            names = ("start_step", "start_sample", "num_steps")
-            own = {name: getattr(phase, name) for name in names}
-            rows.append(plan.phase_rows()[0] | own)
-        return rows
+        return [
+            {
+                "start_step": phase.start_step,
+                "start_sample": phase.start_sample,
+                "num_steps": phase.num_steps,
+                "global_batch_size": phase.global_batch_size,
+                "per_device_batch_size": plain_number(
+                    Fraction(phase.global_batch_size, self.num_devices)
+                ),
+                "data_parallel_size": self.replicas,
+                "accumulation_steps": count if self.stages == 1 else 1,
+                "num_pipeline_microbatches": count if self.stages > 1 else 1,
+                "microbatch_size": self.micro,
+                "num_stages": self.stages,
+                "num_repeats": self.chunks,
+                "bubble_fraction": self.bubble(count),
+                "learning_rate_scale": 1.0,
+            }
+            for phase, count in zip(self.coming, self.num_microbatches, strict=True)
+        ]
+
+    def bubble(self, num_microbatches: int) -> float:
+        """Return the idle time of a pass as a fraction of its time."""
+        return float(bubble_fraction(self.stages, num_microbatches, self.chunks))
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys."""
+        if self.uneven and self.stages > 1:
+            raise ConfigError(
+                "rampup's pipeline has the same number of layers in every stage"
+            )
         if self.ramp is None or not self.splits:
             raise ConfigError("not every batch of the file can be split")
         counts = sorted({size // self.unit for size in self.sizes})
@@ -611,14 +586,6 @@ class MegatronJob(PretrainingJob):
             }
         return values
 
-    def conversion(self) -> Conversion:
-        """Return the same run in rampup's keys, or why they cannot express it."""
-        if self.uneven and self.stages > 1:
-            return Conversion(
-                refusal="rampup's pipeline has the same number of layers in every stage"
-            )
-        return super().conversion()
-
 
 def _notes(job: MegatronJob) -> Iterator[str]:
     """Yield what is special to the file, its ramp, and its version and pipeline."""
@@ -637,55 +604,35 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     if job.ramp is not None and job.has_ramp:
         phases = [(p.start_step, p.global_batch_size) for p in job.ramp.phases]
         yield from ends_before_ramp(job.total_steps(), phases)
+        sizes = job.linear or {entry.size for entry in job.thresholds}
+        if skipped := len(sizes) - len(set(job.ramp.sizes)):
+            yield (
+                f"{skipped:,} of the {len(sizes):,} sizes are skipped by one large step"
+                " and never run"
+            )
+        if job.has_schedule:
+            yield Always(
+                "evaluation uses one micro batch per replica unless"
+                " eval_global_batch_size is given"
+            )
+        else:
+            yield Always(
+                "phases are exact: Megatron's floating-point division may change the"
+                " batch one step later; at every change it saves a checkpoint; the"
+                " learning rate follows samples and is not scaled with the batch"
+            )
     if job.num_microbatches and job.stages == 1:
         count = math.gcd(*job.num_microbatches)
         yield from few_samples_per_pass(count, job.micro, MICRO)
-    if job.has_schedule:
-        yield from _schedule_notes(job)
-    elif job.linear is not None and job.ramp is not None:
-        yield from _skipped(job.linear, job.ramp)
-        yield Always(
-            "phases are exact: Megatron's floating-point division may change the batch"
-            " one step later; at every change it saves a checkpoint; the learning rate"
-            " follows samples and is not scaled with the batch"
+    if job.has_schedule and job["seq_length"] is None:
+        yield (
+            "thresholds are taken as samples; Megatron's command line always takes"
+            " them as tokens (give seq_length=N)"
         )
     is_megatron_lm = {"num_nodes", "devices", PARTITION, "deepspeed"}.isdisjoint(given)
     if job[RAMP] is not None and is_megatron_lm:
         yield _version_note(job)
     yield from _pipeline_notes(job)
-
-
-def _schedule_notes(job: MegatronJob) -> Iterator[str]:
-    """Yield what Megatron makes of the entries of a schedule in steps."""
-    if job["seq_length"] is None:
-        yield (
-            "thresholds are taken as samples; Megatron's command line always takes"
-            " them as tokens (give seq_length=N)"
-        )
-    for pair in job.thresholds:
-        threshold, _, size = pair.text.partition(":")
-        if pair.samples != pair.as_run:
-            yield (
-                f"threshold {threshold} is {pair.samples:,} samples exactly and"
-                f" {pair.as_run:,} in Megatron's floating-point product"
-            )
-        if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
-            yield f"{pair.text}: the size is silently truncated to {pair.size}"
-    if job.ramp is not None:
-        yield from _skipped({entry.size for entry in job.thresholds}, job.ramp)
-        yield Always(
-            "evaluation uses one micro batch per replica unless"
-            " eval_global_batch_size is given"
-        )
-
-
-def _skipped(sizes: Collection[int], ramp: BatchRamp) -> Iterator[str]:
-    """Yield a note on the different sizes of a ramp that never run, if there are any."""
-    if skipped := len(sizes) - len(set(ramp.sizes)):
-        yield (
-            f"{skipped:,} of the {len(sizes):,} sizes are skipped by one large step and"
-            " never run"
-        )
 
 
 def _version_note(job: MegatronJob) -> str:
@@ -783,7 +730,7 @@ def _ramp_rules(job: MegatronJob, final: Term, unit: Term) -> Iterator[Ruling]:
             "a linear ramp needs a run counted in samples; give train_samples instead of"
             f" train_iters={job['train_iters']:,}",
         )
-    if len(job.triple) != 3:
+    if not job.is_triple:
         yield job.broken(
             "ramp_is_a_triple",
             keys,

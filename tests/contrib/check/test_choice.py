@@ -73,7 +73,6 @@ DEVICES = {
     "NPROC_PER_NODE=4 \\\n" + SWIFT: 2,
     f"msrun --worker_num 32 --local_worker_num 8 {GPT}": 32,
     f"msrun --worker_num=4 {GPT}": 4,
-    f"CMD='{GPT}'\ndeepspeed --num_nodes 2 --num_gpus 4 --no_python bash -c \"$CMD\"": 8,
     f"deepspeed --num_nodes 1 --num_gpus 8 {GPT}": 8,
 }
 

@@ -174,6 +174,7 @@ FILES = {
     "chips of xpk": ("maxtext", f"xpk workload create --device-type v6e-4x4 --num-slices 2 --command='{MAXTEXT}'", {}, [], "add num_devices=N"),
     "module that launches": ("megatron", f"python -m torch.distributed.launch --nproc_per_node 8 {GPT}", {}, [], {"data_parallel_size": 4}),
     "deepspeed": ("megatron", f"deepspeed --num_nodes 2 --num_gpus 8 {GPT}", {}, [], {"data_parallel_size": 8}),
+    "deepspeed around quotes": ("megatron", f"deepspeed --num_gpus 8 --no_python bash -c 'python {GPT}'", {}, [], "number of devices"),
     "deepspeed on a file of hosts": ("megatron", f"deepspeed --hostfile=hosts --num_gpus 8 {GPT}", {}, [], "number of devices"),
     "generation of an example": ("skyrl", "python -m examples.terminal_bench.main_tbench_generate trainer.train_batch_size=1", {}, [], "which the rules of SkyRL do not cover"),
     "search path": ("verl", f"{PPO} hydra.searchpath=[pkg://plugin.config] actor_rollout_ref.actor.engine.tp=2", {}, [], {"note": "hydra.searchpath adds base files"}),

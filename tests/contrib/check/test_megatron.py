@@ -134,13 +134,10 @@ FORMATS = (
 )
 NUMBERS = [
     *((text, {"ok": True, "data_parallel_size": 6, "num_microbatches": [1, 2, 3, 4, 5], "ramp_steps": 14}) for text in FORMATS),
-    # The exact threshold is used, and a note names Megatron's; both truncate a size,
-    # with a note.
-    *((STEPS | REPLICAS | {"step_batch_size_schedule": f"0:8 {entry}"}, {"thresholds_samples": [[0, 8], [exact, 16]], **notes})
-      for entry, exact, notes in (
-          ("2.01K:16", 2010, {"note": "2,009 in Megatron"}), ("8.2B:16.9", 8_200_000_000, {"note": "truncated to 16"}),
-          ("8.2B:16", 8_200_000_000, {"note": "8,199,999,999 in Megatron"}),
-          ("117.25B:16", 117_250_000_000, {"no_note": "in Megatron's floating-point"}))),
+    # Thresholds and sizes are those of Megatron's floating-point products, truncated.
+    *((STEPS | REPLICAS | {"step_batch_size_schedule": f"0:8 {entry}"}, {"thresholds_samples": [[0, 8], [threshold, 16]]})
+      for entry, threshold in (
+          ("2.01K:16", 2009), ("8.2B:16.9", 8_199_999_999), ("117.25B:16", 117_250_000_000))),
     # Entries are sorted, which a note reports; commas separate as spaces do.
     (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, ORDERED),
     (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, ORDERED),

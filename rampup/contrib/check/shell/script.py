@@ -84,7 +84,6 @@ class Command(NamedTuple):
     path: str = ""  # the file in which it stands
     script: str = ""  # the script that it starts or sources
     unread: str = ""  # why that script is not read
-    outer: tuple[str, ...] = ()  # the words of the command in whose quotes it stands
     tasks: str = ""  # how many processes run it, by Slurm or MPI
     environment: Mapping[str, str] = MappingProxyType({})  # the variables that it sees
     devices: int = 0  # those that the manifest around it asks for
@@ -140,7 +139,6 @@ class _Reader(Flow):
     """Collects the commands of a script and of those that it starts."""
 
     nested: re.Pattern[str]
-    outer: tuple[str, ...] = ()  # the command in whose quotes this stands
     tasks: str = ""  # how many processes run this, if a launcher says so
     commands: list[Command] = field(default_factory=list)
 
@@ -245,7 +243,6 @@ class _Reader(Flow):
                 tuple(words),
                 node.line,
                 str(self.path),
-                outer=self.outer,
                 tasks=self.tasks,
                 environment=self.environment() | own,
             )
@@ -254,7 +251,7 @@ class _Reader(Flow):
                 number = len(self.commands)
                 arguments = parameters or [mark("$0")]
                 try:
-                    self.shell(text, node.line, own, arguments, outer=tuple(words))
+                    self.shell(text, node.line, own, arguments)
                 except ScriptError:
                     del self.commands[number:]
         return None if words[0] in NAMES["asking"] else True
