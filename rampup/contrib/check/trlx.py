@@ -50,7 +50,6 @@ def read_words(command: Command) -> dict[str, Located]:
 
 
 LAUNCH = load_launch("trlx", read=read_words)
-MOST = 10_000  # generate calls and passes that are counted
 
 
 class TrlxJob(RolloutJob):
@@ -64,8 +63,7 @@ class TrlxJob(RolloutJob):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         text = (self["method.name"] + self["train.trainer"]).lower()
-        is_megatron = any("megatron_cfg" in name for name in settings.others)
-        if is_megatron or any(name in text for name in _OTHERS):
+        if any(name in text for name in _OTHERS):
             raise ConfigError(
                 f"train.trainer={self['train.trainer']},"
                 f" method.name={self['method.name']}: the rules of trlX cover PPO with"
@@ -89,23 +87,19 @@ class TrlxJob(RolloutJob):
 
     def _collect(self) -> list[int]:
         """Return the prompts of each generate call before PPO trains: whole chunks until
-        there are enough samples. A single process meets a short chunk at the end of each
-        pass over the prompts. With several, Accelerate completes it from the beginning.
+        there are enough samples. With several processes, Accelerate completes a short
+        chunk at the end of the prompts from their beginning.
         """
-        chunk, wanted, one_pass = self[CHUNK], self[ROLLOUTS], self["num_prompts"]
-        if one_pass is None or self.replicas > 1:
-            one_pass = wanted + chunk
-        if max(wanted // min(chunk, one_pass), self.passes) > MOST:
+        chunk, prompts = self[CHUNK], self["num_prompts"]
+        chunks = [chunk] * -(-self[ROLLOUTS] // chunk)
+        if self.replicas == 1 and prompts is not None and prompts < sum(chunks):
             raise ConfigError(
-                f"more than {MOST:,} generate calls or passes",
-                fix=f"the rules of trlX count each of them; check with a smaller {ROLLOUTS}",
-                key=ROLLOUTS,
+                f"a round collects {sum(chunks):,} samples of {prompts:,} prompts: a"
+                " single process meets a short chunk at their end, which the rules of"
+                " trlX do not follow",
+                fix=f"give a smaller {ROLLOUTS} or {CHUNK}",
+                key="num_prompts",
             )
-        chunks, left = list[int](), one_pass
-        while wanted > 0:
-            chunks.append(min(chunk, left))
-            wanted -= chunks[-1]
-            left = left - chunks[-1] or one_pass
         return chunks
 
     def num_mini_batches(self, _: TrainedModel) -> int:
@@ -121,7 +115,6 @@ class TrlxJob(RolloutJob):
         return super().derived() | {
             "micro_batch_samples_per_process": self.micro,
             "rollouts_per_process": self.collected,
-            "num_chunks": len(self.chunks),
             "chunks": self.chunks,
             "total_optimizer_steps": self.planned_steps,
             # Without evaluation prompts of its own, trlX takes a global batch of the
@@ -152,13 +145,15 @@ def _notes(job: TrlxJob) -> Iterator[str]:
         steps = (
             f"{job.passes:,} optimizer steps of {job.micro * job.replicas:,} samples"
         )
-        ends = "each pass ends" if job["deepspeed"] else "each pass would end"
         yield (
             f"gradients are summed over the {job.passes:,} passes, not averaged:"
             f" {job.passes:,} times those of one pass. Adam hides it; gradient"
             " clipping, epsilon and plain SGD do not."
         )
-        yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
+        yield (
+            f"under DeepSpeed each pass ends in an optimizer step: {steps} instead of"
+            " one."
+        )
     if job.last_batch < job.batch:
         size = f"{job.last_batch:,} of {job.batch:,} samples"
         yield f"the last mini batch of each pass has {size} and the weight of others."
@@ -185,9 +180,8 @@ def _notes(job: TrlxJob) -> Iterator[str]:
 
 def _rules(job: TrlxJob) -> Iterator[Ruling]:
     """Yield what trlX's check and its run ask."""
-    batch = Term(f"{TRAIN}={job.batch:,}", job.batch)
     micro = Term(f"{MICRO}={job.micro:,}", job.micro)
-    yield job.multiple("micro_divides_batch", (MICRO, TRAIN), batch, micro)
+    yield job.multiple("micro_divides_batch", (MICRO, TRAIN), TRAIN, micro)
 
 
 DIALECT = Dialect(
