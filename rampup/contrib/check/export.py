@@ -137,18 +137,13 @@ class _Run:
             )
         return first
 
-    def notes(self, *clocks: str) -> Iterator[str]:
-        """Yield the hyperparameters that differ in a system whose learning rate counts
-        one of `clocks` and is the same for every batch.
+    def notes(self) -> Iterator[str]:
+        """Yield the hyperparameters that differ in a system whose learning rate is the
+        same for every batch.
         """
         if not self.grows:
             return
         name, plan = NAMES[self.system], self.plan
-        if plan.rate.clock not in clocks:
-            yield (
-                f"The learning rate of {name} counts {clocks[0]}; that of the plan"
-                f" counts {plan.rate.clock}."
-            )
         if plan.seesaw or plan.rate.batch_scaling != "none":
             yield (
                 f"The learning rate of {name} is the same for every batch; that of the"
@@ -202,8 +197,13 @@ def _to_maxtext(run: _Run) -> Exported:
     values["per_device_batch_size"] = _per_device(
         run, last.global_batch_size, values["gradient_accumulation_steps"]
     )
-    notes = list(run.notes("steps"))
+    notes = list(run.notes())
     if ramp:
+        if plan.rate.clock != "steps":
+            notes.append(
+                "The learning rate of MaxText counts steps; that of the plan counts"
+                f" {plan.rate.clock}."
+            )
         values |= _maxtext_ramp(run)
         if passes > 1 and plan.splitter.num_stages == 1:
             largest = last.global_batch_size // plan.splitter.data_parallel_size
@@ -280,7 +280,7 @@ def _to_megatron(run: _Run) -> Exported:
     ]
     notes = [
         f"As arguments: {' '.join(words)}",
-        *run.notes("samples", "steps"),
+        *run.notes(),
     ]
     if run.grows:
         notes.append("Megatron-LM has the step schedule since April 2026.")
