@@ -17,7 +17,7 @@ from typing import Any
 
 from rampup.config.yaml import Located
 from rampup.contrib.check.base_files import BaseFiles, find_in_repository
-from rampup.contrib.check.known import Unread
+from rampup.contrib.check.known import Unread, load_table
 from rampup.contrib.check.launch import Launch, Reading, load_launch
 from rampup.contrib.check.notebook import Call, read_program
 from rampup.contrib.check.reading import Source, read_source
@@ -28,46 +28,27 @@ from rampup.contrib.check.shell.values import mark, unknown_names
 from rampup.contrib.check.verdict import Term, counted, times
 from rampup.errors import ConfigError
 
-TRAINING = "rl_training_config."
 BATCH = "batch_size"
-MINI, TRAIN, ROLLOUT, LOGPS = (
-    f"{TRAINING}{name}_batch_size"
-    for name in ("mini", "train_micro", "rollout_micro", "compute_logps_micro")
-)
-ACCUMULATION = f"{TRAINING}gradient_accumulation_steps"
-MAX_STEPS = f"{TRAINING}max_steps"
-GENERATIONS, ITERATIONS = (
-    f"grpo_config.num_{what}" for what in ("generations", "iterations")
-)
-ROLES = ("actor", "reference", "rollout")
-MESHES = {role: f"{role}_model_config.mesh" for role in ROLES}
-MODEL_MESH = "model_config.mesh"
+MINI = "rl_training_config.mini_batch_size"
+TRAIN = "rl_training_config.train_micro_batch_size"
+ROLLOUT = "rl_training_config.rollout_micro_batch_size"
+LOGPS = "rl_training_config.compute_logps_micro_batch_size"
+ACCUMULATION = "rl_training_config.gradient_accumulation_steps"
+MAX_STEPS = "rl_training_config.max_steps"
+GENERATIONS = "grpo_config.num_generations"
+ITERATIONS = "grpo_config.num_iterations"
+MESH = "actor_model_config.mesh.shape"
 OVERRIDE = "override_config_file"
-PROMPTS = "num_prompts"
 
-_MESH = f"{MESHES['actor']}.shape"
-# The names of notebooks: those of constants, of keys of a dictionary, and of arguments.
-_NAMES = {
-    **{key.rpartition(".")[2]: key for key in (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS)},
-    **{name: name for name in (BATCH, "num_batches", "num_train_epochs")},
-    "num_generations": GENERATIONS,
-    "num_iterations": ITERATIONS,
-    "num_epochs": "num_train_epochs",
-    "train_fraction": "train_fraction",
-    "mesh": _MESH,
-    "mesh_shape": _MESH,
-}
-# The sizes that tell a program that trains with GRPO from one that does not.
-_OF_GRPO = (GENERATIONS, ITERATIONS, MINI, TRAIN, ROLLOUT, LOGPS)
+# The keys that names stand for: those of constants, and of the arguments of the classes
+# of Tunix. An argument of another call, or an attribute, with the name of a size of GRPO
+# counts as well.
+_NAMES: dict[str, dict[str, Any]] = load_table("tunix", "names")
+MESHES: dict[str, str] = _NAMES["meshes"]
+_OF_GRPO: dict[str, str] = _NAMES["of_grpo"]
+_CLASSES: dict[str, dict[str, str]] = _NAMES["classes"]
 # The sizes of sections by the names that they have there.
-_AT_HOME = {key.rpartition(".")[2]: key for key in (*_OF_GRPO, MAX_STEPS, ACCUMULATION)}
-# The classes of Tunix and the keys that their arguments stand for. An argument of
-# another call, or an attribute, with the name of a size of GRPO counts as well.
-_CLASSES = {
-    "RLTrainingConfig": (MINI, TRAIN, ROLLOUT, LOGPS, MAX_STEPS, ACCUMULATION),
-    "GRPOConfig": (GENERATIONS, ITERATIONS),
-    "GrpoConfig": (GENERATIONS, ITERATIONS),
-}
+_AT_HOME = _OF_GRPO | _CLASSES["RLTrainingConfig"]
 
 
 def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
@@ -80,10 +61,11 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
         Path(path), devices=int(devices) if devices.isdecimal() else None
     )
     calls = [*program.calls()]
+    known = _NAMES["constants"]
     constants = [
-        (_NAMES[name.lower()], place)
+        (known[name.lower()], place)
         for name, place in program.constants()
-        if name.lower() in _NAMES and (name.isupper() or name.islower())
+        if name.lower() in known and (name.isupper() or name.islower())
     ]
     # The first data set is that to train on.
     data_sets = [call.arguments for call in calls if call.name == "batch"]
@@ -94,10 +76,10 @@ def read_python(path: str, overrides: Sequence[str]) -> dict[str, Located]:
     if TRAIN in named:  # a pasted constant
         named.setdefault(MINI, named.get(BATCH, named[TRAIN]))
     # Without a mesh, a note says that its chips are not known.
-    shape = named.pop(_MESH, None)
+    shape = named.pop(MESH, None)
     if shape is not None and isinstance(shape.value, tuple):
         # Perhaps with the names of its axes.
-        named[_MESH] = dataclasses.replace(shape, value=str(shape.value))
+        named[MESH] = dataclasses.replace(shape, value=str(shape.value))
     return named
 
 
@@ -107,14 +89,14 @@ def _given(call: Call) -> Iterator[tuple[str, Located]]:
     """
     given = call.arguments
     if call.name == "make_mesh" and "0" in given:
-        yield _MESH, given["0"]
+        yield MESH, given["0"]
     others = given.get("**", given.get("0"))
     if call.name in _CLASSES and others is not None:
         others = dataclasses.replace(others, value=mark(f"${{{call.name}(...)}}"))
     else:
         others = None
-    for key in _CLASSES.get(call.name, _OF_GRPO):
-        place = given.get(key.rpartition(".")[2], others)
+    for name, key in _CLASSES.get(call.name, _OF_GRPO).items():
+        place = given.get(name, others)
         if place is not None and place.value is not None:
             yield key, place
 
@@ -200,7 +182,7 @@ def _questions(reading: Reading) -> Iterator[ConfigError]:
         )
     if BATCH not in given and not (is_python and MINI in given):
         yield _no_batch(path)
-    if is_python and given.isdisjoint(_OF_GRPO):
+    if is_python and given.isdisjoint(_OF_GRPO.values()):
         yield ConfigError(
             "unknown: this sets no size of GRPO, and may not train with GRPO",
             fix=f"if it does, add {GENERATIONS}=...; the rules of Tunix do not cover"
@@ -298,8 +280,8 @@ class TunixJob(PromptJob):
         self.count(self.mini, train, self[ITERATIONS])
         # Steps of the run; None if the size of the data set is unknown.
         batches = [self["num_batches"]] if self["num_batches"] else []
-        if self[PROMPTS] is not None:
-            batches.append(self[PROMPTS] // self.prompts)
+        if self["num_prompts"] is not None:
+            batches.append(self["num_prompts"] // self.prompts)
         if batches:
             fraction = self["train_fraction"]
             fraction = fraction if 0 < fraction < 1 else 1
@@ -312,16 +294,16 @@ class TunixJob(PromptJob):
         and with null, the actor's; each mesh of its own takes chips of its own
         (`BasePipeline.create_role_to_mesh`).
         """
-        shared = self[f"{MODEL_MESH}.shape"]
+        shared = self["model_config.mesh.shape"]
         self.meshes = {
             role: _sizes(self[f"{mesh}.shape"] or shared)
             for role, mesh in MESHES.items()
             if role == "actor" or mesh not in self.settings.others
         }
-        names = self[f"{MESHES['actor']}.axis_names"]
-        names = names or self[f"{MODEL_MESH}.axis_names"]
+        names = self["actor_model_config.mesh.axis_names"]
+        names = names or self["model_config.mesh.axis_names"]
         # A notebook has them beside the sizes.
-        names = names or self[f"{MESHES['actor']}.shape"] or ""
+        names = names or self[MESH] or ""
         axes = re.findall(r"[A-Za-z_]\w*", names) or ("fsdp", "tp")
         sizes = zip(axes, self.meshes["actor"], strict=False)
         self.fsdp: int = dict(sizes).get("fsdp", 1)
@@ -355,10 +337,7 @@ def _notes(job: TunixJob) -> Iterator[str]:
     devices = job["num_devices"]
     if not job.chips:
         more = "num_devices=N, or " if devices is None else ""
-        yield (
-            f"the chips of the mesh are not known; give {more}"
-            f"{MESHES['actor']}.shape='(1, 4)'."
-        )
+        yield f"the chips of the mesh are not known; give {more}{MESH}='(1, 4)'."
     elif devices is None:
         yield (
             f"the meshes take {counted(job.chips, 'chip')}; give num_devices=N to see"
