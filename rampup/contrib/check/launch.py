@@ -25,37 +25,25 @@ from rampup.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Key):
     """A key of another system that its batch arithmetic depends on."""
 
-    key: Key
+    kind: Kind = "int"
+    section: str = ""
     default: Any  # that system's default
-    unit: str = ""  # the unit of a count: prompts, samples, tokens, devices, ...
     # True if the numbers of a step are known without it, so that a script may leave it
     # open
     optional: bool = False
 
 
-def entry(
-    default: Any,
-    doc: str,
-    *,
-    kind: Kind = "int",
-    unit: str = "",
-    optional: bool = False,
-    **limits: Any,
-) -> Entry:
-    """Return an `Entry`; `limits` are those of `Key`."""
-    nullable = limits.pop("nullable", default is None)
-    key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
-    return Entry(key=key, default=default, unit=unit, optional=optional)
-
-
 def load_entries(system: str) -> dict[str, Entry]:
     """Return the keys that the rules of a system read: the table `SYSTEM_sizes.yml`
-    beside this module.
+    beside this module. One whose default is null may be null.
     """
-    return {name: entry(**row) for name, row in load_table(system, "sizes").items()}
+    return {
+        name: Entry(**{"nullable": row["default"] is None, **row})
+        for name, row in load_table(system, "sizes").items()
+    }
 
 
 @dataclass(kw_only=True)

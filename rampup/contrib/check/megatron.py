@@ -230,7 +230,7 @@ def _option_value(name: str, values: Sequence[str], path: str) -> Any:
         numbers = re.compile(r"[-+\d]" if name == RAMP else r".*:")
         parts = [v for v in values if numbers.match(v) or has_unknown(v)]
         return " ".join(parts or values[:1])
-    if name in KEYS and KEYS[name].key.kind == "bool":
+    if name in KEYS and KEYS[name].kind == "bool":
         return first.lower() != "false"  # what follows a flag is not its value
     return parse_known(first, path)
 

@@ -277,7 +277,7 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     def attempts(rule: Ruling) -> Iterator[tuple[str, Iterable[Any]]]:
         yield rule.keys[0], rule.candidates or ()
         for key in rule.keys if rule.candidates is not None else ():
-            if dialect.launch.entries[key].key.kind == "int":
+            if dialect.launch.entries[key].kind == "int":
                 yield key, _whole_numbers(job[key], divisions)
 
     def violation(rule: Ruling) -> Violation:
@@ -355,7 +355,7 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
                 # What the passes take on, the devices need not have.
                 factor = part if key in dialect.by_pass else ratio / part
                 size = to_yaml_number(Fraction(after[key] * factor))
-                entry = dialect.launch.entries[key].key
+                entry = dialect.launch.entries[key]
                 changed = changed.with_value(key, entry.convert(key, size))
             job = dialect.job(changed)
             is_kept = job.usable and update_of(job.derived()) == wanted

@@ -207,7 +207,7 @@ def _type_values(
         try:
             value = resolve_reference(place.value, name, located, values)
             if not (isinstance(value, str) and unknown_names(value)):
-                values[name] = entry.key.convert(name, value)
+                values[name] = entry.convert(name, value)
                 continue
             question = _ask_for(name, value)
             if not entry.optional:
@@ -286,7 +286,7 @@ def _find_mappings(
     }
     return [
         ConfigError(
-            f"{name} is a mapping; it must be {entries[name].key.expected}",
+            f"{name} is a mapping; it must be {entries[name].expected}",
             key=name,
             path=within[name].path,
             line=within[name].line,

@@ -286,7 +286,7 @@ def values(entries):
     """Return configurations of a system: mostly plausible sizes, some nonsense."""
 
     def of_one(name):
-        key = entries[name].key
+        key = entries[name]
         if key.choices:
             return st.sampled_from([*key.choices, "nonsense"])
         plausible = {"bool": st.booleans(), "text": TEXTS}.get(key.kind, LIKELY)

@@ -10,16 +10,16 @@ from helpers.dialect_files import expect, rules
 from rampup.config.yaml import read_text
 from rampup.contrib.check import SYSTEMS, check_command, check_file, load_dialect
 from rampup.contrib.check.known import load_known_keys
-from rampup.contrib.check.launch import Launch, Reading, entry
+from rampup.contrib.check.launch import Entry, Launch, Reading
 from rampup.contrib.check.reading import read_leaves
 from rampup.contrib.check.settings import FACTS, type_settings
 from rampup.errors import ConfigError, RampupError
 
 ENTRIES = {
-    "trainer.train_batch_size": entry(1024, "prompts", unit="prompts"),
-    "trainer.model.path": entry(None, "a path", kind="text"),
-    "trainer.micro_batch_size": entry(None, "samples"),
-    "trainer.flag": entry(False, "a switch", kind="bool"),
+    "trainer.train_batch_size": Entry(default=1024, doc="prompts", unit="prompts"),
+    "trainer.model.path": Entry(default=None, doc="a path", kind="text", nullable=True),
+    "trainer.micro_batch_size": Entry(default=None, doc="samples", nullable=True),
+    "trainer.flag": Entry(default=False, doc="a switch", kind="bool"),
 }
 LAUNCH = Launch(
     system="Some System", program=re.compile("!"), example="!", entries=ENTRIES
@@ -236,7 +236,7 @@ def test_every_key_that_the_rules_read_is_one_of_the_system(system):
     """Except for facts that users state. The defaults are of the key's own kind."""
     launch = load_dialect(system).launch
     for name, found in launch.entries.items():
-        assert found.key.convert(name, found.default) == found.default
+        assert found.convert(name, found.default) == found.default
         assert (
             not launch.keys
             or load_known_keys(launch.keys).life(name)
