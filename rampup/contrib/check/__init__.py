@@ -11,10 +11,9 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 
 from rampup.config.yaml import read_text
-from rampup.contrib.check.foreign import COVERED, FOREIGN, SHARED
+from rampup.contrib.check.known import load_table
 from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, find_violations, keep_update
 from rampup.contrib.check.settings import Settings
@@ -37,6 +36,8 @@ READABLE = (
 )
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100
+# Systems whose files are known and not checked.
+_FOREIGN = load_table("foreign", "systems")
 _DEVICES = ("devices", "nodes", "processes")  # units of keys that count devices
 
 
@@ -152,15 +153,17 @@ def _refuse_foreign(source: Source) -> None:
     with what its update is.
     """
     text = _COMMENT.sub("", _text(source))
-    found = (row for row in FOREIGN if all(mark.search(text) for mark in row.marks))
-    if (row := next(found, None)) and not COVERED.search(text):
-        raise ConfigError(
-            f"this is a file of {row.name}, which rampup cannot check; it reads"
-            f" {READABLE}",
-            fix=f"its update is {row.update}: plan that with `rampup plan`",
-            key="from",
-            path=_path(source),
-        )
+    if re.search(_FOREIGN["covered"], text):
+        return
+    for row in _FOREIGN["systems"]:
+        if all(re.search(mark, text, re.MULTILINE) for mark in row["marks"]):
+            raise ConfigError(
+                f"this is a file of {row['name']}, which rampup cannot check; it reads"
+                f" {READABLE}",
+                fix=f"its update is {row['update']}: plan that with `rampup plan`",
+                key="from",
+                path=_path(source),
+            )
 
 
 def _text(source: Source) -> str:
@@ -186,7 +189,9 @@ def _recognize(source: Source, overrides: Sequence[str]) -> str:
                 raise
             continue
         keys = [
-            key for key in reading.leaves if launch.known(key) and key not in SHARED
+            key
+            for key in reading.leaves
+            if launch.known(key) and key not in _FOREIGN["shared"]
         ]
         if reading.recognized or len(keys) >= MIN_MATCHES:
             found.append((reading.recognized, len(keys), system))
@@ -228,20 +233,6 @@ def to_rampup(verdict: Verdict) -> str:
         printable = "".join(letter if letter.isprintable() else "?" for letter in key)
         lines.append(f"# {printable[:_MAX_NAME]}: {reason}")
     return "\n".join(lines) + "\n"
-
-
-def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) -> None:
-    """Write rampup's configuration of the run that a verdict is about; `source` is its
-    file, which is never replaced.
-    """
-    from rampup.cli.common import write_text
-
-    text = to_rampup(verdict)
-    if Path(path).resolve() == Path(source).resolve():
-        raise ConfigError(
-            "the output file must not be the source file", key="output", path=str(path)
-        )
-    write_text(path, text)
 
 
 def _keep(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
+from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error, write_text
 from rampup.contrib.check.verdict import Always, Verdict
-from rampup.errors import RampupError
+from rampup.errors import ConfigError, RampupError
 from rampup.plan.describe import PHASE_TITLES
 from rampup.show.console import phase_cell, print_table
 from rampup.show.format import format_count
@@ -81,7 +81,7 @@ FIRST_PHASES, LAST_PHASES = 8, 3
 
 def check(args: argparse.Namespace) -> Result:
     """Check files or a command, and convert one if an output is given."""
-    from rampup.contrib.check import write_conversion
+    from rampup.contrib.check import to_rampup
 
     if (args.to is None) != (args.output is None):
         raise usage_error("--to and -o FILE belong together", key="to")
@@ -108,7 +108,14 @@ def check(args: argparse.Namespace) -> Result:
     if args.output is not None:
         said = f"{args.output} is not written: the file breaks rules; mend them first"
         if verdict.ok:
-            write_conversion(verdict, args.output, source=args.file or "")
+            text = to_rampup(verdict)
+            if Path(args.output).resolve() == Path(args.file or "").resolve():
+                raise ConfigError(
+                    "the output file must not be the source file",
+                    key="output",
+                    path=args.output,
+                )
+            write_text(args.output, text)
             said = f"wrote {args.output}"
         print(said, file=sys.stderr)
     return Result(
