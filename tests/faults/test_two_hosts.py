@@ -194,18 +194,19 @@ def test_a_link_that_is_down_is_waited_for_or_ends_both(hosts, tmp_path):
 
 
 @pytest.mark.faults
-def test_partitions_of_5_30_and_120_s_with_the_default_timeouts(hosts, tmp_path):
-    """Hosts that join by name go on after the first two; the third ends both after a
-    minute, and the run resumes.
+def test_partitions_of_5_and_30_s_with_the_default_timeouts(hosts, tmp_path):
+    """Hosts that join by name go on after the first. The second is longer than gRPC
+    waits for an answer, 20 s: JAX ends both processes, and the run resumes.
     """
     keys = {
         "coordinator_address": "rampup-a:1234",
         "jax_distributed_heartbeat_timeout_seconds": 60,
     }
     with running(tmp_path, **keys) as started:
-        for seconds in (5, 30):
-            cut(seconds, tmp_path, started)
+        cut(5, tmp_path, started)
         ip("-n rampup-a link set veth0 down")
+        time.sleep(30)
+        ip("-n rampup-a link set veth0 up")
         assert_ended(started, tmp_path, 60)
     assert_resumes(tmp_path, **keys)
 
