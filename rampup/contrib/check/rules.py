@@ -224,7 +224,7 @@ class PretrainingJob(Job):
             left_out[key] = (
                 "not converted; rampup has a key of this name"
                 if key in KEYS
-                else "no counterpart"
+                else "not converted"
             )
         return Conversion(values=values, left_out=left_out)
 
