@@ -24,8 +24,8 @@ FOLDER = "rampup"
 _QUIET_SECONDS = 10.0
 _AGAIN_SECONDS = 60.0
 _MEETING_SECONDS = 24 * 3600
-_gather_numbers = itertools.count()
-_first_numbers = defaultdict[str, "itertools.count[int]"](itertools.count)
+# How often each name was used: threads may come to different ones in any order.
+_numbers = defaultdict[str, "itertools.count[int]"](itertools.count)
 
 
 def is_primary() -> bool:
@@ -51,7 +51,7 @@ def broadcast_from_process0(
     """
     if jax.process_count() == 1:
         return make()
-    key = f"{FOLDER}/first/{name}/{next(_first_numbers[name])}"
+    key = f"{FOLDER}/first/{name}/{next(_numbers[name])}"
     if is_primary():
         value = make()
         kv_store().key_value_set(key, value, allow_overwrite=True)
@@ -59,15 +59,15 @@ def broadcast_from_process0(
     return str(kv_store().blocking_key_value_get(key, 1000 * timeout))
 
 
-def gather_from_all(value: str) -> list[str]:
+def gather_from_all(value: str, name: str = "all") -> list[str]:
     """Return the values of all processes, in every process. They call this equally
-    often, and may come hours apart.
+    often with each name, and may come hours apart.
     """
     count = jax.process_count()
     if count == 1:
         return [value]
     own, store = jax.process_index(), kv_store()
-    folder = f"{FOLDER}/all{next(_gather_numbers)}"
+    folder = f"{FOLDER}/{name}/{next(_numbers[name])}"
     milliseconds = 1000 * _MEETING_SECONDS
     store.key_value_set(f"{folder}/{own}", value)
     # Process 0 collects them: as many messages as processes, and not their square.
@@ -111,7 +111,7 @@ def wait_for_all(mesh: Mesh) -> None:
     """
     if spans_all(mesh):
         check_joined()
-        gather_from_all("")
+        gather_from_all("", "meeting")
 
 
 def spans_all(mesh: Mesh) -> bool:
