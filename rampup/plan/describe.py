@@ -187,12 +187,13 @@ def format_count(number: int, noun: str) -> str:
     ...     format_count(1, "step"),
     ...     format_count(2000, "step"),
     ...     format_count(2, "batch"),
+    ...     format_count(0, "pass"),
     ... )
-    ('1 step', '2,000 steps', '2 batches')
+    ('1 step', '2,000 steps', '2 batches', '0 passes')
     """
     if number == 1:
         return f"1 {noun}"
-    ending = "es" if noun.endswith("ch") else "s"
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:,} {noun}{ending}"
 
 

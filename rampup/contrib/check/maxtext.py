@@ -29,7 +29,7 @@ from rampup.contrib.check.rules import (
 )
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.verdict import Always, Run, Term, counted, product, times
+from rampup.contrib.check.verdict import Always, Run, Term, format_count, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
@@ -295,15 +295,17 @@ class MaxTextJob(PretrainingJob):
         sizes, replicas = self.sizes, self.replicas
         share = to_yaml_number(Fraction(sizes.micro, replicas))
         shape = times(
-            counted(replicas, "replica"), counted(self[ACCUMULATION], "pass"), share
+            format_count(replicas, "replica"),
+            format_count(self[ACCUMULATION], "pass"),
+            share,
         )
-        text = f"{counted(sizes.to_train, 'sample')} per optimizer step; {shape}"
+        text = f"{format_count(sizes.to_train, 'sample')} per optimizer step; {shape}"
         if sizes.to_load != sizes.to_train:
-            text += f"; {counted(sizes.to_load, 'row')} loaded"
+            text += f"; {format_count(sizes.to_load, 'row')} loaded"
         if phases := self.ramp_phases:
             text += (
-                f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and"
-                f" {counted(phases[-1][0], 'step')}"
+                f"; ramp from {phases[0][1]:,} in {format_count(len(phases), 'phase')}"
+                f" and {format_count(phases[-1][0], 'step')}"
             )
         return text
 

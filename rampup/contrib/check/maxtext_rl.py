@@ -23,7 +23,7 @@ from rampup.contrib.check.rollout import group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.tunix import PromptJob
-from rampup.contrib.check.verdict import counted
+from rampup.contrib.check.verdict import format_count
 from rampup.plan.numbers import AUTO, divisors
 
 BATCH = "batch_size"
@@ -95,9 +95,15 @@ class MaxTextRlJob(PromptJob):
 
 def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     yield from job.meanings((BATCH, GENERATIONS, TRAIN, ROLLOUT, ITERATIONS))
-    steps = counted(job.training_steps or 0, "training step")
-    yield "num_batches", f"{steps} over {counted(job.epoch_prompts, 'prompt')} an epoch"
-    yield "eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"
+    steps = format_count(job.training_steps or 0, "training step")
+    yield (
+        "num_batches",
+        f"{steps} over {format_count(job.epoch_prompts, 'prompt')} an epoch",
+    )
+    yield (
+        "eval_batch_size",
+        f"{format_count(job.eval_prompts, 'prompt')} per evaluation",
+    )
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:

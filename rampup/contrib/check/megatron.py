@@ -35,7 +35,7 @@ from rampup.contrib.check.shell.values import has_unknown
 from rampup.contrib.check.verdict import (
     Always,
     Term,
-    counted,
+    format_count,
     product,
     times,
 )
@@ -284,9 +284,21 @@ class MegatronJob(PretrainingJob):
         " April 2026 unless megatron_version=head"
     )
     expressed = (
-        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK),
-        *(*AXES, *_DEVICES_GIVEN, LAYERS, VERSION, "seq_length"),
-        *("train_iters", "max_steps", "train_samples"),
+        MICRO,
+        GLOBAL,
+        DECREASE,
+        RAMP,
+        SCHEDULE,
+        VIRTUAL,
+        PER_CHUNK,
+        *AXES,
+        *_DEVICES_GIVEN,
+        LAYERS,
+        VERSION,
+        "seq_length",
+        "train_iters",
+        "max_steps",
+        "train_samples",
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -461,18 +473,18 @@ class MegatronJob(PretrainingJob):
             return ""
         final = self.ramp.sizes[-1]
         shape = times(
-            counted(self.replicas, "replica"),
-            counted(final // self.unit, "microbatch"),
+            format_count(self.replicas, "replica"),
+            format_count(final // self.unit, "microbatch"),
             self.micro,
         )
         length = (
-            f"{counted(len(self.ramp.phases), 'phase')} and"
-            f" {counted(self.ramp.ramp_steps, 'step')}"
+            f"{format_count(len(self.ramp.phases), 'phase')} and"
+            f" {format_count(self.ramp.ramp_steps, 'step')}"
         )
         ramp = (
             f"; ramp from {self.ramp.sizes[0]:,} in {length}" if self.has_ramp else ""
         )
-        return f"{counted(final, 'sample')} per optimizer step; {shape}{ramp}"
+        return f"{format_count(final, 'sample')} per optimizer step; {shape}{ramp}"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -658,8 +670,8 @@ def _pipeline_notes(job: MegatronJob) -> Iterator[str]:
         )
     if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
         yield (
-            f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are"
-            " never all busy; it runs"
+            f"with {format_count(fewest, 'microbatch')} the {job.stages} pipeline stages"
+            " are never all busy; it runs"
         )
 
 

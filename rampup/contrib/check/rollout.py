@@ -10,7 +10,7 @@ from typing import Any
 
 from rampup.contrib.check.rules import Job, Ruling
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Run, Term, counted, times
+from rampup.contrib.check.verdict import Run, Term, format_count, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +153,17 @@ class RolloutJob(Job):
     def summary(self) -> str:
         """Return the numbers of a step in one line."""
         samples = (
-            f"{times(counted(self.prompts, 'prompt'), self.samples_per_prompt)} ="
-            f" {counted(self.samples, 'sample')}"
+            f"{times(format_count(self.prompts, 'prompt'), self.samples_per_prompt)} ="
+            f" {format_count(self.samples, 'sample')}"
         )
         if self.padded_samples:
             samples += f" + {self.padded_samples:,} of padding"
-        steps = counted(self.updates(self.policy), "optimizer step")
+        steps = format_count(self.updates(self.policy), "optimizer step")
         return f"{samples}; {steps} of {self.policy.mini_samples:,}; {self.shares()}"
 
     def shares(self) -> str:
         """Return how replicas and passes divide a policy update."""
-        replicas = counted(self.policy.replicas, "replica")
+        replicas = format_count(self.policy.replicas, "replica")
         if self.tokens is not None:
             return times(replicas, f"passes of up to {self.tokens:,} tokens")
         if self.micro is None or self.passes is None:
@@ -175,7 +175,7 @@ class RolloutJob(Job):
     def passes_text(self) -> str:
         """The passes of a policy update."""
         if self.passes is not None:
-            return counted(self.passes, "pass")
+            return format_count(self.passes, "pass")
         if self.tokens is not None:
             return "as many passes as the token budget needs"
         return "passes of unknown size"
@@ -189,26 +189,27 @@ def batch_meanings(
     devices, of which `sharing` share a sample.
     """
     prompts, responses, mini_batch, epochs = keys
-    yield prompts, f"{counted(job.prompts, 'prompt')} per training step"
-    samples = counted(job.samples, "sample")
+    yield prompts, f"{format_count(job.prompts, 'prompt')} per training step"
+    samples = format_count(job.samples, "sample")
     yield responses, f"{samples} per training step, generated together"
-    size = counted(job.policy.mini_samples, "sample")
-    number = counted(job.num_mini_batches(job.policy), "mini batch")
+    size = format_count(job.policy.mini_samples, "sample")
+    number = format_count(job.num_mini_batches(job.policy), "mini batch")
     each = f"{size} per optimizer step, {number} per pass over the step's samples"
     yield mini_batch, f"prompts, whole job: {each}"
-    steps = counted(job.updates(job.policy), "optimizer step")
+    steps = format_count(job.updates(job.policy), "optimizer step")
     yield epochs, f"{steps} per training step"
     if (critic := job.critic) is not None:
-        size = counted(critic.mini_samples, "sample")
-        updates = counted(job.updates(critic), "critic update")
+        size = format_count(critic.mini_samples, "sample")
+        updates = format_count(job.updates(critic), "critic update")
         yield (
             f"mini batch of the critic = {critic.mini_batch:,}",
             f"prompts: {size} per update, {updates} per training step",
         )
-    share = counted(job.policy.padded_share, "sample")
+    share = format_count(job.policy.padded_share, "sample")
     yield (
-        f"{counted(devices, 'device')} / {sharing:,} that share a sample",
-        f"{counted(job.policy.replicas, 'replica')}; each has {share} of a mini batch",
+        f"{format_count(devices, 'device')} / {sharing:,} that share a sample",
+        f"{format_count(job.policy.replicas, 'replica')}; each has {share} of a mini"
+        " batch",
     )
 
 
@@ -220,7 +221,7 @@ def rounded_replicas(
     """
     for model, count in devices.items():
         if count % sizes[model]:
-            replicas = counted(count // sizes[model], "replica")
+            replicas = format_count(count // sizes[model], "replica")
             yield (
                 f"the {model}'s {count:,} devices are not a multiple of the"
                 f" {sizes[model]:,} that share a sample: {system} counts {replicas},"
@@ -232,8 +233,8 @@ def dropped_prompts(job: RolloutJob) -> Iterator[str]:
     """Yield a note on prompts that fill no training step, if there are any."""
     if lost := job.lost_prompts:
         yield (
-            f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped"
-            " in each pass over the data set."
+            f"the last {format_count(lost, 'prompt')} of {job['num_prompts']:,} are"
+            " dropped in each pass over the data set."
         )
 
 

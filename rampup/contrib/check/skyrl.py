@@ -28,7 +28,7 @@ from rampup.contrib.check.rollout import (
 )
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Run, Term, counted, product
+from rampup.contrib.check.verdict import Run, Term, format_count, product
 
 TRAIN = "trainer.train_batch_size"
 MICRO = "trainer.micro_train_batch_size_per_gpu"
@@ -154,7 +154,9 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     key = "trainer.micro_forward_batch_size_per_gpu"
     yield key, f"samples per replica in {what}"
     prompts = job["trainer.eval_batch_size"]
-    evaluated = counted(prompts * job["generator.eval_n_samples_per_prompt"], "sample")
+    evaluated = format_count(
+        prompts * job["generator.eval_n_samples_per_prompt"], "sample"
+    )
     said = f"{evaluated} per evaluation batch; the last batch may be smaller"
     yield "trainer.eval_batch_size", said
 
@@ -177,7 +179,7 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
             yield (
                 f"{trained.name}: {trained.mini_samples:,} samples of a mini batch over"
                 f" {trained.replicas:,} replicas: the run adds"
-                f" {counted(trained.padding, 'empty sample')} to each."
+                f" {format_count(trained.padding, 'empty sample')} to each."
             )
         if (rest := trained.padded_share % job[MICRO]) and job.tokens is None:
             weight = "; the loss is weighted accordingly"

@@ -19,7 +19,7 @@ from rampup.contrib.check.rollout import RolloutJob, TrainedModel, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.verdict import Term, counted
+from rampup.contrib.check.verdict import Term, format_count
 from rampup.errors import ConfigError
 
 TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
@@ -126,17 +126,17 @@ class TrlxJob(RolloutJob):
 
 
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
-    size = counted(job.global_batch, "sample")
+    size = format_count(job.global_batch, "sample")
     yield TRAIN, f"samples per process: {size} per optimizer step"
-    passes = f"{job.passes_text} of {counted(job.micro, 'sample')}"
+    passes = f"{job.passes_text} of {format_count(job.micro, 'sample')}"
     yield MICRO, f"{passes} per process and optimizer step"
-    collected = counted(job.collected, "sample")
+    collected = format_count(job.collected, "sample")
     yield ROLLOUTS, f"at least this many per process: {collected} are collected"
-    yield CHUNK, f"{counted(len(job.chunks), 'generate call')} per process"
-    batches = counted(job.mini_batches, "mini batch")
-    steps = counted(job.updates(job.policy), "optimizer step")
+    yield CHUNK, f"{format_count(len(job.chunks), 'generate call')} per process"
+    batches = format_count(job.mini_batches, "mini batch")
+    steps = format_count(job.updates(job.policy), "optimizer step")
     yield INNER, f"{batches} per pass over the samples, {steps} per round"
-    planned = counted(job.planned_steps, "optimizer step")
+    planned = format_count(job.planned_steps, "optimizer step")
     yield "train.epochs, train.total_steps", f"{planned} in the whole run"
 
 

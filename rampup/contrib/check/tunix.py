@@ -25,7 +25,7 @@ from rampup.contrib.check.rollout import RolloutJob, group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings, type_settings
 from rampup.contrib.check.shell.values import mark, unknown_names
-from rampup.contrib.check.verdict import Term, counted, times
+from rampup.contrib.check.verdict import Term, format_count, times
 from rampup.errors import ConfigError
 
 BATCH = "batch_size"
@@ -226,19 +226,22 @@ class PromptJob(RolloutJob):
         batch, responses, train, rollout, iterations = keys
 
         def prompts(number: int) -> str:
-            samples = counted(number * self.samples_per_prompt, "sample")
-            return f"{counted(number, 'prompt')} = {samples}"
+            samples = format_count(number * self.samples_per_prompt, "sample")
+            return f"{format_count(number, 'prompt')} = {samples}"
 
         yield batch, f"{prompts(self.prompts)} per training step, the whole job"
-        yield responses, f"{counted(self.samples_per_prompt, 'response')} per prompt"
+        yield (
+            responses,
+            f"{format_count(self.samples_per_prompt, 'response')} per prompt",
+        )
         passes = f"{self.passes_text} per optimizer step"
         yield train, f"{prompts(self.pass_prompts)} per backward pass; {passes}"
-        calls = counted(self.prompts // self.rollout_micro, "call")
+        calls = format_count(self.prompts // self.rollout_micro, "call")
         yield (
             rollout,
             f"{prompts(self.rollout_micro)} per generate call; {calls} per step",
         )
-        updates = counted(self.updates(self.policy), "optimizer step")
+        updates = format_count(self.updates(self.policy), "optimizer step")
         yield iterations, f"{updates} of {prompts(self.policy.mini_batch)} per step"
 
     def sharding_note(self, fsdp: int) -> Iterator[str]:
@@ -247,7 +250,7 @@ class PromptJob(RolloutJob):
         """
         if self.micro % fsdp:
             yield (
-                f"the {counted(self.micro, 'sequence')} of a pass do not divide"
+                f"the {format_count(self.micro, 'sequence')} of a pass do not divide"
                 f" over fsdp={fsdp:,}: every device silently gets all of them, and"
                 f" {fsdp:,} times the work is done."
             )
@@ -325,7 +328,7 @@ def _meanings(job: TunixJob) -> Iterator[tuple[str, str]]:
     yield from job.meanings((BATCH, GENERATIONS, TRAIN, ROLLOUT, ITERATIONS))
     for role, shape in job.meshes.items():
         if shape:
-            yield f"{MESHES[role]}.shape", counted(math.prod(shape), "chip")
+            yield f"{MESHES[role]}.shape", format_count(math.prod(shape), "chip")
 
 
 def _notes(job: TunixJob) -> Iterator[str]:
@@ -340,8 +343,8 @@ def _notes(job: TunixJob) -> Iterator[str]:
         yield f"the chips of the mesh are not known; give {more}{MESH}='(1, 4)'."
     elif devices is None:
         yield (
-            f"the meshes take {counted(job.chips, 'chip')}; give num_devices=N to see"
-            " how many stay idle."
+            f"the meshes take {format_count(job.chips, 'chip')}; give num_devices=N to"
+            " see how many stay idle."
         )
     elif job.chips < devices:
         idle = devices - job.chips

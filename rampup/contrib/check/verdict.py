@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from rampup.plan.describe import format_count as format_count
+
 Validator = Literal["accepts", "rejects"]
 Run = Literal["runs", "pads", "drops", "fails"]
 FoundBy = Literal["validator", "run"]
@@ -143,14 +145,3 @@ def times(*factors: object) -> str:
     return " \u00d7 ".join(
         f"{factor:,}" if isinstance(factor, int) else str(factor) for factor in factors
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 prompt`, `1,024 mini batches`, `0 passes`, `2
-    copies`.
-    """
-    if number == 1:
-        return f"1 {noun}"
-    if noun.endswith("py"):
-        return f"{number:,} {noun[:-1]}ies"
-    return f"{number:,} {noun}" + ("es" if noun.endswith(("ch", "s")) else "s")

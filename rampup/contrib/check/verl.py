@@ -41,7 +41,7 @@ from rampup.contrib.check.rollout import (
 )
 from rampup.contrib.check.rules import Dialect, Ruling, broken_names, found_by_run
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Term, counted, product
+from rampup.contrib.check.verdict import Term, format_count, product
 from rampup.errors import ConfigError
 
 TRAIN = "data.train_batch_size"
@@ -463,7 +463,7 @@ def _old_worker_notes(job: VerlJob) -> Iterator[str]:
         whole = f"{job.policy.mini_samples:,}"
         yield f"the last update of a step has {last} instead of {whole}."
     elif share < mini:
-        samples = counted(job.samples, "sample")
+        samples = format_count(job.samples, "sample")
         yield f"{MINI} is more than there is: a step's {samples} are one update."
         if job.micro and (mini // job.micro > -(-share // job.micro)):
             yield (
@@ -528,7 +528,7 @@ def _device_notes(job: VerlJob) -> Iterator[str]:
         yield (
             "the file does not size the inference engines, and"
             f" {ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default, which does"
-            f" not divide {counted(job.rollout_devices, 'device')}."
+            f" not divide {format_count(job.rollout_devices, 'device')}."
         )
     sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
     if sequence > 1 and not job.is_fsdp("actor"):
@@ -577,7 +577,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
         )
     yield from _device_notes(job)
     if job.padded_samples and not broken_names(DIALECT, job):
-        added = counted(job.padded_samples, "short artificial sample")
+        added = format_count(job.padded_samples, "short artificial sample")
         yield (
             f"the newer trainer adds {added} so that every mini batch is full; the loss"
             " still divides by full mini batches. trainer.use_v1=false fails instead."
