@@ -4,8 +4,8 @@ its syntax. Nothing is imported or executed.
 Statements of the top level and of classes are read, in their order, and of an `if` whose
 condition is known the branch that runs. A value is open, and a marker stands for it, if
 its name is assigned in another way (by a function, a loop, an open branch, an import) or
-two values, or if it needs more than arithmetic. The keys of dictionaries are open; those
-of one that is made within a call are also what the call is given.
+two values, or if it needs more than arithmetic. Of a dictionary that has a name, all keys
+are open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Program:
         self.devices = devices  # those of the machine; None if unknown
         self._code: list[ast.AST] = []  # what was read
         self._names: dict[str, Located] = {}
-        self._keys: dict[str, Located] = {}  # those of dictionaries, which are open
+        self._keys: dict[str, Located] = {}  # those of dictionaries with a name
 
     def read(self, statements: Sequence[ast.stmt]) -> None:
         """Read statements in their order."""
@@ -67,6 +67,11 @@ class Program:
                 ):
                     self._open_names(value)
                     self._bind(name, self._locate(value))
+                    if isinstance(value, ast.Dict):
+                        for items in self._dictionaries(value):
+                            self._keys |= {
+                                key: self._locate(value, _open(key)) for key in items
+                            }
                 case ast.ClassDef(body=body):
                     self.read(body)
                 case ast.If(test=test, body=body, orelse=other) if isinstance(
@@ -77,7 +82,7 @@ class Program:
                     self._open_names(statement)
 
     def constants(self) -> Iterator[tuple[str, Located]]:
-        """Yield each name and each key of a dictionary, with its value."""
+        """Yield each name, and each key of a dictionary that has one, with its value."""
         yield from self._names.items()
         yield from self._keys.items()
 
@@ -99,18 +104,10 @@ class Program:
                     yield Call("", {name: self._locate(node)})
 
     def _open_names(self, code: ast.AST) -> None:
-        """Take for open what a part of a program assigns or imports, and the keys of
-        dictionaries.
-        """
+        """Take for open what a part of a program assigns or imports."""
         self._code.append(code)
         for node in ast.walk(code):
             match node:
-                case ast.Dict(keys=keys):
-                    self._keys |= {
-                        str(key.value): self._locate(key, _open(str(key.value)))
-                        for key in keys
-                        if isinstance(key, ast.Constant)
-                    }
                 case (
                     ast.Name(id=name, ctx=ast.Store() | ast.Del())
                     | ast.arg(arg=name)

@@ -198,8 +198,6 @@ GRPO_CALLS = [
     ("g = {'num_generations': 8}\nGRPOConfig(**g)", "${GRPOConfig(...)}"),
     ("g = {'num_generations': 8}\nrun(g)", "${num_generations}"),
     ("g = {'grpo': {'num_generations': 8}}\nrun(**g)", "${num_generations}"),
-    ("if ask():\n  g = {'num_generations': 8}\n  run(g)", "${num_generations}"),
-    ("def sizes():\n  return {'num_generations': 8}", "${num_generations}"),
     ("g = dict(num_generations=8)\nGRPOConfig(**{**g, 'beta': 0})", "${num_generations}"),
     ("g = {'num_generations': 8}\ng.update(more)\nGRPOConfig(**g)", "${GRPOConfig(...)}"),
     ("g = {name: 8}\nGRPOConfig(**g)", "${GRPOConfig(...)}"),
