@@ -4,8 +4,8 @@ its syntax. Nothing is imported or executed.
 Statements of the top level and of classes are read, in their order, and of an `if` whose
 condition is known the branch that runs. A value is open, and a marker stands for it, if
 its name is assigned in another way (by a function, a loop, an open branch, an import) or
-two values, or if it needs more than arithmetic. Of a dictionary that has a name, all keys
-are open.
+two values, if it needs more than arithmetic, or if its dictionary is used in another way
+than `name["key"]` and `**name`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Program:
         self.devices = devices  # those of the machine; None if unknown
         self._code: list[ast.AST] = []  # what was read
         self._names: dict[str, Located] = {}
-        self._keys: dict[str, Located] = {}  # those of dictionaries with a name
+        self._changed: set[str] = set()  # names with two values
+        self._shared: set[str] = set()  # names whose dictionaries may change
 
     def read(self, statements: Sequence[ast.stmt]) -> None:
         """Read statements in their order."""
@@ -67,11 +68,6 @@ class Program:
                 ):
                     self._open_names(value)
                     self._bind(name, self._locate(value))
-                    if isinstance(value, ast.Dict):
-                        for items in self._dictionaries(value):
-                            self._keys |= {
-                                key: self._locate(value, _open(key)) for key in items
-                            }
                 case ast.ClassDef(body=body):
                     self.read(body)
                 case ast.If(test=test, body=body, orelse=other) if isinstance(
@@ -82,9 +78,13 @@ class Program:
                     self._open_names(statement)
 
     def constants(self) -> Iterator[tuple[str, Located]]:
-        """Yield each name, and each key of a dictionary that has one, with its value."""
-        yield from self._names.items()
-        yield from self._keys.items()
+        """Yield each name and each key of a dictionary, with its value."""
+        for name, place in self._names.items():
+            named = [(name, self._known(name))]
+            if isinstance(place.value, dict):
+                named = [*_keys(place.value, is_open=self._is_open(name))]
+            for key, value in named:
+                yield key, dataclasses.replace(place, value=value)
 
     def calls(self) -> Iterator[Call]:
         """Yield what the program gives to each call, also in a dictionary that it makes
@@ -95,8 +95,10 @@ class Program:
                 case ast.Call(func=func):
                     name = getattr(func, "attr", getattr(func, "id", ""))
                     yield Call(name, self._arguments(node))
-                    for items in self._dictionaries(node):
-                        yield Call("", items)
+                    for part in ast.walk(node):
+                        if isinstance(part, ast.Dict):
+                            items = self._items(part).items()
+                            yield Call("", {str(name): at for name, at in items})
                 case (
                     ast.Attribute(attr=name, ctx=ast.Store())
                     | ast.Subscript(slice=ast.Constant(str(name)), ctx=ast.Store())
@@ -104,12 +106,22 @@ class Program:
                     yield Call("", {name: self._locate(node)})
 
     def _open_names(self, code: ast.AST) -> None:
-        """Take for open what a part of a program assigns or imports."""
+        """Take for open what a part of a program assigns or imports, and the
+        dictionaries that it may change.
+        """
         self._code.append(code)
+        reads = set[ast.AST]()  # of dictionaries; they come before their names
         for node in ast.walk(code):
             match node:
                 case (
-                    ast.Name(id=name, ctx=ast.Store() | ast.Del())
+                    ast.Subscript(value=whole, slice=ast.Constant(), ctx=ast.Load())
+                    | ast.keyword(arg=None, value=whole)
+                ):
+                    reads.add(whole)
+                case ast.Name(id=name, ctx=ast.Load()):
+                    self._shared |= set() if node in reads else {name}
+                case (
+                    ast.Name(id=name)
                     | ast.arg(arg=name)
                     | ast.alias(asname=str(name))
                     | ast.alias(name=name)
@@ -119,25 +131,38 @@ class Program:
 
     def _bind(self, name: str, place: Located) -> None:
         """Give a name a value; one with two values is open."""
-        first = self._names.setdefault(name, place)
-        if first.value != place.value:
-            self._names[name] = dataclasses.replace(first, value=_open(name))
+        if self._names.setdefault(name, place).value != place.value:
+            self._changed.add(name)
+            if isinstance(place.value, dict):  # all of its keys are open
+                self._names[name] = place
+
+    def _is_open(self, name: str) -> bool:
+        is_dictionary = isinstance(self._names[name].value, dict)
+        return name in self._changed or (is_dictionary and name in self._shared)
+
+    def _known(self, name: str) -> Any:
+        """Return the value of a name, or a marker."""
+        return _open(name) if self._is_open(name) else self._names[name].value
 
     def _arguments(self, call: ast.Call) -> dict[str, Located]:
         found = {str(n): self._locate(value) for n, value in enumerate(call.args)}
         for keyword in call.keywords:
-            found[keyword.arg or "**"] = self._locate(keyword.value)
+            place = self._locate(keyword.value)
+            if keyword.arg is None and isinstance(place.value, dict):
+                for name, value in place.value.items():
+                    found[str(name)] = dataclasses.replace(place, value=value)
+            else:
+                found[keyword.arg or "**"] = place
         return found
 
-    def _dictionaries(self, code: ast.AST) -> Iterator[dict[str, Located]]:
-        """Yield the items with constant keys of each dictionary that code makes."""
-        for node in ast.walk(code):
-            if isinstance(node, ast.Dict):
-                yield {
-                    str(key.value): self._locate(value)
-                    for key, value in zip(node.keys, node.values, strict=True)
-                    if isinstance(key, ast.Constant)
-                }
+    def _items(self, node: ast.Dict) -> dict[Any, Located]:
+        """Return the items of a dictionary whose keys are constants."""
+        pairs = zip(node.keys, node.values, strict=True)
+        return {
+            key.value: self._locate(value)
+            for key, value in pairs
+            if isinstance(key, ast.Constant)
+        }
 
     def _locate(self, node: ast.AST, marker: str = "") -> Located:
         """Return the value of a node, or the marker of one that is open, and its line."""
@@ -155,13 +180,21 @@ class Program:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name) if name in self._names:
-                return self._names[name].value
+                return self._known(name)
             case ast.Starred(value=whole):
                 return see(whole)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 values = tuple(map(see, parts))
                 is_open = any(isinstance(v, str) and has_unknown(v) for v in values)
                 found = None if is_open else values
+            case ast.Dict(keys=keys):
+                items = {name: at.value for name, at in self._items(node).items()}
+                found = items if len(items) == len(keys) else None
+            case ast.Subscript(value=whole, slice=ast.Constant(value=key)):
+                owner = see(whole)
+                found = owner.get(key) if isinstance(owner, dict) else None
+                # Another name may change a dictionary within one.
+                found = None if isinstance(found, dict) else found
             case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
                 found = _calculate(op, see(left), see(right))
             case ast.Call(func=ast.Name(id="int"), args=[part]):
@@ -177,6 +210,15 @@ class Program:
 def _open(text: str) -> str:
     """Return the marker of a value that the program leaves open."""
     return mark(f"${{{text}}}")
+
+
+def _keys(values: Mapping[Any, Any], *, is_open: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a dictionary and of those within it, which are open."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _keys(value, is_open=True)
+        else:
+            yield str(key), _open(key) if is_open else value
 
 
 def _is_number(value: Any) -> bool:
