@@ -1,4 +1,4 @@
-"""What starts the processes of a job: Slurm, MPI and tasks of SkyPilot."""
+"""What starts the processes of a job: Slurm, MPI, tasks of SkyPilot and RayJobs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rampup.contrib.check.known import load_table
 from rampup.contrib.check.shell.values import has_unknown
 from rampup.errors import ConfigError
 
-# Where the command of a task of SkyPilot stands.
-_COMMAND = re.compile(r"^run *:", re.MULTILINE)
+# Where the command of a task of SkyPilot or of a RayJob stands.
+_COMMAND = re.compile(r"^(?:run| +entrypoint) *:", re.MULTILINE)
 _CONTAINERS = re.compile(
     r"^apiVersion *:[\s\S]*\bcontainers *:|\bcontainer_?[sS]pec\b", re.MULTILINE
 )
@@ -105,26 +105,32 @@ class Script(NamedTuple):
 
 
 def find_scripts(text: str, path: str) -> list[Script]:
-    """Return the commands of tasks of SkyPilot; none if a text has no such task.
-    Manifests with containers are refused.
+    """Return the commands of tasks of SkyPilot and of RayJobs; none if a text is neither.
+    Other manifests with containers are refused.
     """
     lines = (
         text.count("\n", 0, match.start()) + 1 for match in _COMMAND.finditer(text)
     )
+    found: list[Script] = []
     try:
-        roots = map(_entries, yaml.load_all(text, Loader=yaml.BaseLoader))
-        found = [
-            _read_task(root)._replace(line=next(lines, 1))
-            for root in roots
-            if isinstance(root.get("run"), str)
-        ]
+        for root in map(_entries, yaml.load_all(text, Loader=yaml.BaseLoader)):
+            spec = _entries(root.get("spec"))
+            if isinstance(root.get("run"), str):
+                found.append(_read_task(root)._replace(line=next(lines, 1)))
+            elif isinstance(spec.get("entrypoint"), str):
+                runtime = yaml.load(
+                    str(spec.get("runtimeEnvYAML", "")), Loader=yaml.BaseLoader
+                )
+                variables = _entries(_entries(runtime).get("env_vars"))
+                script = _export(variables) + spec["entrypoint"]
+                found.append(Script(script, next(lines, 1)))
     except (yaml.YAMLError, RecursionError):
         found = []
     if not found and _CONTAINERS.search(text):
         raise ConfigError(
             "this is a manifest with containers, which is not read",
-            fix="paste the command that it runs, `rampup check -- COMMAND ...`, and add"
-            " the number of devices",
+            fix="paste the command of its container, `rampup check -- COMMAND ...`, and"
+            " add the number of devices",
             path=path,
         )
     return found
@@ -136,18 +142,24 @@ def _read_task(root: Mapping[str, Any]) -> Script:
     match = re.fullmatch(r"[1-9]\d{0,8}", str(root.get("num_nodes")))
     nodes = int(match[0]) if match else 1
     asked = _entries(root.get("resources")).get("accelerators", "")
+    if isinstance(asked, dict):
+        asked = ",".join(f"{name}:{count}" for name, count in asked.items())
     match = re.fullmatch(r"(?!tpu)[\w.-]+?(?::(\d+))?", str(asked))
     devices = int(match[1] or 1) if match else 0
     variables = _entries(root.get("envs")) | {
         "SKYPILOT_NUM_NODES": str(nodes),
         "SKYPILOT_NUM_GPUS_PER_NODE": str(devices or ""),
     }
-    exports = [
+    return Script(_export(variables) + root["run"], devices=nodes * devices)
+
+
+def _export(variables: Mapping[str, Any]) -> str:
+    """Return the commands of a shell that set variables."""
+    return "".join(
         f"export {name}={shlex.quote(value)}\n"
         for name, value in variables.items()
         if name.isidentifier() and isinstance(value, str) and value
-    ]
-    return Script("".join([*exports, root["run"]]), devices=nodes * devices)
+    )
 
 
 def _entries(value: Any) -> dict[str, Any]:
