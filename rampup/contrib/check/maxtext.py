@@ -25,6 +25,7 @@ from rampup.contrib.check.rules import (
     Ruling,
     around,
     ends_before_ramp,
+    few_samples_per_pass,
     found_by_run,
 )
 from rampup.contrib.check.settings import Settings
@@ -448,6 +449,9 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     if job.ramp_phases:
         phases = [(start, size) for start, size, _ in job.ramp_phases]
         yield from ends_before_ramp(job.total_steps, phases)
+    rows = to_yaml_number(job[END])
+    if isinstance(rows, int):
+        yield from few_samples_per_pass(job[ACCUMULATION], rows, END)
     if job.dropped_per_step and sizes.micro >= 1:
         yield (
             f"{END}={show(job[END])} is below 1: a full sample per device is loaded,"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -28,6 +29,7 @@ from rampup.contrib.check.rules import (
     PretrainingJob,
     Ruling,
     ends_before_ramp,
+    few_samples_per_pass,
 )
 from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.script import Command
@@ -631,6 +633,9 @@ def _notes(job: MegatronJob) -> Iterator[str]:
                 " batch one step later; at every change it saves a checkpoint; the"
                 " learning rate follows samples and is not scaled with the batch"
             )
+    if job.num_microbatches and job.stages == 1:
+        count = math.gcd(*job.num_microbatches)
+        yield from few_samples_per_pass(count, job.micro, MICRO)
     if job.has_schedule and job["seq_length"] is None:
         yield (
             "thresholds are taken as samples; Megatron's command line always takes"

@@ -185,6 +185,17 @@ def ends_before_ramp(steps: int, phases: Sequence[tuple[int, int]]) -> Iterator[
         )
 
 
+def few_samples_per_pass(passes: int, samples: int, key: str) -> Iterator[str]:
+    """Yield a note on many passes of one sample; `key` is the size of a pass."""
+    if samples == 1 and passes >= 16:
+        size = next(size for size in (8, 4, 2, 1) if passes % size == 0)
+        if size > 1:
+            yield (
+                f"{passes:,} passes of 1 sample: {key}={size} makes {passes // size:,}"
+                f" of {size}, if they fit into memory"
+            )
+
+
 class PretrainingJob(Job):
     """The numbers of a file whose run rampup's configuration may express."""
 

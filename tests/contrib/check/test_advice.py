@@ -49,23 +49,27 @@ NOTES = [
     ("megatron", STEPS | {"train_samples": 800}, "ends in step 100, before the ramp does in step 219: its last batch is 8 samples, and 32 are never"),
     ("megatron", STEPS | {"train_iters": 150}, "ends in step 150, before the ramp does in step 219: its last batch is 16 samples, and 32 are never"),
     ("megatron", RAMP | {"train_samples": 999}, "ends in step 185, before the ramp does in step 186: its last batch is 14 samples, and 16 are never"),
+    ("megatron", MEGATRON, "32 passes of 1 sample: micro_batch_size=8 makes 4 of 8"),
+    ("maxtext", MAXTEXT | {"per_device_batch_size": 1, "gradient_accumulation_steps": 64}, "64 passes of 1 sample: per_device_batch_size=8 makes 8 of 8"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("system", "config", "note"), NOTES)
 def test_what_is_legal_but_wasteful_is_said_with_its_arithmetic(system, config, note):
-    """A run that ends before its ramp."""
+    """A run that ends before its ramp, and many passes of one sample."""
     expect(verdict(system, config), ok=True, note=note)
 
 
 def test_what_is_not_wasteful_is_not_said():
-    """A ramp that fits into the run."""
+    """A ramp that fits, passes of several samples, and passes that fill a pipeline."""
     for system, config in (
         ("megatron", RAMP | {"train_samples": 100_000}),
         ("megatron", STEPS | {"train_iters": 220}),
+        ("megatron", MEGATRON | {"micro_batch_size": 2}),
+        ("megatron", MEGATRON | {"pipeline_model_parallel_size": 4}),
         ("maxtext", MAXTEXT_RAMP | {"steps": 1000}),
     ):
-        expect(verdict(system, config), no_note="before the ramp")
+        expect(verdict(system, config), no_note=["before the ramp", "passes of 1"])
 
 
 KEPT = [
