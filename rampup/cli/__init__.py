@@ -89,6 +89,7 @@ GONE_OPTIONS = {
     "memory-gib": "`rampup tune` takes the memory of a device",
     "tuned": "multiply the tuned rate by the square root of the ratio of the batches",
     "samples": "`rampup check FILE --step N` names where the run stands, in steps",
+    "verbose": "`rampup check` prints all of its notes",
     "multiples": "--batches names the batches of the branches, in samples",
     "tolerance": "the critical batch is the one that needs 20% more tokens",
     "work": "the result of `rampup critical` is in RUN.critical next to the run",

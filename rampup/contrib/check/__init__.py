@@ -17,7 +17,7 @@ from rampup.contrib.check.known import load_table
 from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, find_violations, keep_update
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Always, Conversion, Meaning, Verdict
+from rampup.contrib.check.verdict import Conversion, Meaning, Verdict
 from rampup.errors import ConfigError
 from rampup.plan.numbers import to_yaml_number
 
@@ -283,7 +283,7 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
     return dataclasses.replace(
         verdict,
         outcome=job.outcome,
-        notes=tuple(sorted(notes, key=lambda note: isinstance(note, Always))),
+        notes=notes,
         summary=job.summary(),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error, write_text
-from rampup.contrib.check.verdict import Always, Verdict
+from rampup.contrib.check.verdict import Verdict
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.describe import PHASE_TITLES
 from rampup.show.console import phase_cell, print_table
@@ -46,7 +46,6 @@ CHECK = {
         "N", "check for N devices, and say which values keep the update", type=int
     ),
     "--step": arg("N", "the run stands at this step: only later phases", type=int),
-    "--verbose": arg(None, "also print what is true of every file of the system"),
     "--all": arg(None, "print all phases of a ramp"),
     "--to": arg(None, "also convert what can be expressed", choices=("rampup",)),
     "-o --output": arg("FILE", "the converted file"),
@@ -121,7 +120,7 @@ def check(args: argparse.Namespace) -> Result:
     return Result(
         facts=verdict.to_dict(),
         show=lambda console: print_verdict(
-            verdict, console, verbose=args.verbose, all_phases=args.all
+            verdict, console, all_phases=args.all
         ),
         exit_code=0 if verdict.ok else EXIT_REFUSED,
     )
@@ -242,12 +241,9 @@ def print_verdict(
     verdict: Verdict,
     console: Console,
     *,
-    verbose: bool = False,
     all_phases: bool = False,
 ) -> None:
-    """Print violations, the meaning of the file and notes, and on request what is true
-    of every file and every phase.
-    """
+    """Print violations, the meaning of the file and notes, and on request every phase."""
     style = "bold green" if verdict.ok else "bold red"
     console.print(f"{verdict.system}: {_said(verdict)}", style=style)
     if verdict.summary:
@@ -285,15 +281,7 @@ def print_verdict(
             console.print(
                 f"{folded:,} phases are folded; --all shows them", style="dim"
             )
-    always = [note for note in verdict.notes if isinstance(note, Always)]
-    notes = [note for note in verdict.notes if verbose or note not in always]
-    if notes:
+    if verdict.notes:
         console.print("\nnotes", style="bold")
-    for note in notes:
+    for note in verdict.notes:
         console.print(f"- {note}")
-    if always and not verbose:
-        console.print(
-            f"\n--verbose adds {format_count(len(always), 'note')} on every"
-            f" {verdict.system} file",
-            style="dim",
-        )

@@ -118,12 +118,7 @@ def find_scripts(text: str, path: str) -> list[Script]:
             if isinstance(root.get("run"), str):
                 found.append(_read_task(root)._replace(line=next(lines, 1)))
             elif isinstance(spec.get("entrypoint"), str):
-                runtime = yaml.load(
-                    str(spec.get("runtimeEnvYAML", "")), Loader=yaml.BaseLoader
-                )
-                variables = _entries(_entries(runtime).get("env_vars"))
-                script = _export(variables) + spec["entrypoint"]
-                found.append(Script(script, next(lines, 1)))
+                found.append(Script(spec["entrypoint"], next(lines, 1)))
     except (yaml.YAMLError, RecursionError):
         found = []
     if not found and _CONTAINERS.search(text):

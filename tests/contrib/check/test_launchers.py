@@ -103,9 +103,6 @@ RAY_JOB = """apiVersion: ray.io/v1
 kind: RayJob
 spec:
   entrypoint: COMMAND data.train_batch_size=$BATCH
-  runtimeEnvYAML: |
-    env_vars:
-      BATCH: "96"
   rayClusterSpec:
     workerGroupSpecs:
     - replicas: 2
@@ -192,7 +189,8 @@ FILES = {
     "tasks": ("megatron", f"torchrun --nproc_per_node 8 tasks/main.py {GPT[15:]}", {}, ["megatron_version=legacy"], {"data_parallel_size": 4}),
     "SkyPilot": ("megatron", SKY.replace("COMMAND", "pretrain_gpt.py --global-batch-size 128"), {}, [], {"num_devices": 16, "num_microbatches": [2], "note": "the manifest asks for 16 devices"}),
     "SkyPilot without devices": ("megatron", SKY.replace("COMMAND", "pretrain_gpt.py --global-batch-size 128").replace(": H100:8", ": tpu-v5e-8"), {}, [], "number of devices"),
-    "RayJob": ("verl", RAY_JOB.replace("COMMAND", PPO.replace("data.train_batch_size=64", "")), {}, [], {"samples_per_step": 96}),
+    "RayJob": ("verl", RAY_JOB.replace("COMMAND", PPO.replace("data.train_batch_size=64", "")), {}, ["BATCH=96"], {"samples_per_step": 96}),
+    "RayJob with a variable": ("verl", RAY_JOB.replace("COMMAND", PPO.replace("data.train_batch_size=64", "")), {}, [], r"add BATCH="),
     "Vertex": ("maxtext", VERTEX, {}, ["num_devices=8"], CONTAINERS),
     "another root": ("skyrl", f"ROOT=/lustre/me/project\nsource $ROOT/conf/sizes.sh\n{SKYRL} generator.n_samples_per_prompt=$N",
         {"conf/sizes.sh": "N=1"}, ["ROOT=."], {"samples_per_step": 32, "note": "read from line 3"}),
