@@ -134,7 +134,7 @@ def phase_table(
     left_out = format_count(len(rows) - 2 * half, "phase")
     return [
         *text_table(titles, kept, width),
-        f"{left_out} left out; rampup plan --all shows them",
+        f"{left_out} left out; the command's --all shows them",
     ]
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error, write_text
 from rampup.contrib.check.verdict import Verdict
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.describe import PHASE_TITLES
+from rampup.plan.describe import MAX_PHASES, PHASE_TITLES, phase_table
 from rampup.show.console import phase_cell, print_table
 from rampup.show.format import format_count
 
@@ -74,8 +74,6 @@ PHASE_COLUMNS = {
         "microbatch_size",
     )
 }
-# Rows of a table of phases before and after those that are folded.
-FIRST_PHASES, LAST_PHASES = 8, 3
 
 
 def check(args: argparse.Namespace) -> Result:
@@ -119,9 +117,7 @@ def check(args: argparse.Namespace) -> Result:
         print(said, file=sys.stderr)
     return Result(
         facts=verdict.to_dict(),
-        show=lambda console: print_verdict(
-            verdict, console, all_phases=args.all
-        ),
+        show=lambda console: print_verdict(verdict, console, all_phases=args.all),
         exit_code=0 if verdict.ok else EXIT_REFUSED,
     )
 
@@ -273,14 +269,9 @@ def print_verdict(
             if any(name in row for row in verdict.phases)
         }
         rows = [[phase_cell(row, name) for name in columns] for row in verdict.phases]
-        folded = 0 if all_phases else len(rows) - FIRST_PHASES - LAST_PHASES
-        if folded > 1:
-            rows[FIRST_PHASES:-LAST_PHASES] = [["..."] * len(columns)]
-        print_table(console, list(columns.values()), rows)
-        if folded > 1:
-            console.print(
-                f"{folded:,} phases are folded; --all shows them", style="dim"
-            )
+        most = None if all_phases else MAX_PHASES
+        for line in phase_table([*columns.values()], rows, most, console.width):
+            console.print(line)
     if verdict.notes:
         console.print("\nnotes", style="bold")
     for note in verdict.notes:
