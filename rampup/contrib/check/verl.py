@@ -648,7 +648,7 @@ def _starts(job: VerlJob) -> Iterator[Ruling]:
                 Term(f"the {size:,} that share a sample", size),
                 ": there is no replica",
             )
-        elif model != "actor" or not job.checks_step:
+        elif model != "actor" or not (job.checks_step and job.usable):
             name, size_of = f"megatron_starts_{model}", _model_size(job, model)
             yield job.multiple(name, [DEVICES], _devices(job), size_of)
 

@@ -719,3 +719,21 @@ def test_no_padding_is_told_of_a_run_that_fails():
     broken = verl(padded | {MINI: 17})
     expect(broken, run="fails", no_note=["short artificial samples"])
     assert broken.derived["padded_samples"]
+
+
+@pytest.mark.parametrize("model", ["actor", "critic", "ref"])
+def test_a_model_of_megatron_without_a_replica_breaks_a_rule(model):
+    """More devices share a sample than there are: no number of it is known, and the
+    verdict says so.
+    """
+    prefix = model if model == "critic" else f"actor_rollout_ref.{model}"
+    found = check_file(
+        ("python3", "-m", "verl.trainer.main_ppo", "data.train_batch_size=64"),
+        "verl",
+        [
+            "model_engine=megatron",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            f"{prefix}.megatron.context_parallel_size=9",
+        ],
+    )
+    assert f"verl.megatron_starts_{model}" in {v.rule for v in found.violations}
