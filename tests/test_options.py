@@ -80,7 +80,7 @@ def test_an_option_is_refused_when_it_is_given(make, options, said):
     [
         ({"seed": "a"}, "seed='a' must be a whole number"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"start": 21}, "the plan has the steps 0 to 20"),
+        ({"start": -1}, "the plan has the steps 0 to 20"),
     ],
 )
 def test_batches_refuse_what_no_plan_has(options, said):
@@ -95,10 +95,31 @@ def test_a_loop_names_what_is_no_function_and_no_metric(tmp_path):
         rampup.RampupError, match="batches is a StepBatches and no func"
     ):
         loop(tmp_path, batches=STEP.batches(ROWS))
-    number = rampup.EvalOptions(evaluate=lambda state: 1.0, eval_interval=5)
+    for result in (1.0, {"loss": 1.0}):
+        options = rampup.EvalOptions(evaluate=lambda _, x=result: x, eval_interval=5)
+        state = rampup.create_state(jnp.float32(0), optax.sgd(0.1), MESH)
+        with pytest.raises(
+            rampup.RampupError, match=r"evaluate returned .* no eval_loss"
+        ):
+            loop(tmp_path, evaluation=options).run(state)
+
+
+def test_a_loop_that_is_asked_for_fewer_steps_is_finished(tmp_path):
+    """Nothing is left to do, and nothing is wrong."""
+    checkpoints = rampup.CheckpointOptions(checkpoint_period=5)
     state = rampup.create_state(jnp.float32(0), optax.sgd(0.1), MESH)
-    with pytest.raises(rampup.RampupError, match="evaluate returned a float"):
-        loop(tmp_path, evaluation=number).run(state)
+    loop(tmp_path, checkpoints=checkpoints).run(state)
+    plan = rampup.build_plan(rampup.Config(batch_size_schedule="0:8", steps=10), 1)
+    step = rampup.train_step(loss_fn, optax.sgd(0.1), plan, MESH)
+    shorter = rampup.Loop(
+        plan=plan,
+        step=step,
+        batches=lambda start: step.batches(ROWS, start),
+        folder=tmp_path,
+        checkpoints=checkpoints,
+    )
+    state = rampup.create_state(jnp.float32(0), optax.sgd(0.1), MESH)
+    assert shorter.run(state)[1].steps == 20
 
 
 def test_a_mesh_of_some_devices_is_shown():

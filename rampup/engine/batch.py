@@ -244,7 +244,7 @@ def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
     """
     if stop is not None:
         check_whole(stop=stop)
-    if not 0 <= start <= plan.total_steps or (stop or 0) > plan.total_steps:
+    if start < 0 or (stop is not None and stop > plan.total_steps):
         raise DataError(
             f"steps {start} to {stop} were requested, but the plan has the steps 0 to"
             f" {plan.total_steps}"
