@@ -477,7 +477,7 @@ def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
 def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
         samples = _plot_means(axes, run, run.tokens_per_second, number, linewidth=1.1)
-    prepare(axes, x=samples, y="tokens per second")
+    prepare(axes, x=samples, y="tokens_per_second")
     # A step that was not waited for, or whose clock stood still, would make the others
     # too flat to read.
     rates = sorted(
