@@ -137,8 +137,6 @@ def _read_task(root: Mapping[str, Any]) -> Script:
     match = re.fullmatch(r"[1-9]\d{0,8}", str(root.get("num_nodes")))
     nodes = int(match[0]) if match else 1
     asked = _entries(root.get("resources")).get("accelerators", "")
-    if isinstance(asked, dict):
-        asked = ",".join(f"{name}:{count}" for name, count in asked.items())
     match = re.fullmatch(r"(?!tpu)[\w.-]+?(?::(\d+))?", str(asked))
     devices = int(match[1] or 1) if match else 0
     variables = _entries(root.get("envs")) | {

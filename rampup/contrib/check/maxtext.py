@@ -30,7 +30,7 @@ from rampup.contrib.check.rules import (
 )
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.verdict import Always, Run, Term, format_count, product, times
+from rampup.contrib.check.verdict import Run, Term, format_count, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
@@ -488,6 +488,12 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     if job.ramp_phases:
         yield from _ramp_notes(job)
     yield from _pipeline_notes(job)
+    if job.ramp_phases:
+        yield (
+            f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered"
+            " rows, which no checkpoint contains, and is one batch behind: a checkpoint"
+            " labelled s contains s + 1 batches and s are replayed"
+        )
 
 
 def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
@@ -516,11 +522,6 @@ def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
             f" buffer of {sizes.to_load:,} rows is dropped with the ramp"
             f" ({trained:,} trained, {trained + lost:,} loaded)"
         )
-    yield Always(
-        f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered"
-        " rows, which no checkpoint contains, and is one batch behind: a checkpoint"
-        " labelled s contains s + 1 batches and s are replayed"
-    )
 
 
 def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:

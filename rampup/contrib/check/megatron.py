@@ -35,7 +35,6 @@ from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import has_unknown
 from rampup.contrib.check.verdict import (
-    Always,
     Term,
     format_count,
     product,
@@ -622,17 +621,6 @@ def _notes(job: MegatronJob) -> Iterator[str]:
                 f"{skipped:,} of the {len(sizes):,} sizes are skipped by one large step"
                 " and never run"
             )
-        if job.has_schedule:
-            yield Always(
-                "evaluation uses one micro batch per replica unless"
-                " eval_global_batch_size is given"
-            )
-        else:
-            yield Always(
-                "phases are exact: Megatron's floating-point division may change the"
-                " batch one step later; at every change it saves a checkpoint; the"
-                " learning rate follows samples and is not scaled with the batch"
-            )
     if job.num_microbatches and job.stages == 1:
         count = math.gcd(*job.num_microbatches)
         yield from few_samples_per_pass(count, job.micro, MICRO)
@@ -645,6 +633,18 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     if job[RAMP] is not None and is_megatron_lm:
         yield _version_note(job)
     yield from _pipeline_notes(job)
+    # What is true of every file with a ramp.
+    if job.ramp is not None and job.has_schedule:
+        yield (
+            "evaluation uses one micro batch per replica unless eval_global_batch_size is"
+            " given"
+        )
+    elif job.ramp is not None and job.has_ramp:
+        yield (
+            "phases are exact: Megatron's floating-point division may change the batch"
+            " one step later; at every change it saves a checkpoint; the learning rate"
+            " follows samples and is not scaled with the batch"
+        )
 
 
 def _version_note(job: MegatronJob) -> str:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from rampup.config.build import build_plan
+from rampup.config.key import keys_of_alias
 from rampup.config.schema import KEYS, Config
 from rampup.contrib.check.base_files import read_hydra
 from rampup.contrib.check.known import Life, load_known_keys, with_lines
@@ -187,13 +188,12 @@ def ends_before_ramp(steps: int, phases: Sequence[tuple[int, int]]) -> Iterator[
 
 def few_samples_per_pass(passes: int, samples: int, key: str) -> Iterator[str]:
     """Yield a note on many passes of one sample; `key` is the size of a pass."""
-    if samples == 1 and passes >= 16:
-        size = next(size for size in (8, 4, 2, 1) if passes % size == 0)
-        if size > 1:
-            yield (
-                f"{passes:,} passes of 1 sample: {key}={size} makes {passes // size:,}"
-                f" of {size}, if they fit into memory"
-            )
+    size = math.gcd(passes, 8)
+    if samples == 1 and passes >= 16 and size > 1:
+        yield (
+            f"{passes:,} passes of 1 sample: {key}={size} makes {passes // size:,}"
+            f" of {size}, if they fit into memory"
+        )
 
 
 class PretrainingJob(Job):
@@ -232,11 +232,10 @@ class PretrainingJob(Job):
             (self.settings.given - {*values, *self.expressed, *left_out})
             | self.settings.others.keys()
         ):
-            left_out[key] = (
-                "not converted; rampup has a key of this name"
-                if key in KEYS
-                else "not converted"
-            )
+            own = (key,) if key in KEYS else keys_of_alias(key, KEYS)[0]
+            left_out[key] = "not converted"
+            if own:
+                left_out[key] += f"; rampup's key is {own[0]}"
         return Conversion(values=values, left_out=left_out)
 
 

@@ -16,14 +16,6 @@ Run = Literal["runs", "pads", "drops", "fails"]
 FoundBy = Literal["validator", "run"]
 
 
-class Always(str):
-    """A note that is true of every file of its system, and not of this one above
-    others.
-    """
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
     """A rule that the file breaks."""
