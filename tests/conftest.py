@@ -30,8 +30,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# A deadline for each example would test how busy the machine is.
-hypothesis.settings.register_profile("rampup", deadline=None)
+# A deadline for each example would test how busy the machine is, and so would the time
+# that examples take to make.
+hypothesis.settings.register_profile(
+    "rampup",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("rampup")
 
 
