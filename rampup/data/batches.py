@@ -542,10 +542,14 @@ def eval_batches(
             continue
         # Rows that every device computes come one by one, as they may be more than its
         # part of a batch.
-        shards = part_axes.num_shards(mesh)
-        is_one = part_axes == axes or whole_batch
+        sizes = (
+            {"rampup_microbatch": "whole"}
+            if part_axes == axes or whole_batch
+            else {"microbatch_size": 1}
+        )
         splitter = BatchSplitter(
-            data_parallel_size=shards, microbatch_size=size // shards if is_one else 1
+            data_parallel_size=part_axes.num_shards(mesh),
+            **sizes,
         )
         part = RowRange(rows, first, len(rows))
         yield from BatchLoader(

@@ -199,33 +199,6 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     return replace_fields(state, **restore_tree(checkpoint, abstract))
 
 
-def restore_saved(
-    folder: Path, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event
-) -> Any:
-    """Return the state of a checkpoint, like `state`, or refuse; then move newer,
-    damaged ones aside. No `Checkpoints` of the folder are open.
-    """
-    restored = read_state(folder, saved.step, state)
-    for step, problem in saved.damaged.items():
-        source, aside = folder / str(step), folder.parent / DAMAGED_FOLDER
-        target = aside / str(step)
-        while target.exists():  # an earlier one of this step
-            target = aside / f"{target.name}-"
-        # In a bucket, Orbax itself has deleted a checkpoint that it did not complete.
-        if is_primary() and source.exists():
-            aside.mkdir(exist_ok=True)
-            source.rename(target)
-        on_event(
-            CheckpointDamaged(
-                steps=step, problem=problem, moved_to=target, used=saved.step
-            )
-        )
-    if saved.damaged:
-        # The others must not list the folder before process 0 has moved everything.
-        broadcast_from_process0("moved", str)
-    return restored
-
-
 def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
     """Return the state of a checkpoint like `shapes`, with its shardings; by default as
     nested dicts on one device.
@@ -364,6 +337,34 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Wait until every checkpoint is written, or raise a StorageError."""
         with self._told():
             self._manager.wait_until_finished()
+
+    def restore(
+        self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event
+    ) -> Any:
+        """Return the state of a checkpoint, like `state`, or refuse; then move newer,
+        damaged ones aside.
+        """
+        restored = read_state(self.folder, saved.step, state)
+        for step, problem in saved.damaged.items():
+            source, aside = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
+            target = aside / str(step)
+            while target.exists():  # an earlier one of this step
+                target = aside / f"{target.name}-"
+            # In a bucket, Orbax itself has deleted a checkpoint that it did not
+            # complete.
+            if is_primary() and source.exists():
+                aside.mkdir(exist_ok=True)
+                source.rename(target)
+            on_event(
+                CheckpointDamaged(
+                    steps=step, problem=problem, moved_to=target, used=saved.step
+                )
+            )
+        if saved.damaged:
+            # The others must not list the folder before process 0 has moved everything.
+            broadcast_from_process0("moved", str)
+            self._manager.reload()
+        return restored
 
     def _open(self) -> ocp.CheckpointManager:
         def take_checksums() -> None:

@@ -42,7 +42,6 @@ from rampup.loop.checkpoint import (
     Checkpoints,
     SavedCheckpoint,
     find_checkpoint,
-    restore_saved,
 )
 from rampup.loop.components import Component, LoopPlan, LoopStep, NoiseAverages
 from rampup.loop.distributed import StopConsensus, leaving_on_error
@@ -299,8 +298,10 @@ class Loop:
         )
         for component in self.components:
             component.load(saved.record)
-        folder = self.folder / CHECKPOINT_FOLDER
-        restored = restore_saved(folder, saved, state, self._report)
+        with Checkpoints(
+            self.folder / CHECKPOINT_FOLDER, self.checkpoints
+        ) as checkpoints:
+            restored = checkpoints.restore(saved, state, self._report)
         return self.checkpoints.from_saved(restored), saved.step
 
     def _ended_at(self, saved: int) -> str:

@@ -30,12 +30,7 @@ from helpers.toy import (
 import rampup
 from rampup.data.batches import BatchOptions
 from rampup.errors import ConfigError, DataError, RampupError
-from rampup.loop.checkpoint import (
-    CheckpointOptions,
-    Checkpoints,
-    find_checkpoint,
-    restore_saved,
-)
+from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, find_checkpoint
 
 
 def trained(step, mesh, batches):
@@ -295,7 +290,7 @@ def test_a_field_of_ones_own_is_updated_once_per_step_and_saved(
         tmp_path, CheckpointOptions(async_checkpointing=False)
     ) as checkpoints:
         checkpoints.save(4, state, {})
-        restored = restore_saved(tmp_path, find_checkpoint(tmp_path), fresh)
+        restored = checkpoints.restore(find_checkpoint(tmp_path), fresh)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert restored.tx is fresh.tx
 

@@ -28,12 +28,7 @@ import rampup
 from rampup.engine.mesh import BatchAxes
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError
-from rampup.loop.checkpoint import (
-    CheckpointOptions,
-    Checkpoints,
-    find_checkpoint,
-    restore_saved,
-)
+from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, find_checkpoint
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
@@ -257,7 +252,7 @@ def test_resume_on_fewer_replicas(tmp_path):
             tmp_path, CheckpointOptions(async_checkpointing=False)
         ) as checkpoints:
             if done:
-                state = restore_saved(tmp_path, find_checkpoint(tmp_path), state)
+                state = checkpoints.restore(find_checkpoint(tmp_path), state)
             found, state = go_on(step, state, done + 4)
             losses += [*found]
             checkpoints.save(done + 4, state, {})

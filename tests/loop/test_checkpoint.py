@@ -27,7 +27,6 @@ from rampup.loop.checkpoint import (
     Checkpoints,
     damage,
     find_checkpoint,
-    restore_saved,
     write_checksums,
 )
 from rampup.loop.distributed import join
@@ -59,7 +58,7 @@ def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
         fresh = create_state(toy.new_params(mesh), tx, mesh)
         saved = find_checkpoint(tmp_path)
         for done, expected in kept.items():
-            restored = restore_saved(tmp_path, replace(saved, step=done), fresh)
+            restored = checkpoints.restore(replace(saved, step=done), fresh)
             jax.tree.map(
                 np.testing.assert_array_equal, jax.device_get(restored), expected
             )
@@ -86,7 +85,7 @@ def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplo
             checkpoints.save(step, state, {})
         checkpoints.wait()
         assert checkpoints.latest == 3
-        restore_saved(tmp_path, find_checkpoint(tmp_path), state)
+        checkpoints.restore(find_checkpoint(tmp_path), state)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
     assert caplog.messages == []
 
@@ -106,11 +105,11 @@ def test_optimizers_that_differ_in_empty_states_are_refused(before, after, tmp_p
     with Checkpoints(tmp_path, options) as checkpoints:
         checkpoints.save(4, new_state(before), {})
         saved = find_checkpoint(tmp_path)
-        restore_saved(tmp_path, saved, new_state(before))
+        checkpoints.restore(saved, new_state(before))
         with pytest.raises(
             ResumeMismatchError, match=r"opt_state/\d is .*empty.*the kind of optimizer"
         ):
-            restore_saved(tmp_path, saved, new_state(after))
+            checkpoints.restore(saved, new_state(after))
 
 
 def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkeypatch):
@@ -127,9 +126,7 @@ def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkey
             match=r"not of this model and optimizer.*; restore the model and the kind of"
             r" optimizer of that run, or train in another folder .*folder of a Loop",
         ):
-            restore_saved(
-                tmp_path, find_checkpoint(tmp_path), new_state(optax.adamw(0.1))
-            )
+            checkpoints.restore(find_checkpoint(tmp_path), new_state(optax.adamw(0.1)))
     assert find_checkpoint(tmp_path).record == {"version": 2, "step": 4, "who": "me"}
     monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
     with pytest.raises(ResumeMismatchError, match="format 2, this is format 99"):
@@ -260,7 +257,7 @@ def save_and_find(number, port, folder, found):
         written, read[:] = list(read), []
         saved = find_checkpoint(folder)
         checked, read[:] = list(read), []
-        restored = restore_saved(folder, saved, state)
+        restored = checkpoints.restore(saved, state)
     np.testing.assert_array_equal(
         restored.params["w"].addressable_data(0), array.addressable_data(0)
     )
