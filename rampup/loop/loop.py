@@ -505,10 +505,10 @@ class Loop:
             "consumed_samples": plan.ramp.samples_before(done),
         }
         found = self.evaluation.evaluate(state)
-        if not isinstance(found, Mapping) or "eval_loss" not in found:
+        if not isinstance(found, Mapping):
             raise ConfigError(
-                f"evaluate returned {a_type(found)} with no eval_loss",
-                fix='return numbers by name, {"eval_loss": ...}',
+                f"evaluate returned {a_type(found)} and no numbers by name",
+                fix='return {"eval_loss": ...}',
                 key="evaluate",
             )
         for name, value in found.items():
