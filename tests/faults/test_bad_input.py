@@ -70,7 +70,8 @@ def test_random_config_is_planned_or_refused(number):
             "batch_scaling": "none",
         }
     )
-    @settings(QUICK, max_examples=number, database=None)
+    # Of a few random examples, by chance too few may be legal.
+    @settings(QUICK, max_examples=number, database=None, derandomize=number < 1000)
     def check(changes):
         ends[random_configs.check(changes)] += 1
 

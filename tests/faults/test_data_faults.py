@@ -121,7 +121,7 @@ def test_the_end_of_the_data_in_mid_step():
     )
     for number, epochs in ((needed - 1, 2), (100, 4)):
         words = (
-            f"consumes {needed} samples, but num_epoch=1 of {number} rows are {number};"
+            f"consumes {needed} samples, but num_epoch=1 of {number} rows have {number};"
             f" set num_epoch={epochs} or -1"
         )
         with pytest.raises(DataError, match=words) as caught:

@@ -117,7 +117,7 @@ def test_what_process_0_said_before_is_no_answer(monkeypatch):
 
     def ask(process, numbers, folder):
         monkeypatch.setattr(jax, "process_index", lambda: process)
-        monkeypatch.setattr(engine_processes, "_first_numbers", numbers)
+        monkeypatch.setattr(engine_processes, "_numbers", numbers)
         return engine_processes.broadcast_from_process0("folder", lambda: folder)
 
     first, other = defaultdict(number), defaultdict(number)

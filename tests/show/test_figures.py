@@ -128,7 +128,7 @@ def test_draw_runs_compares_runs_over_samples():
     figure = draw_runs([run("a"), run("b", steps=60)])
     found, overlapping = texts(figure)
     assert not overlapping
-    assert {"loss", "samples per step", "tokens per second", "samples consumed"} <= set(
+    assert {"loss", "samples per step", "tokens_per_second", "samples consumed"} <= set(
         found
     )
     loss, _, speed = figure.axes
