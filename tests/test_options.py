@@ -32,8 +32,8 @@ def rate(**options):
 
 def loop(folder, **options):
     """Return a loop with some options."""
-    given = {"batches": lambda start: STEP.batches(ROWS, start)} | options
-    return rampup.Loop(plan=PLAN, step=STEP, folder=folder, **given)
+    given = {"step": STEP, "batches": lambda start: STEP.batches(ROWS, start)}
+    return rampup.Loop(plan=PLAN, folder=folder, **(given | options))
 
 
 @pytest.mark.parametrize(
@@ -130,3 +130,13 @@ def test_accumulate_takes_the_arrays_of_a_batch():
     batch = next(STEP.batches(ROWS))
     with pytest.raises(rampup.RampupError, match=r"give .*batch.chunks\[0\]"):
         rampup.accumulate(loss_fn, jnp.float32(0), batch, 1, mesh=MESH)
+
+
+def test_a_loop_and_its_step_follow_one_plan(tmp_path):
+    """The counts and checkpoints of another would be of a run that there was not."""
+    other = rampup.build_plan(
+        rampup.Config(batch_size_schedule="0:8 32:16", steps=20), 1
+    )
+    step = rampup.train_step(loss_fn, optax.sgd(0.1), other, MESH)
+    with pytest.raises(rampup.RampupError, match="step follows another plan than"):
+        loop(tmp_path, step=step)

@@ -282,6 +282,7 @@ class TrainStep:
 
     Attributes:
         tx: the optimizer as it runs, for `create_state`.
+        plan: which batch every step has.
         measures_noise: whether the metrics have `gradient_noise`.
 
     Example:
@@ -317,7 +318,7 @@ class TrainStep:
         self.tx = update.tx
         self.measures_noise = update.measures_noise
         self._update = update
-        self._plan = plan
+        self.plan = plan
         self._mesh = mesh
         self._axes = update.axes
         self._checks_loss = check_loss
@@ -373,7 +374,7 @@ class TrainStep:
             # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
-            is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
+            is_one = all(split.num_microbatches == 1 for split in self.plan.splits)
             sees_whole = is_one and self._axes.num_replicas(self._mesh) == 1
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
@@ -410,7 +411,7 @@ class TrainStep:
 
         return step_batches(
             source,
-            self._plan,
+            self.plan,
             self._mesh,
             start=step_number(start),
             stop=stop,
@@ -442,7 +443,7 @@ class TrainStep:
 
         return stream_batches(
             source,
-            self._plan,
+            self.plan,
             self._mesh,
             start=step_number(start),
             stop=stop,
@@ -469,8 +470,8 @@ class TrainStep:
             DataError: not as many rows as the plan has at this step.
         """
         step = self._returned[1] if step is None else int(step)
-        stop_step(self._plan, step, step + 1)
-        position = self._plan.position(step)
+        stop_step(self.plan, step, step + 1)
+        position = self.plan.position(step)
         number = position.split.num_microbatches
         own = process_rows(self._mesh, position.split.num_rows, self._axes)
         needed = number * len(own)
@@ -489,7 +490,7 @@ class TrainStep:
         return put_batch(
             in_microbatches(rows, number),
             position,
-            self._plan,
+            self.plan,
             self._mesh,
             batch_axes=self._axes,
             chunk_size=self.chunk_size,
@@ -504,7 +505,7 @@ class TrainStep:
             row: a row, or its shapes.
             split: the split, such as one of `plan.splits`.
         """
-        layout = layout_of(self._plan, split, row_size(row))
+        layout = layout_of(self.plan, split, row_size(row))
         C, R = layout.chunk_size, layout.num_rows
         by_rows = batch_sharding(self._mesh, leading=1, axes=self._axes)
         shape = jax.ShapeDtypeStruct
@@ -512,7 +513,7 @@ class TrainStep:
             lambda x: shape((C, R, *np.shape(x)), np.result_type(x), sharding=by_rows),
             row,
         )
-        segment = segment_numbers(self.tx, self._plan.clock[0])
+        segment = segment_numbers(self.tx, self.plan.clock[0])
         numbers = (np.int32(0), np.int32(0)), segment
         counts, segment = jax.tree.map(
             lambda x: shape((), x.dtype, sharding=replicated(self._mesh)), numbers
@@ -540,7 +541,7 @@ class TrainStep:
         found = {}
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
-            segment = segment_numbers(self.tx, self._plan.clock[0])
+            segment = segment_numbers(self.tx, self.plan.clock[0])
             traces = {
                 "optimizer": (
                     self._update.run_optimizer,
@@ -564,7 +565,7 @@ class TrainStep:
         Args:
             split: a split of the plan.
         """
-        p, v = self._plan.splitter.num_stages, self._plan.splitter.num_repeats
+        p, v = self.plan.splitter.num_stages, self.plan.splitter.num_repeats
         if p == 1:
             return (split.num_microbatches,)
         ticks = pass_ticks(p, split.num_pipeline_microbatches, v)
@@ -596,7 +597,7 @@ class TrainStep:
         phase = batch.position.phase
         # A plan with reserved sizes grows during the run: its batches may be of a
         # longer one.
-        if not self._plan.reserved_sizes and phase not in self._plan.ramp.phases:
+        if not self.plan.reserved_sizes and phase not in self.plan.ramp.phases:
             raise DataError(
                 f"the batch is of another plan: {phase}, with"
                 f" {format_count(phase.global_batch_size, 'sample')} per step, is not"
@@ -606,8 +607,8 @@ class TrainStep:
         if batch.layout not in self._layouts:
             size = row_size(batch.row)
             layouts = {
-                layout_of(self._plan, split, size, chunk_size=self.chunk_size)
-                for split in self._plan.splits_to_come
+                layout_of(self.plan, split, size, chunk_size=self.chunk_size)
+                for split in self.plan.splits_to_come
             }
             if batch.layout not in layouts:
                 raise DataError(
@@ -621,7 +622,7 @@ class TrainStep:
         """Say that a loss changes what it carries more often than a step by hand
         does.
         """
-        most = max(split.num_microbatches for split in self._plan.splits)
+        most = max(split.num_microbatches for split in self.plan.splits)
         if most > 1 and any(map(is_floating, jax.tree.leaves(carried(state)))):
             warnings.warn(
                 f"the loss changes `mutable` once per microbatch, up to {most} times in"
@@ -638,8 +639,8 @@ class TrainStep:
         if self.chunk_size is not None:
             return  # `lower` has the programs of the engine `fused`
         index = batch.position.phase.index
-        for phase in self._plan.ramp.phases[index + 1 :][:PHASES_AHEAD]:
-            if phase.start_step < self._plan.total_steps:
-                split = self._plan.splits[phase.index]
+        for phase in self.plan.ramp.phases[index + 1 :][:PHASES_AHEAD]:
+            if phase.start_step < self.plan.total_steps:
+                split = self.plan.splits[phase.index]
                 lower = functools.partial(self.lower, state, batch.row, split)
                 self._programs.compiler.trace(split.num_rows, lower)

@@ -230,6 +230,14 @@ class Loop:
                 fix="give batches=lambda start: step.batches(rows, start)",
                 key="batches",
             )
+        own = getattr(self.step, "plan", self.plan)
+        if own.ramp != self.plan.ramp:
+            raise ConfigError(
+                "step follows another plan than the loop",
+                fix="make both with the same: train_step(loss_fn, tx, plan, mesh) and"
+                " Loop(plan=plan, ...)",
+                key="plan",
+            )
         brought = [SameRun(self.step)]
         if getattr(self.step, "measures_noise", False):
             # A step that measures is a TrainStep, and its plan a RampPlan.

@@ -123,7 +123,7 @@ def test_two_steps_read_the_parameters_of_each_other(engine):
 
     (step, one), (_, other) = (start(loss=loss, engine=engine) for _ in range(2))
     other_step = make_step(
-        loss, optax.sgd(0.1), step._plan, mesh_of("one"), engine=engine
+        loss, optax.sgd(0.1), step.plan, mesh_of("one"), engine=engine
     )
     for batch in step.batches(rows(), stop=3):
         before = one.params

@@ -2,12 +2,10 @@
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rampup.cli import main
 from rampup.contrib.check.command import print_verdict
 from rampup.contrib.check.verdict import Meaning, Verdict, Violation
 
@@ -145,12 +143,3 @@ def test_print_verdict_folds_long_tables_of_phases(count, folded):
     assert f"{1000 + count - 1:,}" in short
     assert (f"{folded:,} phases left out" in short) == bool(folded)
     assert "left out" not in long
-
-
-def test_the_guide_shows_what_is_printed(capsys):
-    """Its first block is a command and its whole answer."""
-    guide = Path(__file__).parents[3] / "docs/guides/check_other_systems.md"
-    block = guide.read_text().split("```console\n$ rampup ")[1].split("```")[0]
-    command, answer = block.replace("\\\n", "").split("\n", 1)
-    main(command.split())
-    assert capsys.readouterr().out == answer
