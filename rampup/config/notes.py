@@ -86,12 +86,14 @@ def _length_notes(config: Config, plan: RampPlan) -> Iterator[str]:
     if budget is not None and taken > budget:
         asked = f"train_samples={config.train_samples}"
         if config.train_tokens is not None:
-            asked = f"train_tokens={config.train_tokens:,}, which are {plain_number(budget):,}"
+            asked = (
+                f"train_tokens={config.train_tokens:,}, which are"
+                f" {plain_number(budget):,}"
+            )
         yield (
             f"the run takes {format_count(taken, 'sample')},"
             f" {plain_number(taken - budget):,} more than {asked}, as its last batch is"
-            " whole"
-            f"{_smaller_last_batch(plan, budget)}"
+            f" whole{_smaller_last_batch(plan, budget)}"
         )
     if config.num_epoch > 0:
         rows = -(-taken // config.num_epoch)

@@ -93,11 +93,12 @@ class SampleOrder:
             raise DataError("the data has no rows")
         if self.seed is not None:
             check_whole(0, seed=self.seed)
-        if self.seed is not None and self.num_rows >= 2**32:
-            raise DataError(
-                f"{self.num_rows:,} rows are more than the 2**32 that can be shuffled",
-                fix="set data_shuffle_seed=null (seed=None)",
-            )
+            if self.num_rows >= 2**32:
+                raise DataError(
+                    f"{self.num_rows:,} rows are more than the 2**32 that can be"
+                    " shuffled",
+                    fix="set data_shuffle_seed=null (seed=None)",
+                )
         # Indexed beyond its length, Grain's shuffled range continues with the next
         # epoch in an order of its own.
         self._shuffled = (

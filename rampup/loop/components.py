@@ -34,7 +34,7 @@ class LoopStep(Protocol):
     """The part of a `TrainStep` that a loop calls, or of another step from state and
     batch to the next state and metrics. With the attribute `measures_noise` of a
     `TrainStep`, a loop averages the noise, and with its method `jaxprs` it compares the
-    programs at a resume.
+    programs at a resume. If it has a `plan`, that has the ramp of the loop's.
     """
 
     @property

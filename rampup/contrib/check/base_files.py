@@ -250,15 +250,15 @@ def _notes_of(bases: BaseFiles, looked: Mapping[str, Located]) -> Iterator[str]:
     """
     reading, launch = bases.source, bases.launch
     if reading.command is None:
-        groups = tuple(
-            {f"{name.partition('.')[0]}." for name in launch.known_keys.lives}
-        )
+        known = launch.known_keys
+        groups = tuple({f"{name.partition('.')[0]}." for name in known.lives})
         own = {
             name: at
             for name, at in reading.leaves.items()
             if name.startswith(groups)
-            and launch.known_keys.life(name) is None
-            and name not in {*launch.entries, *looked}
+            and known.life(name) is None
+            and name not in launch.entries
+            and name not in looked
         }
         if named := ", ".join(with_lines(own)[:4]):
             yield (
