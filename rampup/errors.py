@@ -8,6 +8,8 @@ Each class also derives from the built-in exception that a caller would expect, 
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,10 +70,10 @@ class ConfigError(RampupError, ValueError):
         path: str | None = None,
         line: int | None = None,
     ) -> None:
-        where = "" if path is None else f"{path}:"
         if path is not None:
-            where += " " if line is None else f"{line}: "
-        super().__init__(where + problem, fix=fix, key=key, nearest=nearest)
+            place = path if line is None else f"{path}:{line}"
+            problem = f"{place}: {problem}"
+        super().__init__(problem, fix=fix, key=key, nearest=nearest)
         self.path = path
         self.line = line
 
@@ -106,9 +108,7 @@ class BatchDivisibilityError(ConfigError):
         self.nearest_below = below or None
         self.nearest_above = below + divisor
         if nearest is None:
-            nearest = [
-                n for n in (self.nearest_below, self.nearest_above) if n is not None
-            ]
+            nearest = [n for n in (below, self.nearest_above) if n]
         super().__init__(problem, fix=fix, key=key, nearest=nearest)
 
 
@@ -195,20 +195,27 @@ def combine(problems: Sequence[RampupError], closing: str = "") -> RampupError:
         return flat[0]
     text = f"{flat[0]}; {closing}"
     if len(flat) > 1:
-        lines = [
-            f"  {number}. {problem}"
-            for number, problem in enumerate(flat[:MAX_LISTED], start=1)
-        ]
-        more = (
-            [f"  and {len(flat) - MAX_LISTED:,} more"] if len(flat) > MAX_LISTED else []
-        )
-        text = "\n".join(
-            [f"{len(flat)} problems:", *lines, *more, *([closing] if closing else [])]
-        )
+        lines = [f"{len(flat)} problems:"]
+        for number, problem in enumerate(flat[:MAX_LISTED], start=1):
+            lines.append(f"  {number}. {problem}")
+        if len(flat) > MAX_LISTED:
+            lines.append(f"  and {len(flat) - MAX_LISTED:,} more")
+        if closing:
+            lines.append(closing)
+        text = "\n".join(lines)
     combined = copy.copy(flat[0])
     combined.args = (text,)
     combined.problems = tuple(flat)
     return combined
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line outside of rampup whose call led here."""
+    # In Python 3.12 this is `skip_file_prefixes` of `warnings.warn`.
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("rampup."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def a_type(value: object) -> str:

@@ -13,7 +13,6 @@ is no rounding. The report says how large a gap would have been seen.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ from rampup.engine.arguments import check_arguments
 from rampup.engine.batch import Batch
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.state import read_by_loss
-from rampup.errors import DataError, LossWarning
+from rampup.errors import DataError, LossWarning, warn
 
 # Trials with moved parameters. The first has them as they are.
 MOVES = 6
@@ -196,11 +195,7 @@ def warn_of_loss(
             " train_step(..., check_loss=False) leaves it out"
         )
         report = LossReport(left, report.tolerance)
-        warnings.warn(
-            f"{report}\n{more}",
-            LossWarning,
-            stacklevel=3,
-        )
+        warn(f"{report}\n{more}", LossWarning)
 
 
 def _pick(rows: Any) -> Any:

@@ -7,7 +7,6 @@ such as `[image, label]`, is a structure. A field has the type of the first batc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 
 from rampup.engine.processes import gather_from_all, spans_all
 from rampup.engine.sums import differing_leaves
-from rampup.errors import DataError, DataWarning
+from rampup.errors import DataError, DataWarning, warn
 
 # From the place of a row to its name, for messages.
 NameRow = Callable[[int], str]
@@ -182,13 +181,12 @@ def _warn_of_batches(shapes: Sequence[tuple[int, ...]]) -> None:
     # Matrices of pairs belong to a sequence.
     if size > 1 and not any(size in shape[1:] for shape in shapes):
         found = ", ".join(str(list(shape)) for shape in shapes[:4])
-        warnings.warn(
+        warn(
             f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
             f" step takes {size} times as many rows as the plan says: train with"
             " step.stream(source, batched=True). If it is one row, such as a sequence,"
             " ignore this",
             DataWarning,
-            stacklevel=3,
         )
 
 

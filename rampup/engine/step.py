@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -59,7 +58,7 @@ from rampup.engine.state import (
 )
 from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
-from rampup.errors import ConfigError, DataError, a_type, raise_together
+from rampup.errors import ConfigError, DataError, a_type, raise_together, warn
 from rampup.plan.describe import format_count
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.pipeline import pass_ticks
@@ -247,12 +246,11 @@ def train_step(
     has_explicit = sees_explicit(loss, users_mesh)
     is_undecided = loss.reduce_once is None and not loss.whole_batch
     if has_explicit and is_undecided and num_replicas > 1:
-        warnings.warn(
+        warn(
             "the mesh has Explicit axes, which the loss sees, so gradients are reduced"
             " once per microbatch; reduce_once=True reduces them once per step, and the"
             " loss then sees Auto axes; reduce_once=False says that you mean it",
             RuntimeWarning,
-            stacklevel=3,  # the decorator is one level
         )
     with auto_context(mesh):
         run_key = random_key(seed)
@@ -624,12 +622,11 @@ class TrainStep:
         """
         most = max(split.num_microbatches for split in self.plan.splits)
         if most > 1 and any(map(is_floating, jax.tree.leaves(carried(state)))):
-            warnings.warn(
+            warn(
                 f"the loss changes `mutable` once per microbatch, up to {most} times in"
                 " a step, where a step by hand changes it once; if it is a running"
                 " average, return sums in `aux` and compute it from the metrics",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _trace_next_phases(self, batch: Batch, state: Any) -> None:

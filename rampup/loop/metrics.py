@@ -10,7 +10,6 @@ import importlib
 import os
 import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import jax
 
 from rampup.engine.arguments import gone
 from rampup.engine.processes import is_primary
-from rampup.errors import LossWarning, MissingDependencyError, NonFiniteError
+from rampup.errors import LossWarning, MissingDependencyError, NonFiniteError, warn
 from rampup.loop.components import Component
 from rampup.loop.events import (
     OnEvent,
@@ -296,9 +295,7 @@ class Metrics:
             )
         if problem is not None and problem not in self._warned and is_primary():
             self._warned.add(problem)
-            warnings.warn(
-                f"the loss of step {position.step} {problem}", LossWarning, stacklevel=2
-            )
+            warn(f"the loss of step {position.step} {problem}", LossWarning)
 
     def _line(
         self,

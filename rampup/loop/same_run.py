@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ import optax
 
 import rampup
 from rampup.engine.processes import is_primary
-from rampup.errors import ResumeMismatchError, ResumeWarning, a_type
+from rampup.errors import ResumeMismatchError, ResumeWarning, a_type, warn
 from rampup.loop.components import Component, LoopPlan, LoopStep
 from rampup.loop.run_folder import ANOTHER_FOLDER, Record
 from rampup.plan.describe import format_count
@@ -110,12 +109,11 @@ class SameRun(Component):
         )
         self._own[ROWS] = rows
         if self._before and self._step is not None and not rows and is_primary():
-            warnings.warn(
+            warn(
                 f"whether the rows are those of {place} cannot be told: `batches`"
                 f" returned {a_type(batches)}. See that they go on where they were, or"
                 " return step.batches(...) itself, which is compared",
                 ResumeWarning,
-                stacklevel=2,
             )
         traced = getattr(self._step, "jaxprs", None)
         if traced is None:
@@ -130,12 +128,11 @@ class SameRun(Component):
             return
         for name, digest in programs.items():
             if before.get(name, digest) != digest:
-                warnings.warn(
+                warn(
                     f"the {name} is not that of {place}: it computes something else, as"
                     " with another rate or factor. If that is no mistake, ignore this;"
                     " otherwise restore it",
                     ResumeWarning,
-                    stacklevel=2,
                 )
 
 

@@ -419,7 +419,7 @@ def test_a_source_whose_rows_differ_when_read_again_is_refused(step_number):
 
 def test_batches_that_are_given_as_rows_are_warned_of():
     """A list and a generator of batches name `batched=True`, with which nothing is
-    said.
+    said. The warning stands at the line of the caller.
     """
     step, _ = start(schedule="0:8", steps=2)
     loader = [{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)}] * 16
@@ -430,8 +430,9 @@ def test_batches_that_are_given_as_rows_are_warned_of():
         with pytest.warns(
             rampup.errors.DataWarning,
             match=r"\[4, 2\], \[4\]. If it is a batch of 4 rows.* batched=True",
-        ):
+        ) as caught:
             next(batches())
+        assert [each.filename for each in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         next(step.stream(iter(loader), batched=True))

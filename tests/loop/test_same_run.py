@@ -236,8 +236,11 @@ def test_rows_that_cannot_be_compared_are_said(tmp_path):
         warnings.simplefilter("error")
         run(tmp_path, stop=5)
     # Also by a run that writes no checkpoints of its own.
-    with pytest.warns(ResumeWarning, match=r"cannot be told: .*a generator.* itself"):
+    with pytest.warns(
+        ResumeWarning, match=r"cannot be told: .*a generator.* itself"
+    ) as caught:
         summary, _ = run(tmp_path, period=None, steps=7)
+    assert [each.filename for each in caught] == [__file__]
     assert summary.resumed_from == 5
     with pytest.warns(ResumeWarning, match="cannot be told"):
         run(tmp_path)
