@@ -222,34 +222,33 @@ def _dispatch(arguments: list[str]) -> int:
     args.command = command
     from rampup.show.console import PLAIN, is_for_a_log
 
-    options = {
-        "soft_wrap": not sys.stdout.isatty(),
-        "force_terminal": False if is_for_a_log() else None,
-    }
-    console = args.console = _Console(stderr=args.json, **PLAIN, **options)
+    console = args.console = _Console(
+        stderr=args.json,
+        soft_wrap=not sys.stdout.isatty(),
+        force_terminal=False if is_for_a_log() else None,
+        **PLAIN,
+    )
     result = getattr(common.load(HOMES[name]), name)(args)
+    found = dict[str, Any]()
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
-    if args.json and result.facts is not None:
-        print(
-            json.dumps(
-                {
-                    **({} if result.problem is None else _error_object(result.problem)),
-                    **result.facts,
-                }
-            )
-        )
-    elif not args.json:
+        found = _error_object(result.problem)
+    if not args.json:
         result.show(console)
+    elif result.facts is not None:
+        print(json.dumps({**found, **result.facts}))
     return result.exit_code
 
 
 def _error_object(error: Exception) -> dict[str, Any]:
-    where = {
-        "key": getattr(error, "key", None),
-        "nearest": list(getattr(error, "nearest", ())),
+    return {
+        "error": {
+            "type": type(error).__name__,
+            "message": str(error),
+            "key": getattr(error, "key", None),
+            "nearest": list(getattr(error, "nearest", ())),
+        }
     }
-    return {"error": {"type": type(error).__name__, "message": str(error), **where}}
 
 
 def _print_error(error: Exception, *, as_json: bool) -> None:

@@ -77,14 +77,11 @@ def arg(metavar: str | None, words: str, **options: Any) -> dict[str, Any]:
     """Return what `add_argument` takes besides the name; without a metavar and other
     options, that of a switch.
     """
-    kind = (
-        {"metavar": metavar}
-        if metavar is not None
-        else {}
-        if options
-        else {"action": "store_true"}
-    )
-    return {**kind, "help": words, **options}
+    if metavar is not None:
+        options["metavar"] = metavar
+    elif not options:
+        options["action"] = "store_true"
+    return {"help": words, **options}
 
 
 # Arguments that several commands have, by name.

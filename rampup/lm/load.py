@@ -172,13 +172,9 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
     """
     path = absolute_path(path, follow=False)
     is_checkpoint = path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal()
-    folder = (
-        path.parent
-        if is_checkpoint
-        else path
-        if path.name == CHECKPOINT_FOLDER
-        else path / CHECKPOINT_FOLDER
-    )
+    folder = path.parent if is_checkpoint else path
+    if folder.name != CHECKPOINT_FOLDER:
+        folder /= CHECKPOINT_FOLDER
     if not path.is_dir() or not checkpoint_steps(folder):
         raise ConfigError(
             f"there is no checkpoint in {path}",

@@ -481,12 +481,16 @@ class Run:
         )
         state = setup.initial_state()
         to_saved, from_saved = setup.reorder_layers(state)
-        noise = auto = None
+        # None: the keys of the identity and the fingerprints of the data say what the
+        # run computes, so its jaxpr need not be compared.
+        components: list[Component] = [SameRun(None)]
+        auto = None
         if config.measure_gradient_noise:
             half_life = config.gradient_noise_half_life_samples
             noise = NoiseAverages(
                 default_half_life(plan) if half_life == -1 else half_life
             )
+            components.append(noise)
             if plan.follows:
                 auto = AutoSchedule(
                     sizes=plan.reserved_sizes,
@@ -494,26 +498,16 @@ class Run:
                     rows=plan.ramp.to_rows(),
                     max_waste=config.auto_max_waste,
                 )
+                components.append(AutoBatch(auto, noise, on_event))
         rate = learning_rate(config, plan)
 
         def rate_now() -> LearningRate:
             # A ramp that follows the run grows while it runs.
             nonlocal rate
-            if (
-                auto is not None
-                and plan.follows
-                and len(auto.rows) > len(rate.plan.ramp.phases)
-            ):
+            if auto is not None and len(auto.rows) > len(rate.plan.ramp.phases):
                 rate = learning_rate(config, plan.grown(auto.ramp))
             return rate
 
-        # None: the keys of the identity and the fingerprints of the data say what the
-        # run computes, so its jaxpr need not be compared.
-        components: list[Component] = [SameRun(None)]
-        if noise is not None:
-            components += (
-                [noise] if auto is None else [noise, AutoBatch(auto, noise, on_event)]
-            )
         run = Loop(
             plan=plan,
             step=setup.step,

@@ -39,15 +39,12 @@ class TerminalBar(Progress):
     line = ""
 
     def __init__(self, console: Console) -> None:
-        done, left = map(
-            TextColumn,
-            (
-                "{task.completed:,.0f}/{task.total:,.0f} samples",
-                "{task.fields[left]} left",
-            ),
-        )
         super().__init__(
-            done, BarColumn(bar_width=None), left, console=console, expand=True
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} samples"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]} left"),
+            console=console,
+            expand=True,
         )
         self._task = self.add_task("train", total=0, left="?", visible=False)
 
@@ -89,12 +86,9 @@ class NotebookBar:
 
     def move(self, done: int, left: str, line: str) -> None:
         """Update the bar; see `TerminalBar`."""
-        bar = (
-            f'<progress value="{done}" max="{self._total}"'
-            ' style="width:40%"></progress>'
-        )
         self._page = (
-            f"{bar} {done:,}/{self._total:,} samples, {left}"
+            f'<progress value="{done}" max="{self._total}" style="width:40%">'
+            f"</progress> {done:,}/{self._total:,} samples, {left}"
             f" left<br>{html.escape(line)}"
         )
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
@@ -215,17 +209,14 @@ class TrainProgress:
                         f"auto after step {event.step:,}: {event.outlook}"
                     )
             case events.PhaseStarted():
-                parts = (
-                    [f"phase {event.phase} from step {event.step:,}"]
-                    if self._has_phases
-                    else []
-                )
                 split = self._plan.splits[event.phase]
-                parts.append(
+                line = (
                     f"{format_count(split.global_batch_size, 'sample')} per step ="
                     f" {describe_split(split)}"
                 )
-                self._console.print(": ".join(parts))
+                if self._has_phases:
+                    line = f"phase {event.phase} from step {event.step:,}: {line}"
+                self._console.print(line)
             case events.StepDone(metrics=metrics):
                 if self._recent:  # The first step is left out, with its compilation.
                     self._compile_seconds += metrics.get("compile_seconds", 0.0)

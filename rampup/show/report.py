@@ -176,13 +176,12 @@ def _keys(config: Settings) -> str:
     values, defaults = config.to_dict(), type(config)().to_dict()
     sections = defaultdict(list)
     for name, key in config.keys().items():
-        # Only the name of a file is shown: the page may be sent to somebody, and the
-        # folders are nobody's business.
-        place = Path(config.where(name)).name
         row = {
             "key": name,
             "value": yaml_value(values[name]),
-            "set by": place,
+            # Only the name of a file is shown: the page may be sent to somebody, and
+            # the folders are nobody's business.
+            "set by": Path(config.where(name)).name,
             "meaning": describe_key(key),
         }
         sections[key.section].append(row)

@@ -32,7 +32,8 @@ def drawn_phases(plan: RampPlan) -> list[dict[str, Any]]:
     # its end.
     ramp_steps = plan.ramp.ramp_steps
     last = ramp_steps + -(-ramp_steps // 3) if ramp_steps else plan.total_steps
-    last = min(plan.total_steps, last) if plan.total_steps > ramp_steps else last
+    if plan.total_steps > ramp_steps:
+        last = min(plan.total_steps, last)
     ends = [row["start_step"] for row in rows[1:]] + [last]
     return [
         row | {"end_step": end, "end_sample": plan.ramp.samples_before(end)}
