@@ -14,7 +14,7 @@ import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import with_slices
-from rampup.config.load import load_config
+from rampup.config.load import find_config, load_config
 from rampup.config.notes import plan_notes
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
@@ -50,7 +50,10 @@ REPORT = {
     **SOURCES,
     **common.DEVICES,
     **common.TOPOLOGY,
-    "-o --output": arg("FILE.html", "the page to write", required=True),
+    "-o --output": arg(
+        "FILE.html",
+        "the page to write; by default NAME.html of the run or configuration",
+    ),
 }
 
 
@@ -83,16 +86,17 @@ def plot(args: argparse.Namespace) -> Result:
 def report(args: argparse.Namespace) -> Result:
     """Write a page."""
     found = gather_report(args)
-    size = write_report(found, args.output)
+    output = args.output or f"{found.title}.html"
+    size = write_report(found, output)
     facts = {
         "title": found.title,
         "notes": list(found.notes),
-        "output": args.output,
+        "output": output,
         "bytes": size,
         "prediction": None if found.prediction is None else found.prediction._asdict(),
     }
     sentences = () if found.prediction is None else found.prediction.sentences()
-    lines = "\n".join([*sentences, f"wrote {args.output}"])
+    lines = "\n".join([*sentences, f"wrote {output}"])
     return Result(
         facts=facts, show=lambda console: console.print(lines, soft_wrap=True)
     )
@@ -124,10 +128,9 @@ def gather_report(args: argparse.Namespace) -> Report:
         if (inputs.runs[0] / PREDICTION_FILE).exists():
             predictions = common.load(common.PREDICTIONS)
             prediction = predictions.compare_prediction(inputs.runs[0], config, run)
-    notes = [
-        *plan_notes(config, plan),
-        *([] if topology is None else [common.describe_topology(topology)]),
-    ]
+    notes = [*plan_notes(config, plan)]
+    if topology is not None:
+        notes.append(common.describe_topology(topology))
     return Report(
         title=inputs.name,
         plan=plan,
@@ -211,12 +214,16 @@ class CliInputs:
 
 def parse_inputs(words: Sequence[str]) -> CliInputs:
     """Sort words into folders of runs, or else one configuration and its settings."""
-    runs = tuple(path for word in words if (path := as_path(word)).is_dir())
-    rest = [word for word in words if not as_path(word).is_dir()]
-    overrides = tuple(
-        word for word in rest if "=" in word and not as_path(word).exists()
-    )
-    configs = [word for word in rest if word not in overrides]
+    runs, configs, overrides = list[Path](), list[str](), list[str]()
+    for word in words:
+        path = as_path(word)
+        if path.is_dir():
+            runs.append(path)
+        elif "=" in word and not path.exists():
+            overrides.append(word)
+        else:
+            find_config(word)  # refuses what is not there
+            configs.append(word)
     if len(configs) > 1:
         raise usage_error(f"one configuration at a time: {', '.join(configs[:5])}")
     if configs and runs:
@@ -230,7 +237,9 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
             key=key,
         )
     return CliInputs(
-        runs=runs, config=configs[0] if configs else None, overrides=overrides
+        runs=tuple(runs),
+        config=configs[0] if configs else None,
+        overrides=tuple(overrides),
     )
 
 

@@ -300,7 +300,9 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     hint = f"; did you mean {close[0]}.yml?" if close else ""
     if "=" in name.name:
         hint = "; first give a configuration or the folder of a run, then key=value"
-    kind = "is not a regular file" if candidates[0].exists() else "no such file"
+    kind = (
+        "is not a regular file" if candidates[0].exists() else "no such file or folder"
+    )
     if candidates[0].is_dir():
         kind = "is a folder, not a file, and not of a run: it has no config.yml"
     raise ConfigError(

@@ -74,7 +74,6 @@ REFUSED = {
     "plot BASE -o x.gif": "output",
     "plot BASE --kind nice": None,
     "plot BASE --kind timetable": "ici_pipeline_parallelism",
-    "report BASE": None,
     "report FOLDER -o x.html": None,
     "report BASE --from maxtext -o x.html": None,
     "tune BASE": "memory-gib",  # a CPU has no limit of its own

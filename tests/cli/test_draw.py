@@ -75,6 +75,23 @@ def test_read_config_of_a_run(folder, monkeypatch):
         parse_inputs([str(folder), str(folder)]).read_config()
 
 
+def test_a_name_without_a_file_or_folder_is_said_first(folder, tmp_path):
+    """Beside a run, and beside another such name: they are no configurations."""
+    missing = str(tmp_path / "missing")
+    for words in ([missing], [str(folder), missing], [missing, f"{missing}2"]):
+        with pytest.raises(ConfigError, match="missing: no such file or folder"):
+            parse_inputs(words)
+    assert parse_inputs(["base"]).name == "base"
+
+
+def test_a_report_is_named_after_what_it_shows(tmp_path, monkeypatch, capsys):
+    """As `plot` does, `report` without -o writes NAME.html here, and says so."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", BASE, "--devices", "4"]) == 0
+    assert capsys.readouterr().out == "wrote base.html\n"
+    assert (tmp_path / "base.html").stat().st_size > 1000
+
+
 def test_read_runs_refuses_missing_metrics(folder):
     """A torn file and a configuration have no metrics."""
     (folder / "metrics.jsonl").write_text('{"step": 0, "consu')
