@@ -316,10 +316,11 @@ def _shade(
         return
     low, high = axes.get_xlim()
     for place, ((start, end), number) in enumerate(zip(edges, numbers, strict=True)):
+        stop = min(end, high)
         if place % 2:
-            axes.axvspan(start, min(end, high), color=SHADE, linewidth=0, zorder=0)
-        middle = (start + min(end, high)) / 2
-        wide = (min(end, high) - start) / (high - low)
+            axes.axvspan(start, stop, color=SHADE, linewidth=0, zorder=0)
+        middle = (start + stop) / 2
+        wide = (stop - start) / (high - low)
         if wide >= 0.035 and low <= middle <= high:
             axes.annotate(
                 str(number),
@@ -459,19 +460,20 @@ def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
             # Where there is no estimate, the dotted line of the lower end says "at
             # least".
             style = {"color": line_style(number)["color"], "alpha": 0.7}
-            for values, line, width in (
-                (run.noise_scales, "--", 1.1),
-                (run.noise_lows, ":", 0.9),
-                (run.noise_highs, ":", 0.9),
+            name = f"{run.name}: noise scale, 90% interval dotted"
+            for values, line, width, label in (
+                (run.noise_scales, "--", 1.1, name),
+                (run.noise_lows, ":", 0.9, None),
+                (run.noise_highs, ":", 0.9, None),
             ):
                 xs, ys, _ = mean_of_neighbours(run.samples, values)
-                name = (
-                    f"{run.name}: noise scale, 90% interval dotted"
-                    if line == "--"
-                    else None
-                )
-                axes.plot(xs, ys, linestyle=line, linewidth=width, label=name, **style)
+                axes.plot(xs, ys, linestyle=line, linewidth=width, label=label, **style)
     prepare(axes, x="samples consumed", y="samples per step", integers=True)
+    if any(run.noise_scales for run in runs):
+        # It may be far from the batch, whose steps a linear axis would not show.
+        axes.autoscale(axis="y")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(axes.xaxis.get_major_formatter())
 
 
 def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:

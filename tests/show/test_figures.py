@@ -160,6 +160,22 @@ def test_draw_runs_compares_runs_over_samples():
     )
 
 
+def test_a_batch_below_its_noise_scale_keeps_its_steps():
+    """The noise scale is far above the batch, whose growth is seen all the same."""
+    one = run()
+    sizes = tuple(8 if step < 15 else 16 for step in one.steps)
+    noise = {"noise_scales": (5e3,), "noise_lows": (900.0,), "noise_highs": (9e4,)}
+    noise = {name: values * 30 for name, values in noise.items()}
+    panel = draw_runs([replace(one, sizes=sizes, **noise)]).axes[1]
+    heights = panel.transAxes.inverted().transform(
+        panel.transData.transform([(0, size) for size in (8, 16, 5e3)])
+    )[:, 1]
+    assert heights[0] > 0
+    assert heights[1] - heights[0] > 0.05
+    assert heights[2] < 1
+    assert "10K" in texts(panel.figure)[0]
+
+
 def test_draw_runs_draws_the_other_curves_of_a_single_run():
     """A panel for each curve of one run; none where runs are compared."""
     one = replace(run(), curves={"Entropy": run().losses})
