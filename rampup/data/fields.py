@@ -105,6 +105,7 @@ class FieldTypes:
     """
 
     _types: list[np.dtype[Any]] | None = None
+    _structure: Any = None
 
     def cast(self, rows: Any, name: NameRow, mesh: Mesh) -> Any:
         """Return the arrays of a batch in the types of the first one.
@@ -118,13 +119,14 @@ class FieldTypes:
             DataError: a number does not fit, with the row's and the field's name.
         """
         leaves = jax.tree.leaves_with_path(rows)
+        structure = jax.tree.structure(rows)
         if self._types is None:
+            self._structure = structure
             _warn_of_batches([x.shape[1:] for _, x in leaves])
             self._types = _agreed([np.asarray(x).dtype for _, x in leaves], mesh)
-        if len(leaves) != len(self._types):
+        if structure != self._structure:
             raise DataError(
-                f"{name(0)} has {len(leaves)} fields, and the first batch had"
-                f" {len(self._types)}",
+                f"{name(0)} is {structure}, but the first batch is {self._structure}",
                 fix=_PAD,
             )
         found = []
@@ -143,7 +145,7 @@ class FieldTypes:
                     )
                 x = cast
             found.append(x)
-        return jax.tree.structure(rows).unflatten(found)
+        return structure.unflatten(found)
 
 
 def _agreed(own: list[np.dtype[Any]], mesh: Mesh) -> list[np.dtype[Any]]:

@@ -222,13 +222,19 @@ def test_repeated_reading_does_not_mind_a_type():
 
 
 def test_fields_that_come_or_go_are_refused():
-    """A batch with another number of fields than the first is an error in words."""
+    """A batch with other fields than the first, also of other names alone, is an error
+    that names the row and both.
+    """
+    step, _ = start(schedule="0:8", steps=2)
+    rows = [{"x" if n < 8 else "y": np.float32(n)} for n in range(16)]
+    with pytest.raises(DataError, match=r"row 8 of a list .* is .*'y'.*'x'"):
+        list(step.batches(rows))
     types, mesh = FieldTypes(), mesh_of("one")
     types.cast({"x": np.ones(2)}, "row {}".format, mesh)
-    with pytest.raises(
-        DataError, match="row 0 has 2 fields, and the first batch had 1"
-    ):
-        types.cast({"x": np.ones(2), "y": np.ones(2)}, "row {}".format, mesh)
+    for other in ({"x": np.ones(2), "y": np.ones(2)}, {"y": np.ones(2)}):
+        words = rf"row 0 is .*'y'.*, but the first batch is .*\{{'x': \*\}}"
+        with pytest.raises(DataError, match=words):
+            types.cast(other, "row {}".format, mesh)
 
 
 @pytest.mark.parametrize("number", [16, 18, 0])
