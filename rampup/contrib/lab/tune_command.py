@@ -103,9 +103,8 @@ def _largest(found: Facts) -> str:
 
 def _print_settings(found: Facts, console: Console) -> None:
     """Print the recommended settings and their phases."""
-    pairs = (f"{key}={value}" for key, value in found["settings"].items())
-    words = " ".join(pairs) or "the configuration as it is"
-    console.print(f"recommended: {words}")
+    words = " ".join(f"{key}={value}" for key, value in found["settings"].items())
+    console.print(f"recommended: {words or 'the configuration as it is'}")
     phases = found["phases"]
     columns = ["global_batch_size", "per_device_batch_size", "accumulation_steps"]
     if any(row["num_pipeline_microbatches"] > 1 for row in phases):
@@ -122,6 +121,10 @@ def _print_settings(found: Facts, console: Console) -> None:
         for number, row in enumerate(phases)
     ]
     print_table(console, titles, rows)
+    if phases[0]["tokens_per_second"]:
+        console.print(
+            "tokens/s: timed at the fewest and the most microbatches, else on a line"
+        )
 
 
 def _memory(row: Facts) -> str:

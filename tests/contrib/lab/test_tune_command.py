@@ -58,6 +58,10 @@ def test_print_tuning_prints_everything():
         "0 64 8 4 2 2 1 GiB not timed",
     ):
         assert part in text
+    assert "timed at" not in text
+    timed = {**FOUND["phases"][0], "tokens_per_second": 3000.0}
+    text = printed(FOUND | {"phases": [timed]})
+    assert "1 GiB 3,000 tokens/s: timed at the fewest and the most microbatches" in text
 
 
 def test_print_tuning_for_an_absent_slice():
