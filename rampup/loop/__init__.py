@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "Component": "rampup.loop.components",
         "Summary": "rampup.loop.loop",
+        "find_checkpoint": "rampup.loop.checkpoint",
         "ramp_to_continue": "rampup.loop.loop",
     },
 )

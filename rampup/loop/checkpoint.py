@@ -103,6 +103,20 @@ class SavedCheckpoint:
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     """Return the newest intact checkpoint in a folder, the same in every process, or
     None; refuse if all are damaged.
+
+    Args:
+        folder: of checkpoints: `checkpoints` in the folder of a run.
+
+    Returns:
+        What `Loop.restore` takes, with `step`, the optimizer steps done.
+
+    Raises:
+        ResumeMismatchError: every checkpoint is damaged.
+
+    Example:
+        >>> from pathlib import Path
+        >>> find_checkpoint(Path("runs/a-new-one/checkpoints")) is None
+        True
     """
     # Every process must resume from the same step, and their file systems may not show
     # the same files at the same time.
