@@ -111,7 +111,7 @@ class LossReport:
         return not self.problems
 
     def __str__(self) -> str:
-        seen = f"what is below {self.tolerance:.1g} of a sum is not seen"
+        seen = f"a difference below {self.tolerance:.1g} of a sum is taken for rounding"
         if self:
             return f"the loss is a sum over the rows that were tried; {seen}"
         lines = "\n".join(f"- {problem}" for problem in self.problems)

@@ -46,7 +46,8 @@ class ParameterCheck(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.name} {self.difference:.1g} ({self.tolerance:.1g} may be rounding)"
+            f"{self.name} by {self.difference:.1g} of its change (up to"
+            f" {self.tolerance:.1g} may be rounding)"
         )
 
 
