@@ -232,7 +232,7 @@ def test_fields_that_come_or_go_are_refused():
     types, mesh = FieldTypes(), mesh_of("one")
     types.cast({"x": np.ones(2)}, "row {}".format, mesh)
     for other in ({"x": np.ones(2), "y": np.ones(2)}, {"y": np.ones(2)}):
-        words = rf"row 0 is .*'y'.*, but the first batch is .*\{{'x': \*\}}"
+        words = r"row 0 is .*'y'.*, but the first batch is .*\{'x': \*\}"
         with pytest.raises(DataError, match=words):
             types.cast(other, "row {}".format, mesh)
 
