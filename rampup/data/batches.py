@@ -69,6 +69,9 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 
 AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
+# Of a step's rows, up to which a thread takes as long to hand them over as it takes to
+# read them from memory.
+INLINE_BYTES = 2**20
 _ROWS_OF_IDENTITY = 8
 _END = object()  # of a stream
 
@@ -212,7 +215,8 @@ class BatchOptions:
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         batch_axes: the axes of the mesh that the rows are sharded over; None = data and
             fsdp.
-        num_threads: threads that read; one if the source is not safe for threads.
+        num_threads: threads that read; one if the source is not safe for threads, and
+            none if it is in memory and the first step takes at most a megabyte.
         read_ahead: steps whose rows are read ahead of use.
 
     Example:
@@ -348,11 +352,16 @@ class BatchLoader:
 
     def _read(self, start: int, stop: int) -> Iterator[StepRows]:
         """Yield the rows of every step: the first read here, the others ahead by Grain's
-        threads, which read whole steps; `_put` makes microbatches of them.
+        threads, which read whole steps, or here too if they are few and in memory.
+        `_put` makes microbatches of them.
         """
         first = self.read_step(start)
         check_repeatable(self.source, first.numbers, first.rows)
         yield first
+        size = sum(x.nbytes for x in jax.tree.leaves(first.rows))
+        if getattr(self.source, "are_stored", False) and size <= INLINE_BYTES:
+            yield from map(self.read_step, range(start + 1, stop))
+            return
         if start + 1 == stop:
             return
         # One thread also reads the rows in their order.
@@ -716,23 +725,23 @@ class _Stream:
         if item is None:
             raise DataError(f"the source yielded None instead of a row, at step {step}")
         # Copied: a source may yield the same array again, filled with the next rows.
-        row = own_arrays(item, batched=self.batched)
-        self.pending.append(row)
-        self.count += self._num_rows(row, step)
+        rows = own_arrays(item, batched=self.batched)
+        self.pending.append(rows)
+        self.count += _num_rows(rows, step) if self.batched else 1
 
-    def _num_rows(self, row: Any, step: int) -> int:
-        leaves = jax.tree.leaves(row)
-        sizes = {leaf.shape[:1] if self.batched else (1,) for leaf in leaves}
-        # A later row without fields is told from the first one when they are stacked.
-        if len(self.pending) > 1 and not sizes and not self.batched:
-            return 1
-        if len(sizes) != 1 or () in sizes:
-            known = [str(size[0]) if size else "no" for size in sorted(sizes)]
-            raise DataError(
-                f"step {step}: the source yielded arrays of"
-                f" {', '.join(known) or 'no'} rows, which must be one number for all"
-            )
-        return int(sizes.pop()[0])
+
+def _num_rows(batch: Any, step: int) -> int:
+    """Return how many rows a batch of a stream has, or refuse one without a number for
+    all of its arrays.
+    """
+    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or () in sizes:
+        known = [str(size[0]) if size else "no" for size in sorted(sizes)]
+        raise DataError(
+            f"step {step}: the source yielded arrays of"
+            f" {', '.join(known) or 'no'} rows, which must be one number for all"
+        )
+    return int(sizes.pop()[0])
 
 
 def microbatches(

@@ -1,5 +1,6 @@
 """Tests of rampup.data.batches."""
 
+import threading
 import warnings
 from collections import Counter
 from types import SimpleNamespace
@@ -175,6 +176,28 @@ def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
     assert held.tolist() == [int(source[n]["x"]) for n in range(16)]
     assert [batch.position.step for batch in batches] == list(range(1, 12))
     assert sorted(asked) == list(range(12))
+
+
+@pytest.mark.parametrize(("inline_bytes", "reads_here"), [(0, False), (2**20, True)])
+def test_few_rows_in_memory_are_read_without_a_thread(
+    inline_bytes, reads_here, monkeypatch
+):
+    """Which thread reads a step does not change its rows."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh)
+    expected = [ids(batch) for batch in step_batches(range(300), plan, mesh, seed=1)]
+    readers = set()
+
+    class Source(ItemRows):
+        def read(self, rows):
+            readers.add(threading.current_thread())
+            return super().read(rows)
+
+    monkeypatch.setattr("rampup.data.batches.INLINE_BYTES", inline_bytes)
+    source = Source(range(300))
+    found = [ids(batch) for batch in step_batches(source, plan, mesh, seed=1)]
+    assert found == expected
+    assert (readers == {threading.main_thread()}) == reads_here
 
 
 def test_a_step_has_the_rows_of_a_process():

@@ -198,7 +198,9 @@ def test_map_dataset_has_epochs_of_its_own():
             "arrays of 7, 9 rows",
         ),
         ([{"x": np.zeros((9, 4)), "y": np.float32(1)}], True, "arrays of no, 9 rows"),
-        ([{}], False, "arrays of no rows"),
+        ([{}], True, "arrays of no rows"),
+        ([{}] * 99, False, "has no fields"),
+        ([()] * 99, False, "has no fields"),
         (
             [{"x": {"text": "words"}, "y": 1.0}] * 99,
             False,
