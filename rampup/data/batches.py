@@ -528,12 +528,12 @@ def eval_batches(
     """Yield all rows of a source once, in order; see `EvalStep.batches`."""
     rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
     num_shards = axes.num_shards(mesh)
-    check_whole(batch_size=batch_size)
-    if batch_size < 1 or batch_size % num_shards:
+    check_whole(1, batch_size=batch_size)
+    if batch_size % num_shards:
         raise BatchDivisibilityError(
             f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} ="
             f" {num_shards}",
-            value=max(batch_size, 1),
+            value=batch_size,
             divisor=num_shards,
             key="batch_size",
         )
