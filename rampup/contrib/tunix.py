@@ -84,7 +84,7 @@ class DataHooks(hooks.DataHooks):
         self.rows, self.plan, self.mesh = rows, plan, mesh
         self.order = {"seed": seed, "num_epochs": num_epochs}
         self.eval_batches = eval_batches
-        self._train: Iterator[Any] = iter(())
+        self._train: Iterator[Any]
         # the microbatch that `_train` yields next; None before the first
         self._next: int | None = None
         self._eval: Iterator[Any] | None = None

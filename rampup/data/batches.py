@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -61,6 +60,7 @@ from rampup.errors import (
     DataEndedError,
     DataError,
     DataWarning,
+    warn,
 )
 from rampup.plan.describe import format_count
 from rampup.plan.numbers import check_whole, nearest_multiples
@@ -299,11 +299,10 @@ class BatchLoader:
             if phase.start_step < stop
         )
         if largest > len(self.source):
-            warnings.warn(
+            warn(
                 f"a step takes {largest:,} rows, but the source has"
                 f" {len(self.source):,}, so that a batch has rows more than once",
                 DataWarning,
-                stacklevel=2,
             )
         steps = self._read(start, stop)
         ready: deque[Batch] = deque()

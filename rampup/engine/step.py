@@ -320,9 +320,7 @@ class TrainStep:
         self._mesh = mesh
         self._axes = update.axes
         self._checks_loss = check_loss
-        engine: type[Fused | ByMicrobatch] = Fused
-        if isinstance(self.tx, optax.MultiSteps):
-            engine = ByMicrobatch
+        engine = ByMicrobatch if isinstance(self.tx, optax.MultiSteps) else Fused
         self._programs = engine(update, mesh, donate=donate)
         self._donate = donate
         self._layouts: set[BufferLayout] = set()
@@ -372,7 +370,7 @@ class TrainStep:
             # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
-            is_one = all(split.num_microbatches == 1 for split in self.plan.splits)
+            is_one = max(self.plan.max_microbatches.values()) == 1
             sees_whole = is_one and self._axes.num_replicas(self._mesh) == 1
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
@@ -620,7 +618,7 @@ class TrainStep:
         """Say that a loss changes what it carries more often than a step by hand
         does.
         """
-        most = max(split.num_microbatches for split in self.plan.splits)
+        most = max(self.plan.max_microbatches.values())
         if most > 1 and any(map(is_floating, jax.tree.leaves(carried(state)))):
             warn(
                 f"the loss changes `mutable` once per microbatch, up to {most} times in"
