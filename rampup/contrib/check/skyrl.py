@@ -29,6 +29,7 @@ from rampup.contrib.check.rollout import (
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Run, Term, format_count, product
+from rampup.errors import ConfigError
 
 TRAIN = "trainer.train_batch_size"
 MICRO = "trainer.micro_train_batch_size_per_gpu"
@@ -47,7 +48,7 @@ MINI, CRITIC_MINI = MINIS.values()
 DEVICES: dict[str, list[str]] = _PARTS["devices"]
 SEQUENCE: dict[str, str] = _PARTS["sequence"]
 MEGATRON: dict[str, dict[str, str]] = _PARTS["megatron"]
-ENGINES: dict[str, str] = _PARTS["engines"]
+ENGINES: list[str] = _PARTS["engines"]
 LAUNCH = load_launch(
     "skyrl",
     # Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
@@ -58,14 +59,30 @@ KEYS = LAUNCH.entries
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source by the version that its module's name tells; programs beside
-    SkyRL's own, such as its examples, add keys to its settings.
+    """Read a source by the version that its module's name tells, or the user, who is
+    asked where the module is the new one and the keys are old. Programs beside SkyRL's
+    own, such as its examples, add keys to its settings.
     """
     bases = read_bases(source, overrides, launch, start_hydra)
     reading = bases.source
     program = "" if reading.command is None else program_of(reading.command)
     reading.is_fork |= "/" in program and "skyrl" not in program
     version = OLD if "skyrl_train" in program else NEWEST
+    # `skyrl` 0.1 and 0.2 translated the keys of 2025; 0.3, of July 2026, does not.
+    old = [
+        name
+        for name in sorted(reading.written(""))
+        if launch.known_keys.life(name) == (1, 1)
+    ]
+    if old and version == NEWEST and f"{WORD}={OLD}" not in overrides:
+        question = ConfigError(
+            f"SkyRL 0.3 (July 2026) refuses keys of older ones: {', '.join(old[:4])}",
+            fix=f"if the run has an older SkyRL, add {WORD}={OLD}; if not, the keys of"
+            " engines begin with generator.inference_engine",
+            key=old[0],
+            path=reading.path,
+        )
+        reading.questions.append(question)
     return type_above(bases, looked_up(bases), {WORD: version})
 
 
@@ -106,11 +123,8 @@ class SkyRLJob(RolloutJob):
             for model, size in self.model_sizes.items()
         }
         self.engine_devices: int | None = None
-        if self.settings.given & {*ENGINES, *ENGINES.values()}:
-            self.engine_devices = math.prod(
-                self[new] if self[old] is None else self[old]
-                for new, old in ENGINES.items()
-            )
+        if self.settings.given & {*ENGINES}:
+            self.engine_devices = math.prod(self[key] for key in ENGINES)
 
     def _model_size(self, model: str) -> int:
         """Return the devices that share one sample of a model."""
@@ -204,11 +218,6 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
             f"{COLOCATE} is on and the file does not size the inference engines: engines"
             " * tensor * pipeline * data parallel size must be"
             f" {job.devices['policy']:,}, and so must every other model's devices."
-        )
-    if old := job.keys_of("skyrl", (1, 1)):
-        yield (
-            f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August"
-            " 2026 refuses them."
         )
     yield group_note(job.samples_per_prompt)
     yield "the learning-rate schedule advances with every optimizer step."
@@ -330,7 +339,7 @@ def _placement_rules(job: SkyRLJob) -> Iterator[Ruling]:
     if job[COLOCATE] and (engines := job.engine_devices) is not None:
         yield job.equal(
             "engines_fill_the_devices",
-            [*ENGINES],
+            ENGINES,
             Term(
                 "the engines' devices, engines * tensor * pipeline * data parallel size"
                 f" = {engines:,},",

@@ -53,7 +53,7 @@ COMMANDS = {
     " actor_rollout_ref.actor.use_dynamic_bsz=True algorithm.adv_estimator=grpo",
 }
 # What answers the question of the version.
-STATED = {"verl": ["verl_version=0.9"]}
+STATED = {"verl": ["verl_version=0.9"], "skyrl": ["skyrl_version=legacy"]}
 UNREAD = [
     (system, name)
     for system in READ_IN_FULL

@@ -180,7 +180,8 @@ COMMANDS = [
     ("skyrl", OWN_KEYS, ["trainer.no_such_thing=1"], {"ok": True}),
     ("skyrl", OWN_KEYS.replace("skyrl.train.entrypoints.main_base", "examples.dapo.main_dapo"), [], {"ok": True, "note": "trainer.no_such_thing"}),
     ("skyrl", f"{SKYRL} trainer.n_samples_per_prompt=8", [], r"unknown, a fork: trainer\.n_samples_per_prompt=8 is a key of no version of SkyRL"),
-    ("skyrl", f"{SKYRL} generator.async_engine=true", [], {"ok": True, "note": "SkyRL had these keys until 2026"}),
+    ("skyrl", f"{SKYRL} generator.async_engine=true", [], r"SkyRL 0\.3 .*refuses keys of older ones: generator\.async_engine"),
+    ("skyrl", f"{SKYRL} generator.async_engine=true", ["skyrl_version=legacy"], {"ok": True}),
     # Unknown options that may be sizes and unknown programs are questions; others are
     # named, but not those of the launcher.
     ("megatron", STAGES, [], {"rules": ["layers_over_stages"]}),

@@ -262,6 +262,52 @@ def test_the_name_of_the_module_tells_the_generation(module, settings, version, 
     expect(found, ok=ok, samples_per_step=5120, optimizer_steps=4)
 
 
+ASYNC = "generator.inference_engine.async_engine"
+ENGINE = "generator.num_inference_engines=1"
+OLD = r"SkyRL 0\.3 .*refuses.*num_inference_engines.*add skyrl_version=legacy"
+
+
+@pytest.mark.parametrize(
+    ("module", "key", "settings", "wanted"),
+    [
+        ("skyrl.train.entrypoints.main_base", ENGINE, [], OLD),
+        ("skyrl.train.entrypoints.main_base", ENGINE, ["skyrl_version=head"], OLD),
+        ("examples.train.algorithms.dapo.main_dapo", ENGINE, [], OLD),
+        ("skyrl.train.entrypoints.main_base", ENGINE, ["skyrl_version=legacy"], True),
+        ("skyrl_train.entrypoints.main_base", ENGINE, [], True),
+        (
+            "skyrl.train.entrypoints.main_base",
+            "trainer.use_sample_packing=true",
+            [],
+            True,
+        ),
+        ("skyrl.train.entrypoints.main_base", f"{ASYNC}=true", [], True),
+        (
+            "skyrl.train.entrypoints.main_base",
+            f"{ASYNC}=false",
+            [],
+            f"unknown: {ASYNC}=F",
+        ),
+        (
+            "skyrl.train.entrypoints.main_base",
+            "trainer.policy.megatron_config.transformer_config_kwargs.recompute_method=a",
+            [],
+            True,
+        ),
+    ],
+)
+def test_old_keys_are_refused_where_the_module_is_the_new_one(
+    module, key, settings, wanted
+):
+    """SkyRL 0.1 and 0.2 translated the keys of 2025, 0.3 refuses them. A few it kept."""
+    command = f"python3 -m {module} {SIZES} {key}".split()
+    if wanted is True:
+        expect(check_command(command, "skyrl", settings), ok=True, no_note="SkyRL had")
+    else:
+        with pytest.raises(ConfigError, match=wanted):
+            check_command(command, "skyrl", settings)
+
+
 def test_an_entry_point_of_another_repository_is_asked_about():
     """One answer says that SkyRL's rules hold; keys of its own are then its own."""
     command = f"python3 -m my_agent.main_terminal {SIZES} trainer.own_key=1".split()
