@@ -17,7 +17,7 @@ from rampup.contrib.check.known import load_table
 from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
 from rampup.contrib.check.rules import Dialect, find_violations, keep_update
 from rampup.contrib.check.settings import Settings
-from rampup.contrib.check.verdict import Conversion, Meaning, Verdict
+from rampup.contrib.check.verdict import Conversion, Verdict
 from rampup.errors import ConfigError
 from rampup.plan.numbers import to_yaml_number
 
@@ -288,7 +288,7 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),
         meanings=tuple(
-            Meaning(settings.describe(says) if says in settings.values else says, means)
+            (settings.describe(says) if says in settings.values else says, means)
             for says, means in dialect.meanings(job)
         ),
         conversion=job.conversion(),

@@ -45,12 +45,10 @@ CHECK = {
     "--devices": arg(
         "N", "check for N devices, and say which values keep the update", type=int
     ),
-    "--step": arg("N", "the run stands at this step: only later phases", type=int),
     "--all": arg(None, "print all phases of a ramp"),
     "--to": arg(None, "also convert what can be expressed", choices=("rampup",)),
     "-o --output": arg("FILE", "the converted file"),
 }
-MAX_FILES = 500
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".ipynb")
 OUTCOMES = {
     "accepts": "its own check accepts the file",
@@ -95,8 +93,6 @@ def check(args: argparse.Namespace) -> Result:
             sources += _files(word)
     if not sources:
         raise usage_error("give a file, or a command after `--`")
-    if args.step is not None:
-        settings.append(f"at_step={args.step}")
     if len(sources) > 1:
         return _check_rows(sources, settings, args)
     verdict = _judge(sources[0], settings, args)
@@ -141,12 +137,9 @@ def _files(word: str) -> list[str]:
     """Return a file, or the files of a folder that may be those of a run."""
     if not Path(word).is_dir():
         return [word]
-    found = sorted(
+    return sorted(
         str(file) for file in Path(word).rglob("*") if file.suffix in SUFFIXES
     )
-    if len(found) > MAX_FILES:
-        raise usage_error(f"{word} has {len(found):,} files; at most {MAX_FILES:,}")
-    return found
 
 
 def _check_rows(
@@ -259,18 +252,15 @@ def print_verdict(
         )
     if verdict.meanings:
         console.print()
-        cells = [(meaning.says, meaning.means) for meaning in verdict.meanings]
-        print_table(console, ("setting", "meaning"), cells, left=2)
+        print_table(console, ("setting", "meaning"), verdict.meanings, left=2)
     if verdict.phases is not None:
         console.print("\nphases", style="bold")
-        columns = {
-            name: title
-            for name, title in PHASE_COLUMNS.items()
-            if any(name in row for row in verdict.phases)
-        }
-        rows = [[phase_cell(row, name) for name in columns] for row in verdict.phases]
+        rows = [
+            [phase_cell(row, name) for name in PHASE_COLUMNS] for row in verdict.phases
+        ]
         most = None if all_phases else MAX_PHASES
-        for line in phase_table([*columns.values()], rows, most, console.width):
+        titles = [*PHASE_COLUMNS.values()]
+        for line in phase_table(titles, rows, most, console.width):
             console.print(line)
     if verdict.notes:
         console.print("\nnotes", style="bold")

@@ -420,9 +420,6 @@ class MaxTextJob(PretrainingJob):
         return found
 
 
-MAX_LISTED_PHASES = 12
-
-
 def show(value: Any) -> str:
     """Return a size as text: a whole number with commas, a fraction as a decimal if it
     is one.
@@ -443,15 +440,14 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     if job["model_name"] != "default":
         yield (
             f"model_name={job['model_name']}: the file of the model is not read; those"
-            " of MaxText set no batch sizes."
+            " of MaxText set no batch sizes, but the number of layers: with a pipeline,"
+            " give base_num_decoder_layers=N"
         )
     yield from old_keys(job)
     if job.ramp_phases:
         phases = [(start, size) for start, size, _ in job.ramp_phases]
         yield from ends_before_ramp(job.total_steps, phases)
-    rows = to_yaml_number(job[END])
-    if isinstance(rows, int):
-        yield from few_samples_per_pass(job[ACCUMULATION], rows, END)
+    yield from few_samples_per_pass(job[ACCUMULATION], job[END], END)
     if job.dropped_per_step and sizes.micro >= 1:
         yield (
             f"{END}={show(job[END])} is below 1: a full sample per device is loaded,"
@@ -501,12 +497,9 @@ def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
     sizes, passes, samples = job.sizes, job[ACCUMULATION], job[SAMPLES]
     *ramp, (steps, _, trained) = job.ramp_phases
     if passes > 1:
-        shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]]
-        shown += ["..."] * (len(ramp) > MAX_LISTED_PHASES)
         yield (
-            f"MaxText's ramp ignores {ACCUMULATION}={passes}: in the ramp its batches"
-            f" are {', '.join(shown)} ({trained:,} samples in {steps:,} steps), then the"
-            f" batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}"
+            f"MaxText's ramp ignores {ACCUMULATION}={passes}: in step {steps:,} the batch"
+            f" jumps from {ramp[-1][1]:,} to {sizes.to_train:,}"
         )
     if samples < 1:
         yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
@@ -540,33 +533,19 @@ def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
             f" divide over data * fsdp = {job.replicas}: MaxText does not check it, and"
             " devices share or pad samples"
         )
-    if job["model_name"] != "default" and LAYERS not in job.settings.given:
-        yield (
-            f"model_name={job['model_name']} has its own number of layers; {job.layers}"
-            " from base_num_decoder_layers was used here, so give"
-            " base_num_decoder_layers=N if the model has another"
-        )
 
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
 
 
-def _sizes_near(job: MaxTextJob, key: str) -> list[Fraction]:
-    """Return the candidates of a size per device, which is a fraction."""
+def _sizes_near(job: MaxTextJob, key: str) -> Iterator[Fraction]:
+    """Yield the candidates of a size per device, which is a fraction, the nearest
+    first. They are found when they are needed, as most rules hold.
+    """
     value = max(job[key], Fraction(0))
     found = {*around(value, job.unit), *around(value, Fraction(1, job.num_devices))}
-    if job.ramps and key == END:
-        found.update(around(value, job[INCREMENT], origin=job[START]))
-    return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
-
-
-def _increments_near(job: MaxTextJob) -> Iterator[Fraction]:
-    """Yield increments that divide the growth of the batch, the nearest first."""
-    span, value = Fraction(job[END] - job[START]), job[INCREMENT]
-    if span > 0:
-        found = (span / n for n in range(1, 257))
-        yield from sorted(found, key=lambda n: abs(n - value))
+    yield from sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
 
 def _rules(job: MaxTextJob) -> Iterator[Ruling]:
@@ -597,7 +576,7 @@ def _checked(job: MaxTextJob) -> Iterator[Ruling]:
             (INCREMENT, START, END),
             f"{growth} = {show(job[END] - job[START])} must be a multiple of"
             f" {INCREMENT}={show(job[INCREMENT])}{where}",
-            candidates=_increments_near(job),
+            candidates=_sizes_near(job, INCREMENT),
         )
     tokens = job[END] * job["max_target_length"]
     if job[END] > 0 and float(job[END]) * job["max_target_length"] % job[VOCAB_TILING]:
@@ -732,7 +711,7 @@ def _ramp_rules(job: MaxTextJob) -> Iterator[Ruling]:
             [INCREMENT],
             f"{product_text(job, INCREMENT)}, truncated to {increment}, must be at least"
             " 1: MaxText divides by zero, hangs, or keeps the first batch indefinitely",
-            candidates=_increments_near(job),
+            candidates=_sizes_near(job, INCREMENT),
         )
 
 
@@ -741,7 +720,6 @@ def _over_mesh(job: MaxTextJob, name: str, key: str, rows: int) -> Iterator[Ruli
     devices.
     """
     if rows % job.loading_shards:
-        near = _increments_near(job) if key == INCREMENT else _sizes_near(job, key)
         yield job.broken(
             name,
             [key],
@@ -749,7 +727,7 @@ def _over_mesh(job: MaxTextJob, name: str, key: str, rows: int) -> Iterator[Ruli
             f" batch is sharded over, data * stage * fsdp * expert ="
             f" {job.loading_shards}; MaxText does not check it, and the first such step"
             " fails",
-            candidates=near,
+            candidates=_sizes_near(job, key),
         )
 
 

@@ -389,11 +389,10 @@ class MegatronJob(PretrainingJob):
         self.start, self.increment, self.ramp_samples = (
             map(int, match.groups()) if match else (0, 0, 0)
         )
-        is_rounded = self.final % max(self.unit, 1) != 0 and not self.has_schedule
-        if self[DECREASE] and (self.has_linear or is_rounded):
+        if self[DECREASE] and (self.has_ramp or self.final % max(self.unit, 1)):
             raise ConfigError(
-                f"{DECREASE} rounds batches down to multiples of {self.unit:,}, and the"
-                " rules do not follow it",
+                f"{DECREASE} rounds batches down to multiples of {self.unit:,}, and"
+                f" excludes {SCHEDULE}: the rules do not follow it",
                 fix=f"add {DECREASE}=false, and give such batches",
                 key=DECREASE,
             )
@@ -792,13 +791,6 @@ def _schedule_rules(job: MegatronJob, unit: Term) -> Iterator[Ruling]:
             (GLOBAL, SCHEDULE),
             f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size"
             " it would contradict",
-        )
-    if job[DECREASE]:
-        yield job.broken(
-            "schedule_excludes_decrease",
-            (DECREASE, SCHEDULE),
-            f"{DECREASE} must not be given with {SCHEDULE}",
-            candidates=(False,),
         )
     if job.unreadable or not job.thresholds:
         texts = [repr(text[:40]) for text in job.unreadable[:5]]

@@ -186,7 +186,9 @@ def ends_before_ramp(steps: int, phases: Sequence[tuple[int, int]]) -> Iterator[
         )
 
 
-def few_samples_per_pass(passes: int, samples: int, key: str) -> Iterator[str]:
+def few_samples_per_pass(
+    passes: int, samples: int | Fraction, key: str
+) -> Iterator[str]:
     """Yield a note on many passes of one sample; `key` is the size of a pass."""
     size = math.gcd(passes, 8)
     if samples == 1 and passes >= 16 and size > 1:
@@ -368,8 +370,7 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
                 entry = dialect.launch.entries[key]
                 changed = changed.with_value(key, entry.convert(key, size))
             job = dialect.job(changed)
-            is_kept = job.usable and update_of(job.derived()) == wanted
-            if is_kept and not broken_names(dialect, job):
+            if update_of(job.derived()) == wanted and not broken_names(dialect, job):
                 return {k: changed[k] for k in given if changed[k] != after[k]}
         except RampupError:
             continue
@@ -429,24 +430,16 @@ def _whole_numbers(
         found.update(range(middle - most, middle + most + 1, step))
     # A value far away is bad advice.
     largest = max(near, *(max(pair) for pair in pairs), 64) * _MAX_RATIO
-    given = 1 if value is None else value
     return sorted(
         (n for n in found if 1 <= n <= min(largest, MAX_COUNT)),
-        key=lambda n: (abs(n - given), n),
+        key=lambda n: (abs(n - near), n),
     )
 
 
-def around(
-    value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0
-) -> list[Fraction]:
-    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest
-    first.
-    """
-    exact, width = Fraction(value) - origin, Fraction(step)
-    if width <= 0:
-        return []
-    low = exact // width
+def around(value: Fraction | int, step: Fraction | int = 1) -> list[Fraction]:
+    """Return multiples of `step` on both sides of `value`, nearest first."""
+    low, width = int(value // step), Fraction(step)
     return sorted(
-        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
-        key=lambda n: abs(n - Fraction(value)),
+        (n * width for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
+        key=lambda n: abs(n - value),
     )

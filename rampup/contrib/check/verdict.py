@@ -30,16 +30,6 @@ class Violation:
     found_by: FoundBy = "validator"
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """One line of the table "what the file says / what it means"."""
-
-    # a setting, such as `trainer.policy_mini_batch_size = 256`; empty for a consequence
-    # of several
-    says: str
-    means: str  # such as `1,280 samples per optimizer step`
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """The part of a file that rampup's configuration can express."""
@@ -67,7 +57,10 @@ class Verdict:
     phases: tuple[Mapping[str, Any], ...] | None = (
         None  # of a ramp, as in `rampup plan --json`
     )
-    meanings: tuple[Meaning, ...] = ()  # the explanation for people
+    # The explanation for people: a setting, such as
+    # `trainer.policy_mini_batch_size = 256`, and what it means, such as `1,280 samples
+    # per optimizer step`.
+    meanings: tuple[tuple[str, str], ...] = ()
     conversion: Conversion | None = (
         None  # the same run in rampup's keys; None for systems that have no counterpart
     )

@@ -218,9 +218,9 @@ def test_only_phases_to_come_are_checked(capsys, tmp_path):
     config = RAMP | {"world_size": 8, "train_samples": 100_000}
     path = write(tmp_path, "ramp.yml", json.dumps(config))
     assert rules(check_file(path, "megatron")) == ["ramp_phases_divisible"]
-    code, found = run(capsys, path, "--step", "186")
+    code, found = run(capsys, path, "at_step=186")
     assert (code, found["derived"]["num_microbatches"]) == (0, [2])
-    assert run(capsys, path, "--step", "100")[0] == 2
+    assert run(capsys, path, "at_step=100")[0] == 2
     config = MAXTEXT_RAMP | {"ici_fsdp_parallelism": 8, "num_devices": 8}
     config |= {
         "per_device_batch_size_start": 0.5,
@@ -228,4 +228,4 @@ def test_only_phases_to_come_are_checked(capsys, tmp_path):
     }
     path = write(tmp_path, "maxtext.yml", json.dumps(config))
     assert run(capsys, path, "--from", "maxtext")[0] == 2
-    assert run(capsys, path, "--from", "maxtext", "--step", "300")[0] == 0
+    assert run(capsys, path, "--from", "maxtext", "at_step=300")[0] == 0

@@ -545,4 +545,6 @@ def test_convert_refuses_a_growing_pipeline_of_uneven_microbatches():
 def test_an_option_that_went_names_what_replaces_it(capsys):
     """Where a run stands is a step."""
     assert main(["check", "x.yml", "--samples=100"]) == 2
-    assert "check FILE --step N" in " ".join(capsys.readouterr().err.split())
+    assert "check FILE at_step=N" in " ".join(capsys.readouterr().err.split())
+    assert main(["check", "x.yml", "--step=100"]) == 2
+    assert "check FILE at_step=N" in " ".join(capsys.readouterr().err.split())

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rampup.contrib.check.command import print_verdict
-from rampup.contrib.check.verdict import Meaning, Verdict, Violation
+from rampup.contrib.check.verdict import Verdict, Violation
 
 LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
 FULL = Verdict(
@@ -24,9 +24,9 @@ FULL = Verdict(
     ),
     notes=("a note with [brackets]", "very " * 40 + "long"),
     meanings=(
-        Meaning(
-            says=f"{LONG} = 1,024 (default)",
-            means="samples per replica: 32 passes over 1,024 samples",
+        (
+            f"{LONG} = 1,024 (default)",
+            "samples per replica: 32 passes over 1,024 samples",
         ),
     ),
     phases=(

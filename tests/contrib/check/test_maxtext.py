@@ -161,7 +161,7 @@ NUMBERS = [
     *[({PASSES: 1, key: True}, {"no_note": " passes "}) for key in GRADIENT],
     # With G = 2, MaxText runs 4s, then jumps to 16.
     ({**ramp(1, 1, 2, 64), PASSES: 2, "num_devices": 4},
-     {"manager_phases": [[0, 4, 0], [16, 8, 64]], "lost_samples_at_ramp_end": 64, "note": ["batches are 4 ", "from 4 to 16"]}),
+     {"manager_phases": [[0, 4, 0], [16, 8, 64]], "lost_samples_at_ramp_end": 64, "note": "in step 16 the batch jumps from 4 to 16"}),
     # Below one sample per device, rows loaded beyond the batch are dropped; with one,
     # none are.
     ({"per_device_batch_size": 0.5}, {"run": "drops", "dropped_samples_per_step": 4, "note": "dropped"}),

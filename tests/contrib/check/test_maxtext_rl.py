@@ -128,8 +128,8 @@ def test_read_accepts_nested_and_flat_keys(tmp_path):
 def test_meanings_have_prompts_and_samples():
     """Every size is given in prompts and in samples."""
     means = {
-        line.says.partition(" ")[0]: line.means
-        for line in found(VALID, train_micro_batch_size=2).meanings
+        says.partition(" ")[0]: text
+        for says, text in found(VALID, train_micro_batch_size=2).meanings
     }
     assert means["batch_size"].startswith("8 prompts = 32 samples")
     assert means["train_micro_batch_size"].startswith(

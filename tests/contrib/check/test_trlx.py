@@ -78,7 +78,7 @@ test_numbers_and_notes = numbers_test(trlx, NUMBERS)
 def test_explanation_has_the_numbers_of_the_verdict():
     """Meanings have the verdict's numbers."""
     found = trlx({"num_processes": 2, ROLLOUTS: 100, CHUNK: 40})
-    text = " ".join(meaning.means for meaning in found.meanings)
+    text = " ".join(means for _, means in found.meanings)
     for number in (
         "64 samples per optimizer step",
         "120 samples are collected",
