@@ -15,7 +15,12 @@ from fractions import Fraction
 from rampup.config.yaml import read_text
 from rampup.contrib.check.known import load_table
 from rampup.contrib.check.reading import MIN_MATCHES, Source, read_source
-from rampup.contrib.check.rules import Dialect, find_violations, keep_update
+from rampup.contrib.check.rules import (
+    Dialect,
+    broken_names,
+    find_violations,
+    keep_update,
+)
 from rampup.contrib.check.settings import Settings
 from rampup.contrib.check.verdict import Conversion, Verdict
 from rampup.errors import ConfigError
@@ -250,9 +255,9 @@ def _keep(
             "the file leaves the number of devices open: there is no other update to"
             f" keep on {devices:,}"
         )
+    if broken_names(dialect, before):
+        return "the file breaks a rule also without --devices: mend that first"
     after = dialect.job(dialect.read(source, moved))
-    if not before.usable or not after.usable:
-        return f"no update to keep on {devices:,} devices"
     kept = keep_update(dialect, before, after)
     if kept == {}:
         return f"on {devices:,} devices the update stays the same"

@@ -280,10 +280,6 @@ class MegatronJob(PretrainingJob):
     """
 
     system = "megatron"
-    version = (
-        "Megatron-LM of August 2026 (d98e8a6), with the linear ramps of those until"
-        " April 2026 unless megatron_version=head"
-    )
     expressed = (
         MICRO,
         GLOBAL,
@@ -304,6 +300,10 @@ class MegatronJob(PretrainingJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        self.version = (
+            "Megatron-LM of August 2026 (d98e8a6), linear ramps by"
+            f" {VERSION}={self[VERSION]}"
+        )
         self._count_devices()
         self._count_chunks()
         self._read_linear_ramp()

@@ -87,18 +87,19 @@ class Program:
                 yield key, dataclasses.replace(place, value=value)
 
     def calls(self) -> Iterator[Call]:
-        """Yield what the program gives to each call, also in a dictionary that it makes
-        there, and the attributes and items that it sets.
+        """Yield what the program gives to each call, the attributes and items that it
+        sets, and the dictionaries that it makes in a call or a function.
         """
+        makers = ast.Call | ast.FunctionDef | ast.AsyncFunctionDef
         for node in (node for code in self._code for node in ast.walk(code)):
+            for part in ast.walk(node) if isinstance(node, makers) else ():
+                if isinstance(part, ast.Dict):
+                    items = self._items(part).items()
+                    yield Call("", {str(name): at for name, at in items})
             match node:
                 case ast.Call(func=func):
                     name = getattr(func, "attr", getattr(func, "id", ""))
                     yield Call(name, self._arguments(node))
-                    for part in ast.walk(node):
-                        if isinstance(part, ast.Dict):
-                            items = self._items(part).items()
-                            yield Call("", {str(name): at for name, at in items})
                 case (
                     ast.Attribute(attr=name, ctx=ast.Store())
                     | ast.Subscript(slice=ast.Constant(str(name)), ctx=ast.Store())

@@ -137,8 +137,24 @@ def test_an_update_that_no_sizes_keep_is_said_of_every_system(tmp_path):
         ("tunix", tunix, 16, "on 16 devices the update stays the same"),
         ("tunix", tunix, 4, "on 4 devices no legal sizes keep the update of 8: "),
         ("tunix", {"batch_size": 16}, 4, "the update stays the same"),
-        ("tunix", broken, 4, "no legal sizes keep the update: "),
-        ("megatron", MEGATRON | {"micro_batch_size": None}, 16, "no legal sizes keep"),
+        (
+            "tunix",
+            broken,
+            4,
+            "the file breaks a rule also without --devices: mend that",
+        ),
+        (
+            "megatron",
+            MEGATRON | {"micro_batch_size": None},
+            16,
+            "also without --devices",
+        ),
+        (
+            "megatron",
+            MEGATRON | {"num_experts": 3, "expert_model_parallel_size": 2},
+            16,
+            "also without --devices",
+        ),
     ):
         path = write(tmp_path, "config.yml", json.dumps(config))
         assert said in check_file(path, system, devices=devices).notes[0]

@@ -217,6 +217,10 @@ def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
     code, found = run_json(capsys, *convert, str(output))
     planned = run_json(capsys, "plan", str(output))[1]["phases"]
     assert code == 0
+    for words in ([str(output)], [str(output), "--from", "maxtext"]):
+        code, error = run_json(capsys, "check", *words)
+        assert code == 2
+        assert "a file of rampup itself" in error["error"]["message"]
     for name in ("start_step", "start_sample", "global_batch_size"):
         assert [phase[name] for phase in planned] == [
             phase[name] for phase in found["phases"]
