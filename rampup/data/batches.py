@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.data.fields import FieldTypes, own_arrays, stack_rows
+from rampup.data.fields import FieldTypes, num_rows, own_arrays, stack_rows
 from rampup.data.sources import (
     RowRange,
     RowSource,
@@ -63,7 +63,7 @@ from rampup.errors import (
     warn,
 )
 from rampup.plan.describe import format_count
-from rampup.plan.numbers import check_whole, nearest_multiples
+from rampup.plan.numbers import check_whole, check_whole_or_none, nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
@@ -94,21 +94,18 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if self.num_rows < 1:
             raise DataError("the data has no rows")
-        if self.seed is not None:
-            check_whole(0, seed=self.seed)
-            if self.num_rows >= 2**32:
-                raise DataError(
-                    f"{self.num_rows:,} rows are more than the 2**32 that can be"
-                    " shuffled",
-                    fix="set data_shuffle_seed=null (seed=None)",
-                )
+        self._shuffled: Any = None
+        if self.seed is None:
+            return
+        check_whole(0, seed=self.seed)
+        if self.num_rows >= 2**32:
+            raise DataError(
+                f"{self.num_rows:,} rows are more than the 2**32 that can be shuffled",
+                fix="set data_shuffle_seed=null (seed=None)",
+            )
         # Indexed beyond its length, Grain's shuffled range continues with the next
         # epoch in an order of its own.
-        self._shuffled = (
-            None
-            if self.seed is None
-            else grain.MapDataset.range(self.num_rows).shuffle(seed=self.seed)
-        )
+        self._shuffled = grain.MapDataset.range(self.num_rows).shuffle(seed=self.seed)
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:
         """Return the row of each sample."""
@@ -230,8 +227,7 @@ class BatchOptions:
     read_ahead: int = 4
 
     def __post_init__(self) -> None:
-        if self.chunk_size is not None:
-            check_whole(1, chunk_size=self.chunk_size)
+        check_whole_or_none(1, chunk_size=self.chunk_size)
         check_whole(0, num_threads=self.num_threads, read_ahead=self.read_ahead)
 
 
@@ -721,26 +717,10 @@ class _Stream:
                 fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
                 " end there",
             )
-        if item is None:
-            raise DataError(f"the source yielded None instead of a row, at step {step}")
         # Copied: a source may yield the same array again, filled with the next rows.
         rows = own_arrays(item, batched=self.batched)
         self.pending.append(rows)
-        self.count += _num_rows(rows, step) if self.batched else 1
-
-
-def _num_rows(batch: Any, step: int) -> int:
-    """Return how many rows a batch of a stream has, or refuse one without a number for
-    all of its arrays.
-    """
-    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or () in sizes:
-        known = [str(size[0]) if size else "no" for size in sorted(sizes)]
-        raise DataError(
-            f"step {step}: the source yielded arrays of"
-            f" {', '.join(known) or 'no'} rows, which must be one number for all"
-        )
-    return int(sizes.pop()[0])
+        self.count += num_rows(rows, step) if self.batched else 1
 
 
 def microbatches(

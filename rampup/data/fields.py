@@ -15,14 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rampup.engine.batch import lost_in_cast
 from rampup.engine.processes import gather_from_all, spans_all
 from rampup.engine.sums import differing_leaves
 from rampup.errors import DataError, DataWarning, warn
+from rampup.plan.numbers import has_numbers
 
 # From the place of a row to its name, for messages.
 NameRow = Callable[[int], str]
-# Kinds of NumPy's types that are no numbers: objects, bytes, texts, times.
-_NO_NUMBERS = "OSUMm"
 _PAD = "all rows must have the same fields and shapes: pad or crop them"
 
 
@@ -61,6 +61,26 @@ def own_arrays(item: Any, *, batched: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(array, item, is_leaf=is_array)
 
 
+def num_rows(batch: Any, step: int) -> int:
+    """Return how many rows the arrays of a batch have.
+
+    Args:
+        batch: a pytree of arrays (rows, ...).
+        step: the optimizer step, for messages.
+
+    Raises:
+        DataError: there is no such number, or not one for all arrays.
+    """
+    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or () in sizes:
+        known = [str(size[0]) if size else "no" for size in sorted(sizes)]
+        raise DataError(
+            f"step {step} was given arrays of {', '.join(known) or 'no'} rows, which"
+            " must be one number for all"
+        )
+    return int(sizes.pop()[0])
+
+
 def stack_rows(items: Sequence[Any], name: NameRow, *, batched: bool = False) -> Any:
     """Return rows, or batches of rows, as arrays.
 
@@ -80,7 +100,7 @@ def stack_rows(items: Sequence[Any], name: NameRow, *, batched: bool = False) ->
         rows = jax.tree.map(
             lambda *fields: stack(fields), *items, is_leaf=_is_array_in(items[0])
         )
-        if not any(map(_has_no_numbers, jax.tree.leaves(rows))):
+        if all(has_numbers(x.dtype) for x in jax.tree.leaves(rows)):
             return rows
     arrays = []
     for place, item in enumerate(items):
@@ -137,14 +157,13 @@ class FieldTypes:
             )
         found = []
         for (path, x), dtype in zip(leaves, self._types, strict=True):
-            if x.dtype != dtype and not _has_no_numbers(x):
+            if x.dtype != dtype and has_numbers(x.dtype):
                 with np.errstate(invalid="ignore", over="ignore"):
                     cast = x.astype(dtype)
-                lost = np.flatnonzero(_is_lost(x, cast))
+                lost = np.flatnonzero(lost_in_cast(x, cast))
                 if len(lost):
-                    size = max(x[0].size, 1)
                     raise DataError(
-                        f"{name(int(lost[0]) // size)}:"
+                        f"{name(int(lost[0]) // x[0].size)}:"
                         f" batch{jax.tree_util.keystr(path)} is {x.flat[lost[0]]}, but"
                         f" the field has {dtype}, as in the first batch",
                         fix="give the field one type in all rows",
@@ -170,13 +189,6 @@ def _agreed(own: list[np.dtype[Any]], mesh: Mesh) -> list[np.dtype[Any]]:
     return own
 
 
-def _is_lost(x: np.ndarray, cast: np.ndarray) -> np.ndarray:
-    """Return which numbers another type has changed by more than rounding."""
-    if cast.dtype.kind in "biu" or (x.dtype.kind == "c" and cast.dtype.kind != "c"):
-        return cast != x
-    return np.isfinite(x) & ~np.isfinite(cast)
-
-
 def _warn_of_batches(shapes: Sequence[tuple[int, ...]]) -> None:
     """Warn if what is taken for a row, here the shapes of its fields, looks like a
     batch: a number per row beside an array per row.
@@ -196,10 +208,6 @@ def _warn_of_batches(shapes: Sequence[tuple[int, ...]]) -> None:
             " ignore this",
             DataWarning,
         )
-
-
-def _has_no_numbers(x: np.ndarray) -> bool:
-    return x.dtype.kind in _NO_NUMBERS or x.dtype.names is not None
 
 
 def _is_plain(part: Any) -> bool:
@@ -246,7 +254,7 @@ def _no_numbers(arrays: Sequence[Any], name: NameRow) -> DataError:
         (path, place, x)
         for place, item in enumerate(arrays)
         for path, x in jax.tree.leaves_with_path(item)
-        if _has_no_numbers(x)
+        if not has_numbers(x.dtype)
     )
     kind = "a text" if x.dtype.kind == "U" else x.dtype
     return DataError(

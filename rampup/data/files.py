@@ -118,7 +118,6 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
         skipped = {
             "site-packages",
             "dist-packages",
-            "__pycache__",
             "test",
             "tests",
             "idlelib",

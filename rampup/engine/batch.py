@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from rampup.engine.mesh import BatchAxes, batch_sharding, process_rows
 from rampup.errors import DataError, a_type
 from rampup.plan.describe import format_count
-from rampup.plan.numbers import check_whole
+from rampup.plan.numbers import check_whole_or_none, has_numbers
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
@@ -160,12 +160,19 @@ def in_microbatches(rows: Any, number: int) -> Any:
     )
 
 
+def lost_in_cast(x: np.ndarray, cast: np.ndarray) -> Any:
+    """Return which numbers another type has changed by more than rounding."""
+    if cast.dtype.kind in "biu" or (x.dtype.kind == "c" and cast.dtype.kind != "c"):
+        return cast != x
+    return np.isfinite(x) & ~np.isfinite(cast)
+
+
 def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray:
     """Return an array in the type that it has on the devices, or refuse one that would
     not arrive as it is.
     """
     shape, dtype = x_nR.shape[2:], x_nR.dtype
-    if dtype.kind in "OSUMm" or dtype.names is not None:
+    if not has_numbers(dtype):
         raise DataError(
             f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of"
             " numbers, and encode texts"
@@ -179,19 +186,18 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
             f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it"
             " out of the rows"
         )
-    target = dtype if dtype.itemsize < 8 else jax.dtypes.canonicalize_dtype(dtype)
+    target = jax.dtypes.canonicalize_dtype(dtype)
     if target == dtype:
         return x_nR
     # Without x64, JAX would take the lower half of an integer of 64 bits, and infinity
     # for a large number.
     with np.errstate(over="ignore"):
         narrow = x_nR.astype(target)
-    is_whole = dtype.kind in "iu"
-    lost = narrow != x_nR if is_whole else np.isfinite(x_nR) & ~np.isfinite(narrow)
+    lost = lost_in_cast(x_nR, narrow)
     if lost.any():
         place = np.unravel_index(np.argmax(lost), lost.shape)
         row = name_row(int(place[0] * x_nR.shape[1] + place[1]))
-        fix = "split" if is_whole else "scale"
+        fix = "split" if dtype.kind in "iu" else "scale"
         raise DataError(
             f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number,"
             " or set jax_enable_x64"
@@ -242,8 +248,7 @@ def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
     """Return the step to stop before, by default the end of the plan, or refuse steps
     that the plan does not have.
     """
-    if stop is not None:
-        check_whole(stop=stop)
+    check_whole_or_none(stop=stop)
     if start < 0 or (stop is not None and stop > plan.total_steps):
         raise DataError(
             f"steps {start} to {stop} were requested, but the plan has the steps 0 to"

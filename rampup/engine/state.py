@@ -24,6 +24,7 @@ from rampup.engine.sums import check_trained, differing_leaves
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
 from rampup.plan.describe import format_count
+from rampup.plan.numbers import has_numbers
 
 # The fields for what a loss function carries from microbatch to microbatch; a state
 # uses one. Flax's examples have the second.
@@ -333,9 +334,7 @@ def check_arrays(name: str, tree: Any) -> None:
         dtype = getattr(leaf, "dtype", None)
         is_number = isinstance(leaf, (bool, int, float, complex))
         is_array = isinstance(leaf, jax.Array) or (
-            isinstance(dtype, np.dtype)
-            and dtype.kind not in "OSUMm"
-            and not dtype.names
+            isinstance(dtype, np.dtype) and has_numbers(dtype)
         )
         if is_module(leaf) or not (is_number or is_array):
             raise ConfigError(

@@ -471,17 +471,16 @@ class TrainStep:
         number = position.split.num_microbatches
         own = process_rows(self._mesh, position.split.num_rows, self._axes)
         needed = number * len(own)
-        from rampup.data.fields import own_arrays
+        from rampup.data.fields import num_rows, own_arrays
 
         # Copied: the caller may fill the same arrays with the next rows while the
         # devices still read these.
         rows = own_arrays(rows, batched=True)
-        lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
-        if lengths != {(needed,)}:
-            found = ", ".join(str(*length) or "none" for length in sorted(lengths))
+        found = num_rows(rows, step)
+        if found != needed:
             raise DataError(
                 f"step {step} takes arrays of {format_count(needed, 'row')}, but the"
-                f" given ones have {found or 'none'}"
+                f" given ones have {found}"
             )
         return put_batch(
             in_microbatches(rows, number),

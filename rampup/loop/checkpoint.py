@@ -42,7 +42,7 @@ from rampup.loop.run_folder import (
     is_bucket,
     parse_json,
 )
-from rampup.plan.numbers import check_whole
+from rampup.plan.numbers import check_whole_or_none
 
 RECORD_VERSION = 2
 RECORD_FILE = "record/metadata"
@@ -84,10 +84,9 @@ class CheckpointOptions:
     from_saved: Callable[[Any], Any] = lambda state: state
 
     def __post_init__(self) -> None:
-        if self.checkpoint_period is not None:
-            check_whole(1, checkpoint_period=self.checkpoint_period)
-        if self.max_to_keep is not None:
-            check_whole(1, max_to_keep=self.max_to_keep)
+        check_whole_or_none(
+            1, checkpoint_period=self.checkpoint_period, max_to_keep=self.max_to_keep
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     as_path,
     first_and_last_line,
-    parse_json,
+    read_lines,
     write_whole,
 )
 from rampup.loop.same_run import NUM_DEVICES, RAMP_ROWS, SameRun, check_same_run
@@ -319,10 +319,8 @@ class Loop:
         file = self.folder / ENDED_FILE
         if not is_primary() or not file.exists():
             return ""
-        found = parse_json(file.read_bytes())
-        ended = found.get("step") if isinstance(found, dict) else None
-        if not isinstance(ended, int):  # A damaged file does not let a run start over.
-            ended = saved
+        # A damaged file does not let a run start over.
+        ended = next(read_lines(file), {"step": saved})["step"]
         return str(ended) if saved <= ended < self.plan.total_steps else ""
 
     def train(
@@ -383,8 +381,8 @@ class Loop:
             interrupted = done < plan.total_steps
             self._flush(metrics)
             if isinstance(failure, DataEndedError) and is_primary():
-                content = json.dumps({"step": done, "problem": str(failure)})
-                write_whole(self.folder / ENDED_FILE, content.encode())
+                line = json.dumps({"step": done, "problem": str(failure)})
+                write_whole(self.folder / ENDED_FILE, f"{line}\n".encode())
             # A checkpoint needs all processes, and a row that one cannot read may be no
             # problem for the others.
             can_save = failure is None or jax.process_count() == 1
@@ -587,7 +585,7 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
     """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop."""
-    requested = False
+    requested = threading.Event()
     before: dict[int, Any] = {}
 
     def restore() -> None:
@@ -596,8 +594,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        requested = True
+        requested.set()
         restore()
 
     # Only the main thread may handle signals.
@@ -606,7 +603,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         numbers += [signal.SIGINT] if events.ctrl_c_stops.get() else []
         before = {number: signal.signal(number, request) for number in numbers}
     try:
-        yield lambda: requested
+        yield requested.is_set
     finally:
         # Also after the first signal: the caller may have handlers of its own.
         restore()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from rampup.errors import RampDefinitionError, choice_error
-from rampup.plan.numbers import check_whole
+from rampup.plan.numbers import check_whole_or_none
 from rampup.plan.ramp import BatchRamp, check_num_phases
 
 BatchScaling = Literal["none", "sqrt", "linear"]
@@ -122,9 +122,11 @@ class RateRule:
         if self.batch_scaling not in BATCH_SCALING:
             name = "learning_rate_batch_scaling"
             raise choice_error(name, self.batch_scaling, BATCH_SCALING)
-        for name in ("schedule_steps", "reference_batch_size"):
-            if (number := getattr(self, name)) is not None:
-                check_whole(1, **{name: number})
+        check_whole_or_none(
+            1,
+            schedule_steps=self.schedule_steps,
+            reference_batch_size=self.reference_batch_size,
+        )
 
 
 def clock_segments(

@@ -131,6 +131,12 @@ def check_whole(minimum: int | None = None, /, **numbers: object) -> None:
             )
 
 
+def check_whole_or_none(minimum: int | None = None, /, **numbers: object) -> None:
+    """Refuse arguments as `check_whole` does, except for None."""
+    given = {name: number for name, number in numbers.items() if number is not None}
+    check_whole(minimum, **given)
+
+
 def check_range(low: float, high: float = math.inf, /, **numbers: object) -> None:
     """Refuse arguments, given by name, that are no numbers from `low` to `high`."""
     limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
@@ -201,3 +207,10 @@ def format_product(factors: Mapping[str, int]) -> str:
     return f"{names} = {values}" + (
         f" = {math.prod(used.values())}" if len(used) > 1 else ""
     )
+
+
+def has_numbers(dtype: Any) -> bool:
+    """Return whether a type of NumPy is one of numbers: not objects, bytes, texts, times and
+    records.
+    """
+    return dtype.kind not in "OSUMm" and dtype.names is None
