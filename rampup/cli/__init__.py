@@ -133,9 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in (
         arguments[: arguments.index("--")] if "--" in arguments else arguments
     )
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # as standard error: an output that is ASCII must not end a run
+    # As standard error: an output that is ASCII must not end a run.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         context = contextvars.copy_context()
@@ -161,9 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json:
             _print_error(error, as_json=True)
         code = common.EXIT_FAILED
-    if (
-        distributed := sys.modules.get("rampup.loop.distributed")
-    ) is not None and distributed.has_failed.is_set():
+    distributed = sys.modules.get("rampup.loop.distributed")
+    if distributed and distributed.has_failed.is_set():
         distributed.leave(code)
     return code
 

@@ -219,9 +219,8 @@ def _is_array_in(item: Any) -> Callable[[Any], bool]:
     """Return a question about the parts of a row or batch: whether one is a list that
     is one array.
     """
-    if isinstance(item, list) and not all(map(_is_plain, item)):
-        return lambda part: isinstance(part, list) and part is not item
-    return lambda part: isinstance(part, list)
+    has_fields = isinstance(item, list) and not all(map(_is_plain, item))
+    return lambda part: isinstance(part, list) and not (has_fields and part is item)
 
 
 def _refuse_differing(arrays: Sequence[Any], name: NameRow, *, row_axes: int) -> None:

@@ -252,7 +252,7 @@ def fingerprints(paths: Sequence[str]) -> dict[str, str]:
     """
     whole = [os.path.abspath(path) for path in paths]
     shared = os.path.commonpath([os.path.dirname(path) for path in whole] or ["."])
-    names = [Path(os.path.relpath(path, shared)).as_posix() for path in whole]
+    names = [os.path.relpath(path, shared) for path in whole]
 
     def fingerprint(path: str) -> str:
         with reading(path), open(path, "rb") as file:

@@ -1,6 +1,6 @@
 """Paths in a bucket, whose failures are all `StorageError`.
 
-`etils.epath` gives `gs://`, `s3://` and `az://` the methods of `pathlib.Path`. What
+`etils.epath` gives `gs://` the methods of `pathlib.Path`. What
 fails behind it, such as an HTTP client, raises errors that are no `OSError`, and would
 pass by code that treats a full disk and an absent bucket alike.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 from rampup.errors import ConfigError, MissingDependencyError, StorageError
 
-PACKAGES = {"gs": "'rampup[gcs]'", "s3": "s3fs", "az": "adlfs"}
 # Methods of a path that send requests.
 _METHODS = (
     "exists",
@@ -37,12 +36,10 @@ def bucket_path(path: str | os.PathLike[str]) -> Any:
     cannot be reached.
     """
     text = os.fspath(path)
-    scheme = text.partition("://")[0]
-    if scheme not in PACKAGES:
-        schemes = ", ".join(f"{name}://" for name in PACKAGES)
+    if not text.startswith("gs://"):
         raise ConfigError(
             f"{text} is neither a folder nor a bucket",
-            fix=f"buckets begin with {schemes}",
+            fix="buckets begin with gs://",
             key="base_output_directory",
         )
     if isinstance(path, _path_class()):
@@ -52,8 +49,8 @@ def bucket_path(path: str | os.PathLike[str]) -> Any:
         bucket.exists()  # epath imports the package of a scheme at the first access
     except ImportError as error:
         raise MissingDependencyError(
-            f"{scheme}:// needs a package that is not installed: pip install"
-            f" {PACKAGES[scheme]} ({error})",
+            "gs:// needs a package that is not installed: pip install"
+            f" 'rampup[gcs]' ({error})",
             key="base_output_directory",
         ) from error
     return bucket

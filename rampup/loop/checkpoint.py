@@ -240,16 +240,14 @@ def on_first_device(shapes: Any) -> Any:
     )
 
 
-def checkpoint_steps(folder: Path) -> tuple[int, ...]:
+def checkpoint_steps(folder: Path) -> list[int]:
     """Return the optimizer steps done in each checkpoint of a folder, oldest first."""
     if not folder.is_dir():
-        return ()
-    return tuple(
-        sorted(
-            int(path.name)
-            for path in folder.iterdir()
-            if path.name.isdecimal() and path.is_dir()
-        )
+        return []
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if path.name.isdecimal() and path.is_dir()
     )
 
 

@@ -407,10 +407,8 @@ class Loop:
         )
         # From the file and not from this process, which may have resumed in the middle
         # of the run.
-        (first, last), (first_eval, last_eval) = (
-            first_and_last_line(self.folder / name)
-            for name in (METRICS_FILE, EVAL_FILE)
-        )
+        first, last = first_and_last_line(self.folder / METRICS_FILE)
+        first_eval, last_eval = first_and_last_line(self.folder / EVAL_FILE)
         return state, Summary(
             steps=done,
             consumed_samples=plan.ramp.samples_before(done),

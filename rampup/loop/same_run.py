@@ -9,7 +9,6 @@ with another ramp is decided before, by `rampup.config.resume`.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -183,9 +182,6 @@ def _digest(jaxpr: Any) -> str:
         if jax.numpy.issubdtype(constant.dtype, jax.dtypes.prng_key):
             constant = jax.random.key_data(constant)
         is_here = not isinstance(constant, jax.Array) or constant.is_fully_addressable
-        if (
-            is_here
-            and math.prod(np.shape(constant)) * constant.dtype.itemsize <= _MAX_CONSTANT
-        ):
+        if is_here and constant.nbytes <= _MAX_CONSTANT:
             digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()[:16]

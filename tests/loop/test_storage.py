@@ -5,6 +5,8 @@ production, through a proxy that fails.
 import json
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import types
 
@@ -21,7 +23,7 @@ from rampup import load_config
 from rampup.cli import main
 from rampup.cli.draw import parse_inputs
 from rampup.contrib.lab.prediction import compare_prediction, write_prediction
-from rampup.errors import ConfigError, DataError, MissingDependencyError, StorageError
+from rampup.errors import ConfigError, DataError, StorageError
 from rampup.lm.start import run_folder
 from rampup.lm.train import train
 from rampup.loop import lock as run_lock
@@ -253,14 +255,13 @@ def test_close_does_not_wait_for_a_bucket(folder, proxy, impatient):
 
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
     """config.yml and the event files arrive, after `flush`, with their content; other
-    URLs and missing packages are refused.
+    URLs are refused.
     """
     assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
     assert folders.absolute_path(folder) == folder
-    with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
-        folders.as_path("ftp://host/runs")
-    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
-        folders.as_path("s3://bucket/runs")
+    for url in ("ftp://host/runs", "s3://bucket/runs"):
+        with pytest.raises(ConfigError, match="nor a bucket; buckets begin with gs://"):
+            folders.as_path(url)
     made = run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
     assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
@@ -276,6 +277,19 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
     )
     assert b"loss" in events
     writer.close()
+
+
+def test_a_missing_package_for_buckets_is_named():
+    """In a process that has not opened a bucket before."""
+    program = (
+        "import sys; sys.modules['gcsfs'] = None\n"
+        "from rampup.loop.run_folder import as_path; as_path('gs://bucket/runs')"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "MissingDependencyError" in found.stderr
+    assert "pip install 'rampup[gcs]'" in found.stderr
 
 
 def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
