@@ -61,6 +61,9 @@ HINTS = {
         ' docs/guides/contract.md, "Losses in which rows interact"; if not, return sums'
         " over rows that are treated alike, also in aux"
     ),
+    "not finite": (
+        "try rows and parameters of which it is finite: nothing else can be compared"
+    ),
 }
 # What is right if the loss sees all rows of a step.
 OF_PARTS = ("interacting rows", "random key")
@@ -71,7 +74,8 @@ class LossProblem:
     """What does not add up over the rows, and why, as far as a few trials can tell.
 
     Attributes:
-        kind: a hint, one of `mean`, `penalty`, `random key` and `interacting rows`.
+        kind: a hint, one of `mean`, `penalty`, `random key`, `interacting rows` and
+            `not finite`.
         found: what was evaluated.
 
     Example:
@@ -115,7 +119,7 @@ class LossReport:
         if self:
             return f"the loss is a sum over the rows that were tried; {seen}"
         lines = "\n".join(f"- {problem}" for problem in self.problems)
-        return f"the loss depends on how a batch is split ({seen}):\n{lines}"
+        return f"the loss was not seen to be a sum over rows ({seen}):\n{lines}"
 
 
 def check_loss(
@@ -241,7 +245,7 @@ class _Rounding:
         # The spread of a few numbers may be small by chance, that of all gradients not.
         self._spreads: dict[str, float] = {}
         for name in self._epsilons:
-            # What is finite neither together nor alone is not compared.
+            # What is not finite is told of by itself.
             gaps = np.nan_to_num([sums.gap(name) for sums in moved])
             spread = norm(gaps.std(0, ddof=1)) / self._scale(name, first)
             kind = _kind(name)
@@ -256,7 +260,7 @@ class _Rounding:
         is small beside the others.
         """
         least = 0.1 * self._largest if _kind(name) == GRADIENT else 0.0
-        return max(sums.scale(name), least) or 1.0
+        return np.nan_to_num(max(sums.scale(name), least)) or 1.0
 
     def relative(
         self,
@@ -279,10 +283,7 @@ class _Rounding:
         for name in self._epsilons:
             size = norm(sums.gap(name))
             allowed = self.relative(name, number) * self._scale(name, sums)
-            # Finite on one side: a mean times a weight of 0, for instance.
-            sides = sums.whole[name], sums.each[name]
-            is_one_sided = any(np.isfinite(x).all() for x in sides)
-            if size > allowed or (np.isnan(size) and is_one_sided):
+            if size > allowed or np.isnan(size):
                 found.append(name)
         return found
 
@@ -337,7 +338,12 @@ class _Hints:
     ) -> str:
         """Return the hint for a name that does not add up in `sums`."""
         whole, gap = self._first.whole[name], sums.gap(name)
-        if not np.isfinite(sums.each[name]).all() or self._is_mean(name):
+        sides = sums.whole[name], sums.each[name]
+        together, alone = (np.isfinite(x).all() for x in sides)
+        if not (together or alone):
+            return "not finite"
+        # Finite only together: a mean times a weight of 0, for instance.
+        if not alone or self._is_mean(name):
             return "mean"
         # A gap is a difference of sums, and has their rounding.
         rounded = 4 * R * self._trials.epsilons[name] * self._first.scale(name)

@@ -677,12 +677,25 @@ def test_a_loss_that_depends_on_the_split_is_reported_by_its_kind(kind, name):
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])
-def test_a_loss_without_finite_numbers_is_checked_without_warnings(number):
-    """NumPy's own words about the numbers of a broken loss would help nobody."""
+def test_what_is_not_finite_is_no_sum_over_rows(number):
+    """What is finite neither together nor alone cannot be compared, and says so in the
+    report's words, without NumPy's own.
+    """
     loss = whole(lambda p, b: ((errors(p, b) + 1) * number).sum())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rampup.check_loss(loss, PARAMS, BATCH)
+        report = rampup.check_loss(loss, PARAMS, BATCH)
+    assert kinds(report) == ["not finite"], str(report)
+    assert "of a sum is taken" in str(report)
+    assert "nan of a sum" not in str(report)
+
+
+def test_a_gradient_that_is_not_finite_is_reported():
+    """A root at 0 has a finite loss, and no finite gradient."""
+    loss = whole(lambda p, b: (jnp.sqrt(jnp.sum(p["a"] ** 2) * 0) + errors(p, b)).sum())
+    (problem,) = rampup.check_loss(loss, PARAMS, BATCH).problems
+    assert problem.kind == "not finite"
+    assert problem.found.startswith("gradient['a']")
 
 
 def test_double_precision_is_checked_closely(float64):
