@@ -182,11 +182,14 @@ def _questions(reading: Reading) -> Iterator[ConfigError]:
         )
     if BATCH not in given and not (is_python and MINI in given):
         yield _no_batch(path)
-    if is_python and given.isdisjoint(_OF_GRPO.values()):
+    # Tunix's own base file has a section of PPO too, beside that of GRPO.
+    has_ppo = "ppo_config" in {name.partition(".")[0] for name in given}
+    may_differ = is_python or (has_ppo and reading.command is None)
+    if may_differ and GENERATIONS not in given:
         yield ConfigError(
-            "unknown: this sets no size of GRPO, and may not train with GRPO",
+            f"unknown: this does not set {GENERATIONS}, and may not train with GRPO",
             fix=f"if it does, add {GENERATIONS}=...; the rules of Tunix do not cover"
-            " fine-tuning and distillation",
+            " PPO, fine-tuning and distillation",
             key=GENERATIONS,
             path=path,
         )

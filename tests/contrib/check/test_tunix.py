@@ -323,6 +323,33 @@ def test_a_program_without_a_size_of_grpo_is_not_taken_for_it(tmp_path):
     expect(check_file(path, "tunix", settings), ok=True, samples_per_step=16)
 
 
+PPO = """
+model_config: {mesh: {shape: "(2,4)", axis_names: "('fsdp','tp')"}}
+batch_size: 8
+rl_training_config: {mini_batch_size: 8, max_steps: 100}
+ppo_config: {gamma: 1.0, gae_lambda: 0.95}
+"""
+
+
+def test_a_file_of_ppo_is_not_taken_for_one_of_grpo(tmp_path):
+    """PPO trains on one response for each prompt; GRPO's default is two."""
+    path = tmp_path / "ppo.yaml"
+    path.write_text(PPO)
+    with pytest.raises(ConfigError, match="may not train with GRPO"):
+        check_file(path, "tunix")
+    program = tmp_path / "ppo.py"
+    program.write_text(
+        "from tunix.rl.ppo import ppo_learner\nBATCH_SIZE = 8\n"
+        "config = RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=8)\n"
+        "learner = ppo_learner.PpoLearner(config, ppo_learner.PpoConfig(beta=0.1))\n"
+    )
+    with pytest.raises(ConfigError, match="may not train with GRPO"):
+        check_file(program, "tunix")
+    # Tunix's own base file has the sections of both, and its default is GRPO.
+    path.write_text(f"{PPO}grpo_config: {{num_generations: 4}}\n")
+    expect(check_file(path, "tunix"), ok=True, samples_per_step=32)
+
+
 def test_a_misspelt_key_or_section_is_refused(tmp_path):
     """Also a setting beside the right key of the file; a section of the system with a
     key of the same name is none.
