@@ -77,8 +77,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     if old and version == NEWEST and f"{WORD}={OLD}" not in overrides:
         question = ConfigError(
             f"SkyRL 0.3 (July 2026) refuses keys of older ones: {', '.join(old[:4])}",
-            fix=f"if the run has an older SkyRL, add {WORD}={OLD}; if not, the keys of"
-            " engines begin with generator.inference_engine",
+            fix=f"if the run has an older SkyRL, add {WORD}={OLD}; if not, rename or"
+            " leave out these keys: those of engines begin with"
+            " generator.inference_engine",
             key=old[0],
             path=reading.path,
         )

@@ -308,6 +308,14 @@ def test_old_keys_are_refused_where_the_module_is_the_new_one(
             check_command(command, "skyrl", settings)
 
 
+def test_an_old_key_without_a_new_name_is_to_be_left_out():
+    """The new names of engines do not help where the old key is of something else."""
+    command = f"python3 -m skyrl.train.entrypoints.main_base {SIZES}"
+    key = "trainer.placement.reward_num_nodes=2"
+    with pytest.raises(ConfigError, match="if not, rename or leave out these keys"):
+        check_command(f"{command} {key}".split(), "skyrl")
+
+
 def test_an_entry_point_of_another_repository_is_asked_about():
     """One answer says that SkyRL's rules hold; keys of its own are then its own."""
     command = f"python3 -m my_agent.main_terminal {SIZES} trainer.own_key=1".split()
