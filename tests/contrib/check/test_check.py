@@ -137,7 +137,7 @@ FOREIGN = {
     "OpenRLHF": ["python3 -m openrlhf.cli.train_ppo_ray --micro_train_batch_size 8 --rollout_batch_size 1024\n"],
     "EasyR1": ["python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=8\n", "data:\n  rollout_batch_size: 512\nworker:\n  actor:\n    global_batch_size: 128\n"],
     "slime": ["python3 train.py --num-rollout 9 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256\n"],
-    "NeMo-RL": ["grpo:\n  num_prompts_per_step: 32\npolicy:\n  train_global_batch_size: 512\n"],
+    "NeMo-RL": ["grpo:\n  num_prompts_per_step: 32\npolicy:\n  train_global_batch_size: 512\n", "defaults: ../../grpo_math_1B.yaml\npolicy:\n  megatron_cfg:\n    expert_model_parallel_size: 4\n    pipeline_model_parallel_size: 4\ncluster:\n  gpus_per_node: 8\n", "defaults: sft.yaml\npolicy:\n  tensor_model_parallel_size: 2\n  context_parallel_size: 2\ncluster:\n  gpus_per_node: 4\n"],
     "torchtitan": ["torchrun --nproc_per_node=8 -m torchtitan.train --training.global_batch_size 8\n"],
     "nanotron": ["tokens:\n  batch_accumulation_per_replica: 2\n  micro_batch_size: 4\nparallelism:\n  dp: 8\n"],
     "Levanter": ["trainer:\n  tracker: {type: wandb}\n  train_batch_size: 1024\n  num_train_steps: 10\n"],

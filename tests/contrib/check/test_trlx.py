@@ -1,5 +1,7 @@
 """Tests of rampup.contrib.check.trlx: its two rules, and what is collected."""
 
+import json
+
 import pytest
 from helpers.dialect_files import (
     boundary_test,
@@ -12,7 +14,7 @@ from helpers.dialect_files import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rampup.contrib.check import check_command
+from rampup.contrib.check import check_command, check_file
 from rampup.errors import ConfigError
 
 TRAIN, MICRO, ROUNDS, STEPS = (
@@ -155,3 +157,19 @@ def test_a_misspelt_section_is_refused(section):
     """Its sizes would be defaults."""
     with pytest.raises(ConfigError, match=r"did you mean train\.minibatch_size"):
         trlx({MICRO: None, f"{section}.minibatch_size": 4})
+
+
+def test_an_environment_with_the_name_of_trlx_is_not_its_run(tmp_path):
+    """The run of the script is one of ILQL, which the rules do not cover."""
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "conda activate trlx\npip install trlx\n"
+        "accelerate launch --num_processes 8 examples/ilql_sentiments.py\n"
+    )
+    with pytest.raises(ConfigError, match="which the rules of trlX do not cover"):
+        check_file(path)
+    notebook = tmp_path / "run.ipynb"
+    cell = {"cell_type": "code", "source": ["import trlx\n"]}
+    notebook.write_text(json.dumps({"cells": [cell]}, indent=1))
+    with pytest.raises(ConfigError, match="this is a Python program"):
+        check_file(notebook)
