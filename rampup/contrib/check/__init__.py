@@ -287,7 +287,7 @@ def _judge(dialect: Dialect, system: str, settings: Settings) -> Verdict:
     notes = (*settings.notes, *dialect.notes(job))
     return dataclasses.replace(
         verdict,
-        outcome=job.outcome,
+        run=job.outcome,
         notes=notes,
         summary=job.summary(),
         derived=job.derived(),

@@ -444,9 +444,14 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             " give base_num_decoder_layers=N"
         )
     yield from old_keys(job)
-    if job.ramp_phases:
-        phases = [(start, size) for start, size, _ in job.ramp_phases]
-        yield from ends_before_ramp(job.total_steps, phases)
+    named = abs(math.prod(job.combined_axes["dcn"].values()))
+    if job.num_slices == AUTO and (slices := job.axes.num_slices) > named:
+        # Which slices a run has is a fact of its machines.
+        yield (
+            f"num_devices={job.num_devices} is taken as {slices} slices of"
+            f" {job.num_devices // slices} devices, those of the ici axes; on one"
+            " slice the run fails, which num_slices=1 checks"
+        )
     yield from few_samples_per_pass(job[ACCUMULATION], job[END], END)
     if job.dropped_per_step and sizes.micro >= 1:
         yield (
@@ -484,16 +489,14 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     if job.ramp_phases:
         yield from _ramp_notes(job)
     yield from _pipeline_notes(job)
-    if job.ramp_phases:
-        yield (
-            f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered"
-            " rows, which no checkpoint contains, and is one batch behind: a checkpoint"
-            " labelled s contains s + 1 batches and s are replayed"
-        )
 
 
 def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
-    """Yield what MaxText's ramp ignores, takes, and loses at its end and at a resume."""
+    """Yield whether the run reaches the end of MaxText's ramp, and what the ramp ignores,
+    takes, and loses at its end and at a resume.
+    """
+    phases = [(start, size) for start, size, _ in job.ramp_phases]
+    yield from ends_before_ramp(job.total_steps, phases)
     sizes, passes, samples = job.sizes, job[ACCUMULATION], job[SAMPLES]
     *ramp, (steps, _, trained) = job.ramp_phases
     if passes > 1:
@@ -515,6 +518,11 @@ def _ramp_notes(job: MaxTextJob) -> Iterator[str]:
             f" buffer of {sizes.to_load:,} rows is dropped with the ramp"
             f" ({trained:,} trained, {trained + lost:,} loaded)"
         )
+    yield (
+        f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered"
+        " rows, which no checkpoint contains, and is one batch behind: a checkpoint"
+        " labelled s contains s + 1 batches and s are replayed"
+    )
 
 
 def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:

@@ -28,6 +28,7 @@ from rampup.contrib.check.rules import (
     Dialect,
     PretrainingJob,
     Ruling,
+    around,
     ends_before_ramp,
     few_samples_per_pass,
 )
@@ -707,8 +708,14 @@ def _device_rules(job: MegatronJob) -> Iterator[Ruling]:
     """
     if job.world is not None:
         world = Term(f"the world size {job.world}", job.world)
-        keys = ("world_size", *AXES)
-        yield job.multiple("world_divisible", keys, world, job.replica)
+        near = around(job.world, job.replica.number)
+        yield job.multiple(
+            "world_divisible",
+            ("world_size", *AXES),
+            world,
+            job.replica,
+            candidates=[int(n) for n in near if n >= 1],
+        )
     if {EXPERT, EXPERT_TENSOR} & job.settings.given:
         experts = product(
             {

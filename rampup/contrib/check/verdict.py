@@ -47,7 +47,7 @@ class Verdict:
 
     system: str
     violations: tuple[Violation, ...] = ()
-    outcome: Run = "runs"  # what a run without violations does
+    run: Run = "runs"  # what the run does: with violations it fails
     notes: tuple[str, ...] = ()  # settings that are legal but surprising
     version: str = ""  # the version of the system whose rules these are
     summary: str = ""  # the numbers of a step in one line
@@ -65,6 +65,11 @@ class Verdict:
         None  # the same run in rampup's keys; None for systems that have no counterpart
     )
 
+    def __post_init__(self) -> None:
+        # A run that the validator would stop counts as failed.
+        if self.violations:
+            object.__setattr__(self, "run", "fails")
+
     @property
     def validator(self) -> Validator:
         """The result of that system's own check."""
@@ -73,11 +78,6 @@ class Verdict:
             if any(violation.found_by == "validator" for violation in self.violations)
             else "accepts"
         )
-
-    @property
-    def run(self) -> Run:
-        """What a run then does; one that the validator would stop counts as failed."""
-        return "fails" if self.violations else self.outcome
 
     @property
     def ok(self) -> bool:

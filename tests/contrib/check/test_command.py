@@ -99,20 +99,20 @@ def test_print_verdict_is_complete(width, terminal):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("run", "said"),
     [
         ("runs", "uses the sizes as written"),
         ("pads", "pads its batches"),
         ("drops", "drops samples"),
     ],
 )
-def test_print_verdict_starts_with_the_result(outcome, said):
+def test_print_verdict_starts_with_the_result(run, said):
     """The result of the check and of the run, a summary, the rules, and notes in their
     order: what is true of every file of the system comes last.
     """
     verdict = Verdict(
         system="trlx",
-        outcome=outcome,
+        run=run,
         summary="1 prompt; 1 step",
         version="of some month",
         notes=("4 devices stay idle", "prompts are counted"),

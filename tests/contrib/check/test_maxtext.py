@@ -183,6 +183,12 @@ NUMBERS = [
     ({f"ici_{axis}_parallelism": 2 for axis in ("fsdp", "fsdp_transpose", "tensor_sequence")}, {"data_parallel_size": 4}),
     ({**EXPERTS, "per_device_batch_size": 1.25}, {"rules": ["rows_over_mesh"]}),
     ({**EXPERTS, "per_device_batch_size": 2}, {"rules": []}),
+    # A closed slice on more devices is taken as several slices; what the file says of
+    # slices needs no note.
+    ({"ici_fsdp_parallelism": 4}, {"run": "runs", "note": "num_devices=8 is taken as 2 slices of 4 devices"}),
+    *[({"ici_fsdp_parallelism": 4, key: 2}, {"run": "runs", "no_note": "slices"}) for key in ("num_slices", "dcn_data_parallelism")],
+    ({"ici_fsdp_parallelism": 4, "num_slices": 1}, {"run": "fails", "rules": ["mesh"]}),
+    ({"ici_fsdp_parallelism": 8}, {"no_note": "slices"}),
 ]  # fmt: skip
 test_numbers_and_notes = numbers_test(
     lambda config: verdict("maxtext", {"num_devices": 8} | config), NUMBERS

@@ -160,6 +160,9 @@ NUMBERS = [
     (WORLD | {PP: 2, CP: 4, TP: 8}, {"data_parallel_size": 1, "num_microbatches": [512]}),
     (WORLD | {"global_batch_size": 48, TP: 4, "world_size": 6},
      {"rules": ["world_divisible"], "message": "nearest world_size: 4, 8"}),
+    # The processes of a launcher stand for the world size: the nearest to 32, not to 1.
+    (WORLD | {"world_size": None, "nnodes": 4, "nproc_per_node": 8, TP: 4, PP: 3, "num_layers": 36, "global_batch_size": 48},
+     {"rules": ["world_divisible"], "message": "nearest world_size: 36"}),
     # A quoted schedule, a flag before another option, and tokens as thresholds.
     ("--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8",
      {"thresholds_samples": [[0, 8], [500, 16]]}),
