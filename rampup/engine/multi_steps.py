@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from rampup.engine.arguments import gone
-from rampup.engine.state import check_step_number
+from rampup.engine.state import check_step_number, refuse_multi_steps
 from rampup.engine.tables import look_up
 from rampup.plan.plan import RampPlan
 
@@ -53,6 +53,7 @@ def multi_steps(
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which
             MultiSteps cannot count.
+        ConfigError: in its `init`, `tx` has an `optax.MultiSteps` in it.
         TypeError: this Optax has no `accumulator_dtype`, or `should_skip_update_fn` is
             given, which would not count the microbatches that it skips.
 
@@ -91,6 +92,11 @@ class _MultiSteps(optax.MultiSteps):
     """
 
     plan: RampPlan
+
+    def init(self, params: Any) -> Any:
+        state = super().init(params)
+        refuse_multi_steps(state.inner_opt_state)
+        return state
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any

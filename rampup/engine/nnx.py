@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from rampup.engine.contract import LossFn, check_signature, unpack_results
 from rampup.engine.mesh import BatchAxes
 from rampup.engine.state import TrainState, create_state
+from rampup.engine.sums import differing_leaves
 from rampup.errors import ConfigError, a_type
 
 
@@ -51,8 +53,8 @@ def split_model(
         mesh, shard_optimizer_over_data, batch_axes: see `create_state`.
 
     Raises:
-        ConfigError: the model is no NNX module, or the loss function does not take
-            three arguments.
+        ConfigError: the model is no NNX module or has no variables to train, or the
+            loss function does not take three arguments.
 
     Example:
         >>> import numpy as np
@@ -92,6 +94,12 @@ def split_model(
     check_signature(loss_fn)
     filters = wrt, nnx.Param, nnx.RngState, nnx.Intermediate, ...
     graphdef, params, frozen, streams, sown, rest = nnx.split(model, *filters)
+    if not jax.tree.leaves(params):
+        raise ConfigError(
+            f"the model has no variables of wrt={wrt}, so that nothing would be trained",
+            fix="give the type of those to train, such as nnx.Param",
+            key="wrt",
+        )
     has_frozen = bool(jax.tree.leaves(frozen))
     has_rest = bool(jax.tree.leaves(rest))
     # Frozen arrays come from the state, as arguments of the program. In a closure they
@@ -140,8 +148,11 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
     the model.
 
     Args:
-        model: the model that was split.
+        model: the model that was split, or one of the same structure.
         state: a state of its training.
+
+    Raises:
+        ConfigError: the model has other variables, or of other shapes.
 
     Example:
         >>> from rampup import make_mesh
@@ -158,13 +169,17 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
         >>> float(model.kernel[0, 0])
         1.0
     """
-    nnx.update(
-        model,
-        *jax.tree.map(
-            jnp.copy,
-            [tree for tree in (state.params, state.mutable) if tree is not None],
-        ),
-    )
+    trees = [tree for tree in (state.params, state.mutable) if tree is not None]
+    for tree in trees:
+        for name, there, here in differing_leaves(nnx.state(model), tree, np.shape):
+            if here is not None:
+                raise ConfigError(
+                    f"the state has {name} of shape {here}, and the model of shape"
+                    f" {there}, where None is absent",
+                    fix="give the model that was split, or one like it",
+                    key="model",
+                )
+    nnx.update(model, *jax.tree.map(jnp.copy, trees))
 
 
 def _reseed(streams: Any, keys: jax.Array) -> Any:

@@ -443,6 +443,8 @@ def check_new_state(
     _check_optimizer(state, tx, mesh)
     if isinstance(tx, optax.MultiSteps):
         _check_multi_steps(state)
+    else:
+        refuse_multi_steps(state.opt_state)
     names: dict[int, str] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         name = f"state{jax.tree_util.keystr(path)}"
@@ -493,6 +495,22 @@ def _check_optimizer(state: Any, tx: Any, mesh: Mesh) -> None:
             " absent",
             fix="make it with the `tx` of the step:"
             " create_state(params, step.tx, mesh)",
+            key="tx",
+        )
+
+
+def refuse_multi_steps(opt_state: Any) -> None:
+    """Refuse the state of an optimizer that has an `optax.MultiSteps` in it."""
+
+    def accumulates(part: Any) -> bool:
+        return isinstance(part, optax.MultiStepsState)
+
+    if any(map(accumulates, jax.tree.leaves(opt_state, is_leaf=accumulates))):
+        raise ConfigError(
+            "the optimizer has an optax.MultiSteps in it, which would average the"
+            " gradients of several steps",
+            fix="give the optimizer inside it: a training step, and rampup.multi_steps,"
+            " accumulate by themselves",
             key="tx",
         )
 

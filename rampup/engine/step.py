@@ -195,8 +195,8 @@ def train_step(
         plan=plan,
         mesh=mesh,
     )
-    own_k = isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps)
-    if own_k and getattr(tx, "plan", None) != plan:
+    has_multi_steps = isinstance(tx, optax.MultiSteps)
+    if has_multi_steps and getattr(tx, "plan", None) != plan:
         raise ConfigError(
             "tx is an optax.MultiSteps that does not follow this plan, and would"
             " average the gradients of several of its steps",
@@ -204,7 +204,6 @@ def train_step(
             " rampup.multi_steps(tx, plan)",
             key="tx",
         )
-    has_multi_steps = isinstance(tx, optax.MultiSteps)
     users_mesh, mesh = mesh, auto_view(mesh)
     loss = summable(
         loss_fn,

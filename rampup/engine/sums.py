@@ -114,12 +114,22 @@ def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
     """Return the type in which values are summed: at least float32, integers too, or
     `wanted` for real floating-point ones.
     """
-    is_real = jnp.issubdtype(dtype, jnp.floating)
-    return (
-        wanted
-        if wanted is not None and is_real
-        else jnp.promote_types(dtype, jnp.float32)
-    )
+    if wanted is None or not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.promote_types(dtype, jnp.float32)
+    return real_type(wanted)
+
+
+def real_type(dtype: Any) -> Any:
+    """Return a type of gradients, or refuse one that is not of real floating-point
+    numbers.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"gradients cannot be summed or exchanged in {jnp.dtype(dtype).name}",
+            fix="give a floating-point type, such as jnp.bfloat16 or jnp.float32",
+            key="gradient_accumulator_dtype",
+        )
+    return dtype
 
 
 def zeros_to_sum(tree: Any, dtype: Any = None) -> Any:
@@ -137,7 +147,11 @@ def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     """
     if dtype is not None:
         grads = jax.tree.map(
-            lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g,
+            lambda g: (
+                g.astype(real_type(dtype))
+                if jnp.issubdtype(g.dtype, jnp.floating)
+                else g
+            ),
             grads,
         )
     # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and

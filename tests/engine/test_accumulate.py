@@ -191,6 +191,16 @@ def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
     assert errors[0] < errors[1] < K * 2**-8
 
 
+@pytest.mark.parametrize("name", ["accumulator_dtype", "reduction_dtype"])
+@pytest.mark.parametrize("dtype", [jnp.int32, "int8", bool, jnp.complex64])
+def test_gradients_are_not_summed_in_types_that_lose_them(name, dtype):
+    """Integers would drop what is below 1, and train otherwise without a word."""
+    mesh, params, batch, _, keys = problem("data", 4, 8)
+    loss = AccumulatedLoss(toy.loss_fn, **{name: dtype})
+    with pytest.raises(ConfigError, match="cannot be summed or exchanged in"):
+        accumulate(loss, params, batch, 2, keys, mesh=mesh)
+
+
 def test_replicas_exchange_gradients_without_rounding_their_sum_again():
     """The sum of 256 and 1, which are bfloat16, has nine digits: the result is 257 and
     not 256. Complex numbers stay whole.

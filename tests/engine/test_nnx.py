@@ -108,6 +108,49 @@ def test_split_model_takes_the_options_of_create_state():
         )
 
 
+def test_split_model_refuses_a_model_with_nothing_to_train():
+    """A filter that fits no variable would train nothing."""
+    with pytest.raises(rampup.errors.ConfigError, match=r"no variables of wrt=.*LoRA"):
+        split_model(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+            loss_fn,
+            optax.sgd(0.1),
+            toy.mesh_of("one"),
+            wrt=nnx.LoRAParam,
+        )
+
+
+class Wrapped(nnx.Module):
+    """A linear layer under another name."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Wrapped, "model of shape None"),
+        (lambda: nnx.Linear(2, 5, rngs=nnx.Rngs(0)), r"model of shape \(5,\)"),
+        (
+            lambda: nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0)),
+            "bias.* of shape .* model of shape None",
+        ),
+    ],
+)
+def test_merge_model_refuses_another_model(other, words):
+    """NNX itself adds variables, and gives those that are there other shapes."""
+    state, _ = split_model(
+        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), loss_fn, optax.sgd(0.1), toy.mesh_of("one")
+    )
+    model = other()
+    before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
+    with pytest.raises(rampup.errors.ConfigError, match=words):
+        rampup.merge_model(model, state)
+    after = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
 def test_split_model_refuses_a_loss_function_without_keys():
     """At once, and in words."""
     with pytest.raises(

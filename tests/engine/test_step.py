@@ -241,10 +241,7 @@ def test_batch_of_arrays_goes_on_with_a_restored_state():
     assert int(step(state, batch_of_arrays(step))[0].step) == 5
 
 
-@pytest.mark.parametrize(
-    "make", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
-)
-def test_multi_steps_of_ones_own_is_refused(make):
+def test_multi_steps_of_ones_own_is_refused():
     """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th
     step of the plan only.
     """
@@ -252,10 +249,34 @@ def test_multi_steps_of_ones_own_is_refused(make):
         ConfigError,
         match=r"several of its steps; give the optimizer inside it",
     ):
-        toy.start(tx=make(optax.MultiSteps(optax.sgd(0.1), 2)))
+        toy.start(tx=optax.MultiSteps(optax.sgd(0.1), 2))
     other = toy.plan_for(toy.mesh_of("one"), "0:32")
     with pytest.raises(ConfigError, match="does not follow this plan"):
         toy.start(tx=rampup.multi_steps(optax.sgd(0.1), other))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda k, plan: k.gradient_transformation(),
+        lambda k, plan: optax.chain(optax.clip(1.0), k.gradient_transformation()),
+        lambda k, plan: optax.masked(k.gradient_transformation(), lambda params: True),
+        lambda k, plan: rampup.multi_steps(k, plan),
+        lambda k, plan: rampup.multi_steps(rampup.multi_steps(k, plan), plan),
+    ],
+    ids=["transformation", "chain", "masked", "multi_steps", "twice"],
+)
+def test_multi_steps_within_an_optimizer_is_refused(make):
+    """It would update the parameters in every k-th step only."""
+    mesh = toy.mesh_of("one")
+    k = optax.MultiSteps(optax.sgd(0.1), 2)
+
+    def train():
+        step, state = toy.start(tx=make(k, toy.plan_for(mesh, "0:16")))
+        step(state, batch_of_arrays(step))
+
+    with pytest.raises(ConfigError, match=r"has an optax\.MultiSteps in it"):
+        train()
 
 
 def test_arguments_that_are_gone_name_what_replaces_them():
