@@ -20,7 +20,7 @@ from rampup.config.draft import (
 from rampup.config.schema import Config
 from rampup.plan.describe import advice, format_count
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
-from rampup.plan.numbers import plain_number
+from rampup.plan.numbers import AUTO, plain_number
 from rampup.plan.plan import RampPlan
 
 # A batch that grows by more than this factor asks for a rate that follows it.
@@ -29,7 +29,7 @@ MOST_GROWTH = 2.0
 
 def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     """Return all notes about a plan: its warm-up, those of the plan alone, and those
-    about the rows, the length and the learning rate of the run.
+    about the slices, the rows, the length and the learning rate of the run.
 
     Args:
         config: the configuration.
@@ -48,10 +48,23 @@ def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     return (
         *_warmup_notes(config, plan),
         *advice(plan),
+        *_slice_notes(config, plan),
         *_loading_notes(config, plan),
         *_length_notes(config, plan),
         *_rate_notes(config, plan),
     )
+
+
+def _slice_notes(config: Config, plan: RampPlan) -> Iterator[str]:
+    """Yield the slices that no key names: a closed slice on more devices."""
+    slices = plan.axes.num_slices
+    named = abs(config.dcn_data_parallelism * config.dcn_pipeline_parallelism)
+    if config.num_slices == AUTO and slices > named:
+        yield (
+            f"{plan.num_devices:,} devices are taken as {slices:,} slices of"
+            f" {plan.num_devices // slices:,}, as the ici axes say; for one slice, set"
+            " one of them to -1 (the rest)"
+        )
 
 
 def _loading_notes(config: Config, plan: RampPlan) -> Iterator[str]:

@@ -245,11 +245,11 @@ class RampPlan:
             yield batch_error(
                 eval_splitter, eval_size, "evaluation", key="eval_per_device_batch_size"
             )
-        if self.total_steps < 0:
+        if self.total_steps < 1:
             yield ConfigError(
-                f"total_steps={self.total_steps} must be at least 0",
+                f"total_steps={self.total_steps} must be at least 1",
                 key="steps",
-                nearest=(0,),
+                nearest=(1,),
             )
         needed = self.splitter.data_parallel_size * self.splitter.num_stages
         if self.axes is None and (self.num_devices < 1 or self.num_devices % needed):

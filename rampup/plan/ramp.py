@@ -313,6 +313,12 @@ class BatchRamp:
             ... ].start_step
             79473
         """
+        if not isinstance(text, str):
+            raise RampDefinitionError(
+                f'{key}={text!r} must be a text such as "0:768 250B:1536"',
+                fix="for one size, use BatchRamp.constant",
+                key=key,
+            )
         try:
             return cls.piecewise(
                 parse_schedule(text, sequence_length=sequence_length, budget=budget)

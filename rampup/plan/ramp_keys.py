@@ -226,7 +226,9 @@ class RampupBatchManager:
     def __init__(self, config: Any, step_num: int = 0) -> None:
         if not hasattr(config, "num_target_devices"):
             raise ConfigError(
-                "the config has no attribute num_target_devices",
+                "the config has no attribute num_target_devices, the number of devices",
+                fix="a rampup.Config has a plan:"
+                " RampupBatchManager.from_plan(build_plan(config))",
                 key="num_target_devices",
             )
         self._begin(ramp_from_config(config, int(config.num_target_devices)), step_num)

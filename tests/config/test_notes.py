@@ -49,6 +49,17 @@ def test_notes_say_what_is_loaded(factor, said):
             notes_of(devices=1, per_device_batch_size=8, expansion_factor_real_data=1.1)
 
 
+def test_notes_say_that_devices_are_taken_as_slices():
+    """A closed slice on more devices is several slices, unless the keys name them."""
+    keys = {"per_device_batch_size": 4, "ici_data_parallelism": 4}
+    said = notes_of(devices=8, **keys)
+    assert "8 devices are taken as 2 slices of 4, as the ici axes say" in said
+    assert "slices" not in notes_of(devices=8, num_slices=2, **keys)
+    assert "slices" not in notes_of(devices=8, dcn_data_parallelism=2, **keys)
+    assert "slices" not in notes_of(devices=4, **keys)
+    assert "slices" not in notes_of(devices=8, per_device_batch_size=4)
+
+
 def test_a_last_batch_beyond_the_samples_asked_for_is_said():
     """100 samples in batches of 16 are 112, and their epochs need as many rows; a
     smaller last phase takes exactly the samples, and nothing is said.

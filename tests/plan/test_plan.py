@@ -203,8 +203,11 @@ def test_axes_agree_with_the_splitter_and_the_devices():
     ) as caught:
         RampPlan(**(KEYS | {"num_devices": 6}))
     assert caught.value.nearest == (4, 8)
-    with pytest.raises(ConfigError, match="total_steps=-3 must be at least 0"):
-        RampPlan(**(KEYS | {"total_steps": -3}))
+    for steps in (-3, 0):
+        with pytest.raises(
+            ConfigError, match=f"total_steps={steps} must be at least 1"
+        ):
+            RampPlan(**(KEYS | {"total_steps": steps}))
 
 
 def test_the_plan_warns_of_choices_that_cost_loss():

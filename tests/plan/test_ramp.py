@@ -146,6 +146,14 @@ def test_from_schedule_rejects(text, message):
     assert caught.value.key == "batch_size_schedule"
 
 
+def test_from_schedule_rejects_what_is_no_text():
+    """One size is a constant batch, which the error names."""
+    with pytest.raises(
+        RampDefinitionError, match=r"=16 must be a text.*BatchRamp\.constant"
+    ):
+        BatchRamp.from_schedule(16)
+
+
 @pytest.mark.parametrize(
     ("change", "key", "nearest"),
     [

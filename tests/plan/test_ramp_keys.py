@@ -7,6 +7,7 @@ from helpers.dialect_files import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rampup.config.schema import Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, ramp_keys
 from rampup.plan.split import BatchSplitter
@@ -205,6 +206,10 @@ def test_manager_of_other_ramps():
     """A schedule, a constant batch and a plan have the same interface; a missing
     attribute and a step below -1 are named.
     """
+    with pytest.raises(
+        ConfigError, match=r"devices; a rampup.Config .*from_plan\(build_plan\(config"
+    ):
+        RampupBatchManager(Config(per_device_batch_size=4))
     with pytest.raises(ConfigError, match="no attribute num_target_devices"):
         RampupBatchManager(SimpleNamespace(per_device_batch_size=4), 0)
     with pytest.raises(RampDefinitionError, match="step_num=-2"):
