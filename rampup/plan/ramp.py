@@ -292,9 +292,6 @@ class BatchRamp:
         """Parse a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's
         `--step-batch-size-schedule`).
 
-        A pair that cannot be parsed, or that `piecewise` rejects, raises a
-        RampDefinitionError.
-
         Args:
             text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes
                 K, M, B and T. A threshold such as 2.5% is a share of the budget.
@@ -306,6 +303,10 @@ class BatchRamp:
 
         Returns:
             The ramp, in samples.
+
+        Raises:
+            RampDefinitionError: no text, a pair that cannot be parsed, or pairs that
+                `piecewise` rejects.
 
         Example:
             >>> BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096).phases[
