@@ -29,7 +29,7 @@ MOST_GROWTH = 2.0
 
 def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     """Return all notes about a plan: its warm-up, those of the plan alone, and those
-    about the slices, the rows, the length and the learning rate of the run.
+    about the devices, the rows, the length and the learning rate of the run.
 
     Args:
         config: the configuration.
@@ -48,10 +48,28 @@ def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     return (
         *_warmup_notes(config, plan),
         *advice(plan),
+        *_device_notes(config, plan),
         *_slice_notes(config, plan),
         *_loading_notes(config, plan),
         *_length_notes(config, plan),
         *_rate_notes(config, plan),
+    )
+
+
+def _device_notes(config: Config, plan: RampPlan) -> Iterator[str]:
+    """Yield that a batch per device follows `--devices`, and is not that of the file."""
+    own, number = config.num_devices, plan.num_devices
+    if own in (AUTO, number) or config.batch_size_schedule is not None:
+        return
+    ends = dict.fromkeys((plan.ramp.sizes[0], plan.ramp.sizes[-1]))
+    here = " to ".join(f"{size:,}" for size in ends)
+    there = " to ".join(
+        f"{plain_number(Fraction(size * own, number)):,}" for size in ends
+    )
+    yield (
+        f"the batch is per device: {here} samples on {number:,} devices, and {there} on"
+        f" num_devices={own} of the configuration; batch_size_schedule has sizes that"
+        " do not follow the devices"
     )
 
 

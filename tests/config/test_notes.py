@@ -49,6 +49,20 @@ def test_notes_say_what_is_loaded(factor, said):
             notes_of(devices=1, per_device_batch_size=8, expansion_factor_real_data=1.1)
 
 
+def test_notes_say_that_a_batch_follows_the_devices():
+    """Published ramps whose keys are per device have other sizes on other devices."""
+    config = load_config("gpt3_175b")
+    said = "\n".join(plan_notes(config, build_plan(config, 64)))
+    assert (
+        "the batch is per device: 64 to 6,144 samples on 64 devices, and 16 to 1,536 on"
+        " num_devices=16 of the configuration"
+    ) in said
+    assert "per device" not in "\n".join(plan_notes(config, build_plan(config, 16)))
+    constant = {"per_device_batch_size": 4, "num_devices": 8}
+    assert "16 samples on 4 devices, and 32 on" in notes_of(devices=4, **constant)
+    assert "per device" not in notes_of(devices=4, num_devices=8, **SCHEDULE)
+
+
 def test_notes_say_that_devices_are_taken_as_slices():
     """A closed slice on more devices is several slices, unless the keys name them."""
     keys = {"per_device_batch_size": 4, "ici_data_parallelism": 4}

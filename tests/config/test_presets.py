@@ -103,16 +103,3 @@ def test_recipes_end_within_the_laws_of_their_tokens(name):
     largest = max(found["optimal_batch_tokens"][1], found["critical_batch_tokens"][1])
     assert plan.ramp.sizes[-1] * config.max_target_length <= largest
     assert config.batch_scaling == "sqrt"
-
-
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if "llama_" not in name])
-def test_published_ramp_is_the_same_on_more_devices(name):
-    """A published batch counts samples of the whole job: four times the devices, with
-    tensor parallelism, run the same steps.
-    """
-    config, plan = preset(name)
-    larger = load_config(CONFIGS / f"{name}.yml", ["ici_tensor_parallelism=4"])
-    other = build_plan(larger, 4 * config.num_devices)
-    assert other.ramp == plan.ramp
-    assert other.total_steps == plan.total_steps
-    assert other.eval_global_batch_size == plan.eval_global_batch_size
