@@ -341,6 +341,9 @@ def accumulate(
     `step_batches` yields batches whose `chunks[0]` is such a buffer. The gradient for
     the optimizer is `sums.mean_grads(params)`.
 
+    Nothing is checked here by itself: a loss that returns a mean gives another result
+    for another number of microbatches. Call `check_loss` first.
+
     Args:
         loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the axes of the
             rows, the way of running (`reduce_once`), and the types in which gradients

@@ -30,6 +30,9 @@ class EvalStep:
     """A compiled evaluation step: sums loss and weight over a batch. It takes the same
     loss function as `train_step`.
 
+    Unlike a training step, it does not check the loss. If it is another one than in
+    training, call `check_loss` first: a mean is added up as if it were a sum.
+
     Args:
         loss_fn, mesh, reduce_once: see `train_step`. An `AccumulatedLoss` chooses the
             axes of the rows, or sees whole batches, which are then one microbatch.

@@ -63,7 +63,7 @@ class BatchAxes:
                 are not two tuples of which the second starts with the first.
         """
         names = tuple(str(name) for name in mesh.axis_names)
-        example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
+        example = f"rampup.BatchAxes(replica={names[:1]}, rows={names[:1]})"
         if axes is None:
             rows = tuple(name for name in (DATA, FSDP) if name in names)
             if rows:
@@ -71,7 +71,8 @@ class BatchAxes:
             raise ConfigError(
                 f"the mesh has the axes {', '.join(names)} and neither data nor fsdp",
                 fix="say which of them take the rows of a batch, such as"
-                f" batch_axes=rampup.{example}",
+                f" batch_axes={example}; a training step and an EvalStep have them"
+                " from the loss, rampup.AccumulatedLoss(loss_fn, batch_axes=...)",
                 key="batch_axes",
             )
         parts = getattr(axes, "replica", None), getattr(axes, "rows", None)
@@ -80,7 +81,7 @@ class BatchAxes:
             raise ConfigError(
                 f"batch_axes={axes!r} must be a BatchAxes of two tuples of the axes of"
                 f" the mesh, {', '.join(names)}, and `rows` start with `replica`",
-                fix=f"give one such as rampup.{example}",
+                fix=f"give one such as {example}",
                 key="batch_axes",
             )
         return axes

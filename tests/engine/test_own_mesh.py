@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import warnings
 
 import jax
@@ -9,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import history, loss_fn, make_step, plain_loss_fn, plan_for, rows
+from helpers.toy import (
+    history,
+    loss_fn,
+    make_step,
+    mesh_of,
+    plain_loss_fn,
+    plan_for,
+    rows,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup
@@ -308,3 +317,25 @@ def test_parameters_of_an_equal_mesh_keep_their_sharding():
         else:
             state = rampup.create_state({"w": param}, optax.sgd(0.1), ours)
             assert state.params["w"].sharding.spec == PartitionSpec(None, "tensor")
+
+
+@pytest.mark.parametrize("make", ["train_step", "EvalStep"])
+def test_a_mesh_with_other_axes_is_told_what_to_write(make):
+    """The first error has names of the mesh, and where to give them; what it says is
+    taken.
+    """
+    mesh = jax.make_mesh(
+        (1,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    plan = plan_for(mesh_of("one"))
+    build = {
+        "train_step": lambda loss: rampup.train_step(loss, optax.sgd(0.1), plan, mesh),
+        "EvalStep": lambda loss: rampup.EvalStep(loss, mesh),
+    }[make]
+    example = "rampup.BatchAxes(replica=('batch',), rows=('batch',))"
+    with pytest.raises(rampup.errors.ConfigError, match=re.escape(example)) as caught:
+        build(loss_fn)
+    assert "rampup.AccumulatedLoss(loss_fn, batch_axes=...)" in str(caught.value)
+    axes = rampup.BatchAxes(replica=("batch",), rows=("batch",))
+    assert f"rampup.{axes!r}" == example
+    build(rampup.AccumulatedLoss(loss_fn, batch_axes=axes))
