@@ -78,7 +78,7 @@ def num_rows(batch: Any, step: int) -> int:
             f"step {step} was given arrays of {', '.join(known) or 'no'} rows, which"
             " must be one number for all"
         )
-    return int(sizes.pop()[0])
+    return sizes.pop()[0]
 
 
 def stack_rows(items: Sequence[Any], name: NameRow, *, batched: bool = False) -> Any:

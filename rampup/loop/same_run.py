@@ -182,6 +182,7 @@ def _digest(jaxpr: Any) -> str:
         if jax.numpy.issubdtype(constant.dtype, jax.dtypes.prng_key):
             constant = jax.random.key_data(constant)
         is_here = not isinstance(constant, jax.Array) or constant.is_fully_addressable
-        if is_here and constant.nbytes <= _MAX_CONSTANT:
+        # By size and type: constants of JAX 0.7 have no `nbytes`.
+        if is_here and np.size(constant) * constant.dtype.itemsize <= _MAX_CONSTANT:
             digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()[:16]
