@@ -61,10 +61,6 @@ HINTS = {
         ' docs/guides/contract.md, "Losses in which rows interact"; if not, return sums'
         " over rows that are treated alike, also in aux"
     ),
-    "no gradient": (
-        "see that the loss computes with the parameters that it gets, and that not all"
-        " rows are masked"
-    ),
     "not finite": (
         "try rows and parameters of which it is finite: nothing else can be compared"
     ),
@@ -78,8 +74,8 @@ class LossProblem:
     """What does not add up over the rows, and why, as far as a few trials can tell.
 
     Attributes:
-        kind: a hint, one of `mean`, `penalty`, `random key`, `interacting rows`,
-            `no gradient` and `not finite`.
+        kind: a hint, one of `mean`, `penalty`, `random key`, `interacting rows` and
+            `not finite`.
         found: what was evaluated.
 
     Example:
@@ -245,7 +241,7 @@ class _Rounding:
         self._cut = 2 * trials.device.coarsest
         first = moved[0]
         gradients = [name for name in self._epsilons if _kind(name) == GRADIENT]
-        self.largest_gradient = max(x.scale(name) for x in moved for name in gradients)
+        self._largest = max(first.scale(name) for name in gradients)
         # The spread of a few numbers may be small by chance, that of all gradients not.
         self._spreads: dict[str, float] = {}
         for name in self._epsilons:
@@ -263,7 +259,7 @@ class _Rounding:
         """Return what a gap is compared with. A gradient that is zero but for rounding
         is small beside the others.
         """
-        least = 0.1 * self.largest_gradient if _kind(name) == GRADIENT else 0.0
+        least = 0.1 * self._largest if _kind(name) == GRADIENT else 0.0
         return np.nan_to_num(max(sums.scale(name), least)) or 1.0
 
     def relative(
@@ -314,10 +310,6 @@ def _report(trials: Trials) -> LossReport:
         wrong = dict.fromkeys(rounding.wrong(sums), sums) | wrong
     unseen = [rounding.relative(n, MOVES) for n in trials.epsilons if n not in wrong]
     problems = _problems(wrong, _Hints(trials, rounding, orders)) if wrong else ()
-    weight = moved[0].scale("weight_sum")
-    if not problems and not (weight and rounding.largest_gradient):
-        found = "the weight is 0, or the gradient of every parameter"
-        problems = (LossProblem("no gradient", found),)
     return LossReport(problems, max(unseen, default=0.0))
 
 
