@@ -170,8 +170,9 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
         1.0
     """
     trees = [tree for tree in (state.params, state.mutable) if tree is not None]
+    own = nnx.state(model)
     for tree in trees:
-        for name, there, here in differing_leaves(nnx.state(model), tree, np.shape):
+        for name, there, here in differing_leaves(own, tree, np.shape):
             if here is not None:
                 raise ConfigError(
                     f"the state has {name} of shape {here}, and the model of shape"

@@ -146,12 +146,9 @@ def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     = their own.
     """
     if dtype is not None:
+        dtype = real_type(dtype)
         grads = jax.tree.map(
-            lambda g: (
-                g.astype(real_type(dtype))
-                if jnp.issubdtype(g.dtype, jnp.floating)
-                else g
-            ),
+            lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g,
             grads,
         )
     # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and

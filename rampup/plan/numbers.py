@@ -210,7 +210,7 @@ def format_product(factors: Mapping[str, int]) -> str:
 
 
 def has_numbers(dtype: Any) -> bool:
-    """Return whether a type of NumPy is one of numbers: not objects, bytes, texts, times and
-    records.
+    """Return whether a type of NumPy is one of numbers: not of objects, bytes, texts,
+    times or records.
     """
     return dtype.kind not in "OSUMm" and dtype.names is None
