@@ -15,7 +15,6 @@ import optax
 
 from rampup.engine.arguments import gone
 from rampup.engine.state import MAX_STEPS, check_step_number
-from rampup.engine.sums import as_summed, cast_like
 from rampup.engine.tables import look_up
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.hyperparameters import (
@@ -263,7 +262,9 @@ class MomentMasses(NamedTuple):
 
 
 def scheduled_adamw(
-    learning_rate: optax.ScalarOrSchedule, adam: Callable[[Any], dict[str, Any]]
+    learning_rate: optax.ScalarOrSchedule,
+    adam: Callable[[Any], dict[str, Any]],
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """Return AdamW with constants that change from phase to phase, in one program, and
     the divisors `MomentMasses`.
@@ -273,7 +274,7 @@ def scheduled_adamw(
     def init(params: Any) -> Any:
         # The states of `optax.adamw`: moments, weight decay (empty) and the count of
         # the schedule.
-        moments, _, clock = optax.adamw(rate).init(params)
+        moments, _, clock = optax.adamw(rate, mu_dtype=mu_dtype).init(params)
         return moments, MomentMasses(jnp.zeros(()), jnp.zeros(())), clock
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -301,6 +302,8 @@ def scheduled_adamw(
         mass = MomentMasses(average("1", one, masses.b1), average("2", one, masses.b2))
         updates = jax.tree.map(step, mu, nu, params)
         count = optax.safe_increment(moments.count)
+        # Only what is kept between steps is rounded.
+        mu = optax.tree.cast(mu, mu_dtype)
         new = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
         count = optax.safe_increment(clock.count)
         return updates, (new, mass, optax.ScaleByScheduleState(count=count))
@@ -331,8 +334,8 @@ def make_optimizer(
             matrix.
         weight_decay: of AdamW and Muon, per step, times the learning rate.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
-        mu_dtype: type in which AdamW stores its first moment, updated in float32;
-            None = that of the parameters, which the second has.
+        mu_dtype: type in which the first moment is stored between steps, as in
+            `optax.adamw`; None = that of the parameters, which the second has.
         adam: AdamW's constants `b1`, `b2` and `eps` where they are not 0.9, 0.95 and
             1e-8, of which Muon has the same eps, and a momentum of 0.95. Or all of
             them by phase, with the weight decay, such as an `AdamSchedule`.
@@ -385,11 +388,11 @@ def make_optimizer(
     elif kind == "sgd":
         tx = optax.sgd(learning_rate)
     else:
-        tx = optax.adamw(learning_rate, weight_decay=weight_decay, **constants)
+        tx = optax.adamw(
+            learning_rate, weight_decay=weight_decay, mu_dtype=mu_dtype, **constants
+        )
         if by_phase is not None:
-            tx = scheduled_adamw(learning_rate, by_phase)
-        if mu_dtype is not None:
-            tx = _store_first_moment(tx, mu_dtype)
+            tx = scheduled_adamw(learning_rate, by_phase, mu_dtype)
     # Before the optimizer, so that one huge gradient does not stay in the moments.
     clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clipping, tx)
@@ -426,26 +429,3 @@ def optimizer_from_config(
         return of_step(segment).update(grads, state, params)
 
     return FollowingOptimizer(of_step(None).init, update)
-
-
-def _store_first_moment(
-    tx: optax.GradientTransformation, dtype: Any
-) -> optax.GradientTransformation:
-    """Return AdamW with its first moment stored in another type than that of the
-    parameters.
-    """
-
-    def init(params: Any) -> Any:
-        moments, *others = tx.init(params)
-        return moments._replace(mu=optax.tree.cast(moments.mu, dtype)), *others
-
-    # Only what is kept between steps is rounded; the update itself reads float32
-    # moments.
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moments, *others = state
-        mu, nu, grads = jax.tree.map(as_summed, (moments.mu, moments.nu, grads))
-        exact = moments._replace(mu=mu, nu=nu), *others
-        updates, new = tx.update(grads, exact, params)
-        return updates, cast_like(new, state)
-
-    return optax.GradientTransformation(init, update)

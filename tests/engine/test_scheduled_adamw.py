@@ -123,15 +123,17 @@ def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options
 
 
 @pytest.mark.parametrize(
-    ("b2", "dtype"),
+    ("b2", "dtype", "mu_dtype"),
     [
-        (0.95, jnp.bfloat16),
-        (0.95, jnp.complex64),
-        (0.999, jnp.float32),
-        (0.99999, jnp.float32),
+        (0.95, jnp.bfloat16, None),
+        (0.95, jnp.bfloat16, jnp.float32),
+        (0.95, jnp.float32, jnp.bfloat16),
+        (0.95, jnp.complex64, None),
+        (0.999, jnp.float32, None),
+        (0.99999, jnp.float32, None),
     ],
 )
-def test_update_is_that_of_adamw(b2, dtype):
+def test_update_is_that_of_adamw(b2, dtype, mu_dtype):
     """The same update, moments and types as `optax.adamw`, to the digits of 1 -
     b**count that float32 leaves to the latter.
     """
@@ -140,8 +142,11 @@ def test_update_is_that_of_adamw(b2, dtype):
     tx = scheduled_adamw(
         lambda count: 0.1 * count,
         AdamSchedule(plan=plan, constants=adam_constants(plan, base, AdamScaling())),
+        mu_dtype,
     )
-    expected = optax.adamw(lambda count: 0.1 * count, b2=b2, weight_decay=0.1)
+    expected = optax.adamw(
+        lambda count: 0.1 * count, b2=b2, weight_decay=0.1, mu_dtype=mu_dtype
+    )
     params = {"w": jnp.linspace(-1, 1, 7).astype(dtype), "none": None}
     states = [each.init(params) for each in (tx, expected)]
     for k in range(5):
