@@ -195,7 +195,7 @@ def compile_system(
         return (
             compile_for(lowered),
             1,
-            (*step.loop_trips(plan.splits[-1]), layers),
+            (*plan.loop_trips(plan.splits[-1]), layers),
             plan.num_compiled_shapes,
         )
     calls, executables, more = 1, 1, ()  # type: int, int, tuple[Any, ...]

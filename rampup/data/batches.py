@@ -42,8 +42,6 @@ from rampup.engine.batch import (
     Batch,
     in_microbatches,
     put_batch,
-    step_number,
-    stop_step,
 )
 from rampup.engine.mesh import (
     BatchAxes,
@@ -67,6 +65,7 @@ from rampup.plan.numbers import check_whole, check_whole_or_none, nearest_multip
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
+from rampup.plan.steps import steps_of
 
 AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
 # Of a step's rows, up to which a thread takes as long to hand them over as it takes to
@@ -285,14 +284,14 @@ class BatchLoader:
             DataError: the source is too small for the run, or a row cannot be read. All
                 batches before it are yielded.
         """
-        stop = stop_step(self.plan, start, stop)
-        self.order.check(self.plan.ramp.samples_before(stop))
-        if start >= stop:
+        steps = steps_of(self.plan, start, stop)
+        self.order.check(self.plan.ramp.samples_before(steps.stop))
+        if not steps:
             return
         largest = max(
             phase.global_batch_size
             for phase in self.plan.ramp.phases
-            if phase.start_step < stop
+            if phase.start_step < steps.stop
         )
         if largest > len(self.source):
             warn(
@@ -300,11 +299,11 @@ class BatchLoader:
                 f" {len(self.source):,}, so that a batch has rows more than once",
                 DataWarning,
             )
-        steps = self._read(start, stop)
+        read = self._read(steps)
         ready: deque[Batch] = deque()
-        for _ in range(start, stop):
+        for _ in steps:
             try:
-                ready.append(self._put(next(steps)))
+                ready.append(self._put(next(read)))
             except DataError:
                 # Everything read before the bad row can still be trained on.
                 yield from ready
@@ -345,19 +344,19 @@ class BatchLoader:
             self.mesh, split.num_rows, self.options.batch_axes
         )
 
-    def _read(self, start: int, stop: int) -> Iterator[StepRows]:
+    def _read(self, steps: range) -> Iterator[StepRows]:
         """Yield the rows of every step: the first read here, the others ahead by Grain's
         threads, which read whole steps, or here too if they are few and in memory.
         `_put` makes microbatches of them.
         """
-        first = self.read_step(start)
+        first = self.read_step(steps[0])
         check_repeatable(self.source, first.numbers, first.rows)
         yield first
         size = sum(x.nbytes for x in jax.tree.leaves(first.rows))
         if getattr(self.source, "are_stored", False) and size <= INLINE_BYTES:
-            yield from map(self.read_step, range(start + 1, stop))
+            yield from map(self.read_step, steps[1:])
             return
-        if start + 1 == stop:
+        if len(steps) == 1:
             return
         # One thread also reads the rows in their order.
         most = self.options.num_threads
@@ -365,7 +364,7 @@ class BatchLoader:
             num_threads=most if is_thread_safe(self.source) else min(most, 1),
             prefetch_buffer_size=self.options.read_ahead,
         )
-        later = grain.MapDataset.range(start + 1, stop).map(self.read_step)
+        later = grain.MapDataset.range(steps.start + 1, steps.stop).map(self.read_step)
         yield from later.to_iter_dataset(threads)
 
     def _put(self, step: StepRows) -> Batch:
@@ -474,7 +473,7 @@ def step_batches(
         ),
         options=options or BatchOptions(),
     )
-    return StepBatches(loader.batches(step_number(start), stop), rows, seed)
+    return StepBatches(loader.batches(start, stop), rows, seed)
 
 
 @dataclass(eq=False)
@@ -641,8 +640,7 @@ def stream_batches(
     rows = _Stream(iter(source), batched, plan)
     types = FieldTypes()
     is_shared = spans_all(mesh)
-    start = step_number(start)
-    for number in range(start, stop_step(plan, start, stop)):
+    for number in steps_of(plan, start, stop):
         position = plan.position(number)
         split = position.split
         in_microbatch = process_rows(mesh, split.num_rows, options.batch_axes)

@@ -8,7 +8,6 @@ Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.mesh import BatchAxes, batch_sharding, process_rows
-from rampup.errors import DataError, a_type
+from rampup.errors import DataError
 from rampup.plan.describe import format_count
-from rampup.plan.numbers import check_whole_or_none, has_numbers
+from rampup.plan.numbers import has_numbers
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
@@ -232,26 +231,3 @@ def _global_array(
     return jax.make_array_from_callback(
         (part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard
     )
-
-
-def step_number(start: Any) -> int:
-    """Return the number of a step, such as `state.step`, or refuse what is none."""
-    if not hasattr(start, "__index__"):
-        raise DataError(
-            f"start is {a_type(start)} and not the number of a step",
-            fix="give start=step, such as start=int(state.step)",
-        )
-    return operator.index(start)
-
-
-def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
-    """Return the step to stop before, by default the end of the plan, or refuse steps
-    that the plan does not have.
-    """
-    check_whole_or_none(stop=stop)
-    if start < 0 or (stop is not None and stop > plan.total_steps):
-        raise DataError(
-            f"steps {start} to {stop} were requested, but the plan has the steps 0 to"
-            f" {plan.total_steps}"
-        )
-    return plan.total_steps if stop is None else stop

@@ -34,8 +34,6 @@ from rampup.engine.batch import (
     layout_of,
     put_batch,
     row_size,
-    step_number,
-    stop_step,
 )
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import sees_explicit
@@ -61,9 +59,9 @@ from rampup.engine.update import Metrics, Update
 from rampup.errors import ConfigError, DataError, a_type, raise_together, warn
 from rampup.plan.describe import format_count
 from rampup.plan.noise_scale import noise_problems
-from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
+from rampup.plan.steps import steps_of
 
 PHASES_AHEAD = 2
 _GONE = OPTIONS_OF_LOSS_GONE | {
@@ -404,12 +402,13 @@ class TrainStep:
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import step_batches
 
+        steps = steps_of(self.plan, start, stop)
         return step_batches(
             source,
             self.plan,
             self._mesh,
-            start=step_number(start),
-            stop=stop,
+            start=steps.start,
+            stop=steps.stop,
             seed=seed,
             num_epochs=num_epochs,
             options=self._options(num_threads=num_threads, read_ahead=read_ahead),
@@ -436,12 +435,13 @@ class TrainStep:
         """
         from rampup.data.batches import stream_batches
 
+        steps = steps_of(self.plan, start, stop)
         return stream_batches(
             source,
             self.plan,
             self._mesh,
-            start=step_number(start),
-            stop=stop,
+            start=steps.start,
+            stop=steps.stop,
             batched=batched,
             drop_remainder=drop_remainder,
             options=self._options(),
@@ -465,7 +465,7 @@ class TrainStep:
             DataError: not as many rows as the plan has at this step.
         """
         step = self._returned[1] if step is None else int(step)
-        stop_step(self.plan, step, step + 1)
+        steps_of(self.plan, step, step + 1)
         position = self.plan.position(step)
         number = position.split.num_microbatches
         own = process_rows(self._mesh, position.split.num_rows, self._axes)
@@ -551,19 +551,6 @@ class TrainStep:
                 with contextlib.suppress(Exception):
                     found[name] = jax.make_jaxpr(function)(own, *args)
         return found
-
-    def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
-        """Return the iterations of a program's loops: microbatches, or passes and the
-        ticks of a pipeline pass.
-
-        Args:
-            split: a split of the plan.
-        """
-        p, v = self.plan.splitter.num_stages, self.plan.splitter.num_repeats
-        if p == 1:
-            return (split.num_microbatches,)
-        ticks = pass_ticks(p, split.num_pipeline_microbatches, v)
-        return split.accumulation_steps, ticks
 
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""

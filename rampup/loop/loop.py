@@ -448,7 +448,8 @@ class Loop:
             try:
                 if done == 0 and self.evaluation and self.evaluation.at_start:
                     self._evaluate(plan, 0, state, metrics)
-                found = batches(done)
+                # A run that went further than its plan has no batches left.
+                found = batches(min(done, plan.total_steps))
                 for number, batch in enumerate(found):
                     if number == 0 and (period or start) and plan is self.plan:
                         for component in self.components:

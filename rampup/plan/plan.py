@@ -29,7 +29,7 @@ from rampup.plan.learning_rate import (
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.nearest import batch_error
 from rampup.plan.numbers import AUTO, check_whole, nearest_multiples, plain_number
-from rampup.plan.pipeline import Timetable, pass_bubble
+from rampup.plan.pipeline import Timetable, pass_bubble, pass_ticks
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 
@@ -293,6 +293,22 @@ class RampPlan:
             split=self.splits[phase.index],
             segment=self.segment_at(step) if self.follows else None,
         )
+
+    def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
+        """Return the iterations of the loops of a step: microbatches, or passes and the
+        ticks of a pipeline pass.
+
+        Args:
+            split: a split of the plan.
+        """
+        if self.splitter.num_stages == 1:
+            return (split.num_microbatches,)
+        ticks = pass_ticks(
+            self.splitter.num_stages,
+            split.num_pipeline_microbatches,
+            self.splitter.num_repeats,
+        )
+        return split.accumulation_steps, ticks
 
     def segment_at(self, step: int) -> ClockSegment:
         """Return the segment of the learning-rate schedule's clock that an optimizer

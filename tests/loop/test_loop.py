@@ -295,6 +295,15 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
     assert metrics_of(tmp_path) == uninterrupted[0]
 
 
+def test_a_run_that_is_longer_than_its_plan_is_finished(parts, tmp_path):
+    """Nothing is trained, and the state is that of the last checkpoint."""
+    mesh, _, step = parts
+    run(parts, tmp_path, stop_after=4)
+    shorter = toy.plan_for(mesh, steps=3)
+    done, ids = run((mesh, shorter, step), tmp_path)
+    assert (done.steps, done.resumed_from, done.interrupted, ids) == (5, 5, False, [])
+
+
 def test_an_argument_that_went_says_where_it_is(parts):
     """It stands in the error what replaces it."""
     with pytest.raises(TypeError, match=r"'should_stop'; give it to loop\.run\("):

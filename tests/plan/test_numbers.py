@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
 from rampup.data.batches import eval_batches
-from rampup.engine.batch import stop_step
 from rampup.engine.mesh import make_mesh
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.loop.checkpoint import CheckpointOptions
@@ -29,6 +28,7 @@ from rampup.plan.numbers import (
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
+from rampup.plan.steps import steps_of
 
 COUNTS = {
     "250B": 250 * 10**9,
@@ -180,7 +180,7 @@ COUNTED = {
     "piecewise": ("threshold", lambda n: BatchRamp.piecewise([(0, 1), (n, 2)])),
     "spliced_at": ("step", lambda n: RAMP.spliced_at(n, RAMP)),
     "resumed_at": ("step", RAMP.resumed_at),
-    "stop": ("stop", lambda n: stop_step(RampPlan(**PLAN), 0, n)),
+    "stop": ("stop", lambda n: steps_of(RampPlan(**PLAN), 0, n)),
     "evaluation": ("batch_size", lambda n: next(eval_batches([1, 2], n, make_mesh()))),
     "checkpoints": (
         "checkpoint_period",

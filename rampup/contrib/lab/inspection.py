@@ -157,7 +157,7 @@ def inspect(
                 "a TrainStep takes a state and a batch: rampup.contrib.lab.inspect(step,"
                 " state, batch)"
             )
-        loop_trips = loop_trips or step.loop_trips(args[1].position.split)
+        loop_trips = loop_trips or step.plan.loop_trips(args[1].position.split)
     compiled = None if isinstance(step, (str, Path)) else _compile(step, args)
     program = Program(_read(step) if compiled is None else compiled.as_text())
     if not program.is_scheduled:
