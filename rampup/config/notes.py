@@ -22,6 +22,7 @@ from rampup.plan.describe import advice, format_count
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps
 from rampup.plan.numbers import AUTO, plain_number
 from rampup.plan.plan import RampPlan
+from rampup.plan.ramp_keys import AUTO_SCHEDULE
 
 # A batch that grows by more than this factor asks for a rate that follows it.
 MOST_GROWTH = 2.0
@@ -48,12 +49,26 @@ def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     return (
         *_warmup_notes(config, plan),
         *advice(plan),
+        *_unused_notes(config),
         *_device_notes(config, plan),
         *_slice_notes(config, plan),
         *_loading_notes(config, plan),
         *_length_notes(config, plan),
         *_rate_notes(config, plan),
     )
+
+
+def _unused_notes(config: Config) -> Iterator[str]:
+    """Yield the batch per device that a schedule of batches replaces, if it was meant:
+    base.yml has both keys.
+    """
+    given = config.per_device_batch_size
+    is_scheduled = config.batch_size_schedule not in (None, AUTO_SCHEDULE)
+    if is_scheduled and given != Config().per_device_batch_size:
+        yield (
+            f"per_device_batch_size={given} is not used: batch_size_schedule has the"
+            " sizes"
+        )
 
 
 def _device_notes(config: Config, plan: RampPlan) -> Iterator[str]:

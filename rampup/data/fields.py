@@ -73,10 +73,10 @@ def num_rows(batch: Any, step: int) -> int:
     """
     sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
-        known = [str(size[0]) if size else "no" for size in sorted(sizes)]
+        known = [f"{size[0]} rows" if size else "no rows" for size in sorted(sizes)]
         raise DataError(
-            f"step {step} was given arrays of {', '.join(known) or 'no'} rows, which"
-            " must be one number for all"
+            f"step {step} takes arrays (rows, ...) of as many rows, and was given"
+            f" {' and '.join(known) or 'nothing'}"
         )
     return sizes.pop()[0]
 

@@ -49,6 +49,15 @@ def test_notes_say_what_is_loaded(factor, said):
             notes_of(devices=1, per_device_batch_size=8, expansion_factor_real_data=1.1)
 
 
+def test_notes_say_that_a_schedule_replaces_the_batch_per_device():
+    """Only of one that was given, and that nothing uses."""
+    both = {"batch_size_schedule": "0:16 64:32", "per_device_batch_size": 4}
+    said = "per_device_batch_size=4 is not used: batch_size_schedule has the sizes"
+    assert said in notes_of(**both)
+    for key in both:
+        assert said not in notes_of(**{key: both[key]})
+
+
 def test_notes_say_that_a_batch_follows_the_devices():
     """Published ramps whose keys are per device have other sizes on other devices."""
     config = load_config("gpt3_175b")

@@ -195,10 +195,14 @@ def test_map_dataset_has_epochs_of_its_own():
                 {"x": np.zeros((7, 4)), "y": np.zeros(9)},
             ],
             True,
-            "arrays of 7, 9 rows",
+            "of as many rows, and was given 7 rows and 9 rows",
         ),
-        ([{"x": np.zeros((9, 4)), "y": np.float32(1)}], True, "arrays of no, 9 rows"),
-        ([{}], True, "arrays of no rows"),
+        (
+            [{"x": np.zeros((9, 4)), "y": np.float32(1)}],
+            True,
+            "was given no rows and 9 rows",
+        ),
+        ([{}], True, "of as many rows, and was given nothing"),
         ([{}] * 99, False, "has no fields"),
         ([()] * 99, False, "has no fields"),
         (
