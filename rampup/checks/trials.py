@@ -20,7 +20,7 @@ from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.operations import axes_of_collectives, operations
 from rampup.engine.pipeline import LAYERS, PipelinedLoss, without_layers
-from rampup.engine.state import check_arrays, read_by_loss
+from rampup.engine.state import check_arrays, check_kept, read_by_loss
 from rampup.engine.sums import as_summed, check_trained
 from rampup.errors import ConfigError, a_type
 
@@ -143,13 +143,8 @@ class Trials:
         is_state = hasattr(state, "opt_state")
         read = read_by_loss(state) if is_state else (state, None, None)
         arrays = jax.tree.leaves(read)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
-            raise ConfigError(
-                "the state was given to a training step, which took its memory",
-                fix="give the state that the step returned, or make the step with"
-                " donate=False",
-                key="state",
-            )
+        for leaf in arrays:
+            check_kept("state_or_params", leaf)
         check_arrays("params", read[0])
         check_trained(read[0])
         self._loss_fn = loss_function(loss, "check_loss")

@@ -39,6 +39,7 @@ from rampup.engine.mesh import (
     constrain_leaves,
     replicated,
 )
+from rampup.engine.operations import reads
 from rampup.engine.replicas import Replicas
 from rampup.engine.sums import (
     Recipe,
@@ -248,7 +249,17 @@ def _sum_of_replica(
             return sums._replace(grads=grads, noise=noise)
 
         first = params, *take(rows, 0), start, recipe.scale
-        replicas.check(jax.make_jaxpr(loss_of)(*first))
+        traced = jax.make_jaxpr(loss_of)(*first)
+        replicas.check(traced)
+        is_read = reads(traced)[: len(jax.tree.leaves(params))]
+        if has_grads and not any(is_read):
+            raise ConfigError(
+                "the loss reads none of its parameters, so that nothing would be"
+                " trained",
+                fix="compute with the parameters, or the model, that it is given, and"
+                " not with those of a model from outside",
+                key="loss_fn",
+            )
         if has_one:
             with jax.named_scope("microbatch"):
                 return sums_of(0, start)

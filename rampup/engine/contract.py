@@ -188,8 +188,9 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
     parameters = inspect.signature(loss_fn).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p for p in parameters if p.kind in kinds]
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     least = sum(p.default is p.empty for p in positional)
     if not least <= number <= len(positional):
         raise _contract_error(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from rampup.engine.mesh import axes_of, axis_names
 
@@ -28,6 +29,12 @@ def jaxprs(value: Any) -> Iterator[Jaxpr]:
         yield jaxpr
         for eqn in jaxpr.eqns:
             yield from jaxprs(tuple(eqn.params.values()))
+
+
+def reads(traced: ClosedJaxpr) -> list[bool]:
+    """Return which arguments of a traced function its results depend on."""
+    jaxpr = traced.jaxpr
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
 
 def needing_whole_operands(value: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from rampup.engine.arguments import check_arguments
 from rampup.engine.explicit import as_auto
@@ -302,12 +302,17 @@ def check_placed(state: Any) -> None:
                 fix="place the state with rampup.prepare_state(state, mesh)",
                 key="state",
             )
-        if leaf.is_deleted():
-            raise ConfigError(
-                f"{name}: the state was donated to an earlier step",
-                fix="use the one that it returned, or train_step(..., donate=False)",
-                key="state",
-            )
+        check_kept(name, leaf)
+
+
+def check_kept(name: str, leaf: Any) -> None:
+    """Refuse an array whose memory a step took."""
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ConfigError(
+            f"{name}: the state was donated to an earlier step",
+            fix="use the one that it returned, or train_step(..., donate=False)",
+            key="state",
+        )
 
 
 def check_step_number(steps: int) -> None:
@@ -448,9 +453,9 @@ def check_new_state(
     names: dict[int, str] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         name = f"state{jax.tree_util.keystr(path)}"
-        if mesh.size > 1 and isinstance(leaf.sharding, SingleDeviceSharding):
+        if leaf.sharding.device_set != {*mesh.devices.flat}:
             refuse(
-                f"{name} is on one device, and not on the mesh",
+                f"{name} is on other devices than the mesh",
                 "place the state with rampup.prepare_state(state, mesh)",
             )
         if donate and (other := names.setdefault(id(leaf), name)) != name:

@@ -316,11 +316,7 @@ def _is_injected(state: Any) -> bool:
     """Return whether this is the state of `optax.inject_hyperparams`, of any of its
     types.
     """
-    return (
-        hasattr(state, "hyperparams")
-        and hasattr(state, "inner_state")
-        and hasattr(state, "_replace")
-    )
+    return hasattr(state, "hyperparams") and hasattr(state, "inner_state")
 
 
 def _is_finite(sums: Sums, grads: Any, state: Any) -> jax.Array:

@@ -1059,7 +1059,9 @@ def test_a_donated_state_is_refused_in_words():
     """A step takes the memory of the state that it is given."""
     state = rampup.create_state(PARAMS, optax.sgd(0.1), mesh_of("one"))
     jax.tree.map(lambda x: x.delete(), state.params)
-    with pytest.raises(ConfigError, match=r"took its memory; give the state that"):
+    with pytest.raises(
+        ConfigError, match=r"donated to an earlier step; use the one that"
+    ):
         rampup.check_loss(RIGHT["regression"], state, BATCH)
 
 

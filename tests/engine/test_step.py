@@ -427,6 +427,16 @@ def test_loss_with_the_methods_of_a_summable_loss_is_told_to_be_one():
         toy.start(loss=Own())
 
 
+@pytest.mark.parametrize("mesh_name", ["data", "one"])
+def test_state_of_another_mesh_is_refused(mesh_name):
+    """A state on a part of the devices, or on more, is named."""
+    step, _ = toy.start(mesh_name)
+    other = toy.mesh_of("one" if mesh_name == "data" else "data")
+    state = rampup.create_state(toy.new_params(other), step.tx, other)
+    with pytest.raises(ConfigError, match=r"state\.step is on other devices than the"):
+        step(state, batch_of_arrays(step))
+
+
 @pytest.mark.parametrize(
     ("mesh_name", "field"), [("data", "opt_state"), ("fsdp", "step")]
 )
@@ -441,13 +451,13 @@ def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
         "step": jax.device_put(0, jax.devices()[0]),
     }
     words = {
-        "opt_state": r"state\.opt_state\[0\]\.count is on one device",
-        "step": r"state\.step is on one device",
+        "opt_state": r"state\.opt_state\[0\]\.count is on other devices",
+        "step": r"state\.step is on other devices",
     }
     with pytest.raises(
         ConfigError,
         match=(
-            rf"{words[field]}, .*; place the state with rampup.prepare_state\(state,"
+            rf"{words[field]} than the mesh; place the state with rampup.prepare_state\(state,"
             r" mesh\)"
         ),
     ):

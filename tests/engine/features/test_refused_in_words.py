@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.toy import loss_fn, make_step, mesh_of, plan_for, rows, start
+from helpers.toy import MESHES, loss_fn, make_step, mesh_of, plan_for, rows, start
+from jax.sharding import AxisType
 
 import rampup
 from rampup.engine.mesh import batch_sharding
@@ -224,3 +225,52 @@ def test_evaluation_of_a_pipeline_names_the_batches_that_it_takes():
     batch = next(rampup.step_batches(rows(), plan, mesh))
     total = 9 * np.sum([row["x"] for row in rows(8)])
     np.testing.assert_allclose(evaluate(state, batch)[0], total, rtol=1e-5)
+
+
+def explicit_mesh():
+    """Return a mesh of four devices with Explicit axes."""
+    axes = ("data", "fsdp", "tensor")
+    return jax.make_mesh((2, 1, 2), axes, axis_types=(AxisType.Explicit,) * 3)
+
+
+@pytest.mark.filterwarnings("ignore:the mesh has Explicit axes")
+@pytest.mark.parametrize("way", ["explicit", *MESHES])
+def test_a_loss_that_reads_no_parameters_is_refused(way):
+    """It would train nothing, without a word: so does a loss that computes with a model
+    from outside.
+    """
+    mesh = explicit_mesh() if way == "explicit" else mesh_of(way)
+    own = jax.device_get(start("one")[1].params)
+
+    def outside(params, batch, keys):
+        return loss_fn(own, batch, keys)
+
+    plan = plan_for(mesh)
+    step = make_step(outside, optax.sgd(0.1), plan, mesh)
+    state = rampup.create_state(own, step.tx, mesh)
+    with pytest.raises(ConfigError, match="reads none of its parameters"):
+        step(state, next(step.batches(rows())))
+
+
+def test_a_loss_of_a_model_from_outside_is_refused():
+    """The model that a loss gets is the one whose parameters are trained."""
+    mesh = mesh_of("one")
+    model = Scale()
+
+    def outside(_, batch, keys):
+        return jnp.sum((batch["x"] * model.w) ** 2), len(keys), {}
+
+    state, pure = rampup.split_model(model, outside, optax.sgd(0.1), mesh)
+    step = make_step(pure, optax.sgd(0.1), plan_for(mesh), mesh)
+    with pytest.raises(ConfigError, match="and not with those of a model from outside"):
+        step(state, next(step.batches(rows())))
+
+
+def test_a_loss_whose_gradient_is_zero_trains():
+    """It reads its parameters, as a hinge does where it is flat."""
+    step, state = start(
+        loss=lambda p, batch, keys: (sum(map(jnp.sum, p.values())) * 0, 1, {})
+    )
+    before = jax.device_get(state.params)
+    after, _ = step(state, next(step.batches(rows())))
+    jax.tree.map(np.testing.assert_array_equal, before, after.params)
