@@ -683,6 +683,11 @@ class _Stream:
     pending: list[Any] = field(default_factory=list)  # what is read and not yet taken
     count: int = 0  # rows of it
     taken: int = 0
+    step: int = 0
+
+    def __str__(self) -> str:
+        """Return the place of the next row."""
+        return f"row {self.taken + self.count:,} of the stream, of step {self.step:,},"
 
     def take(self, needed: int, step: int) -> Any:
         """Return the next rows as arrays (needed, ...).
@@ -691,8 +696,10 @@ class _Stream:
             DataEndedError: there are fewer.
             DataError: a row cannot be read, or is not like the others.
         """
-        while self.count < needed:
-            self._read(needed, step)
+        self.step = step
+        with reading(self):
+            while self.count < needed:
+                self._read(needed)
         what = "batch" if self.batched else "row"
         name = f"{what} {{}} of step {step:,}".format
         ready = stack_rows(self.pending, name, batched=self.batched)
@@ -703,22 +710,21 @@ class _Stream:
         self.pending = [rest] if self.count else []
         return jax.tree.map(lambda x: x[:needed], ready)
 
-    def _read(self, needed: int, step: int) -> None:
-        place = self.taken + self.count
-        with reading(f"row {place:,} of the stream, of step {step:,},"):
-            item = next(self.rows, _END)
+    def _read(self, needed: int) -> None:
+        item = next(self.rows, _END)
         if item is _END:
             raise DataEndedError(
-                f"step {step} needs {format_count(needed, 'row')} in this process, but"
-                f" the source ended after {self.count} of them, {place:,} in all; the"
-                f" plan has {format_count(self.plan.total_steps, 'step')}",
+                f"step {self.step} needs {format_count(needed, 'row')} in this process,"
+                f" but the source ended after {self.count} of them,"
+                f" {self.taken + self.count:,} in all; the plan has"
+                f" {format_count(self.plan.total_steps, 'step')}",
                 fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
                 " end there",
             )
         # Copied: a source may yield the same array again, filled with the next rows.
         rows = own_arrays(item, batched=self.batched)
         self.pending.append(rows)
-        self.count += num_rows(rows, step) if self.batched else 1
+        self.count += num_rows(rows, self.step) if self.batched else 1
 
 
 def microbatches(

@@ -264,8 +264,10 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
 
 
 @contextlib.contextmanager
-def reading(place: str) -> Iterator[None]:
-    """Turn what a source of the user's raises into a DataError with the place."""
+def reading(place: object) -> Iterator[None]:
+    """Turn what a source of the user's raises into a DataError with the place, which is
+    made a text only then.
+    """
     try:
         yield
     except RampupError:
