@@ -24,6 +24,7 @@ UPWARD = {
     ("engine/evaluation.py", "rampup.data.batches"),
     ("engine/step.py", "rampup.data.fields"),
     ("engine/step.py", "rampup.checks.loss"),
+    ("engine/evaluation.py", "rampup.checks.loss"),
 }
 PURE = ("errors", "plan", "config")
 IMPURE = {

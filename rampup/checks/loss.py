@@ -171,11 +171,10 @@ def warn_of_loss(
     loss: SummableLoss,
     state: Any,
     batch: Batch,
-    *,
-    sees_whole: bool,
+    num_parts: int,
 ) -> None:
-    """Check the loss of a training step on rows of its first batch, if the state is
-    small, and warn of what is wrong.
+    """Check the loss of a step on rows of its first batch, if the state is small, and
+    warn of what is wrong. A batch has at most `num_parts`: microbatches of a replica.
     """
     size = sum(map(np.size, jax.tree.leaves(read_by_loss(state))))
     if jax.process_count() > 1 or size > MAX_NUMBERS:
@@ -191,12 +190,12 @@ def warn_of_loss(
         report = _report(trials)
     except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
-    ignored = OF_PARTS if sees_whole else ()
+    ignored = OF_PARTS if num_parts == 1 else ()
     left = tuple(p for p in report.problems if p.kind not in ignored)
     if left:
         more = (
             "rampup.check_loss(loss_fn, state, rows) repeats this check;"
-            " train_step(..., check_loss=False) leaves it out"
+            " check_loss=False leaves it out"
         )
         report = LossReport(left, report.tolerance)
         warn(f"{report}\n{more}", LossWarning)

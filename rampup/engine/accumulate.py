@@ -231,6 +231,14 @@ def _sum_of_replica(
         params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe
     ) -> Sums:
         rows, start = (batch_KR, keys_KR), recipe.mutable
+        K = jax.tree.leaves(rows)[0].shape[0]
+        if loss.whole_batch and K > 1:
+            raise ConfigError(
+                "whole_batch=True takes a buffer of one microbatch, which is the whole"
+                f" batch, but this one has room for {K}",
+                fix="make its batches with plan.with_whole_batches()",
+                key="whole_batch",
+            )
 
         def sums_of(i: Any, mutable: Any) -> Sums:
             """Return the sums over microbatch i."""
@@ -399,13 +407,6 @@ def accumulate(
     params, mutable = jax.tree.map(jnp.asarray, (params, mutable))
     check_trained(params)
     K = jax.tree.leaves(batch_KR)[0].shape[0]
-    if loss.whole_batch and K != 1:
-        raise ConfigError(
-            "whole_batch=True takes a buffer of one microbatch, which is the whole"
-            f" batch, but this one has room for {K}",
-            fix="make its batches with plan.with_whole_batches()",
-            key="whole_batch",
-        )
     is_traced = isinstance(num_microbatches, jax.core.Tracer)
     if not is_traced and (
         not np.issubdtype(np.asarray(num_microbatches).dtype, np.integer)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.mesh import BatchAxes, batch_sharding, process_rows
-from rampup.errors import DataError
+from rampup.errors import DataError, a_type
 from rampup.plan.describe import format_count
 from rampup.plan.numbers import has_numbers
 from rampup.plan.plan import PlanPosition, RampPlan
@@ -114,6 +114,16 @@ class Batch(NamedTuple):
     def num_microbatches(self) -> int:
         """Microbatches that contain rows."""
         return self.position.split.num_microbatches
+
+
+def check_batch(batch: Any) -> None:
+    """Refuse what is no batch of a step."""
+    if not isinstance(batch, Batch):
+        raise DataError(
+            f"a step takes a Batch and not {a_type(batch)}",
+            fix="get batches from step.batches(source), or make one of arrays with"
+            " step.batch(arrays) of a training step",
+        )
 
 
 def put_batch(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from rampup.engine.accumulate import summable
 from rampup.engine.arguments import BATCHED_GONE, OPTIONS_OF_LOSS_GONE, gone
-from rampup.engine.batch import Batch
+from rampup.engine.batch import Batch, check_batch
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, sees_explicit, with_explicit_axes
@@ -23,19 +23,18 @@ from rampup.engine.state import (
     shardings_of,
 )
 from rampup.engine.update import eval_sums
-from rampup.errors import ConfigError, DataError, a_type
+from rampup.errors import ConfigError
 
 
 class EvalStep:
     """A compiled evaluation step: sums loss and weight over a batch. It takes the same
     loss function as `train_step`.
 
-    Unlike a training step, it does not check the loss. If it is another one than in
-    training, call `check_loss` first: a mean is added up as if it were a sum.
-
     Args:
         loss_fn, mesh, reduce_once: see `train_step`. An `AccumulatedLoss` chooses the
             axes of the rows, or sees whole batches, which are then one microbatch.
+        check_loss: warn with the first batch of a loss that is not a sum over rows, as
+            `train_step` does: a mean would be added up as if it were one.
 
     Raises:
         ConfigError: the loss cannot run on the mesh.
@@ -68,9 +67,11 @@ class EvalStep:
         mesh: Mesh,
         *,
         reduce_once: bool | None = None,
+        check_loss: bool = True,
     ) -> None:
         self._loss_fn, self._mesh = loss_fn, mesh
         self._loss = summable(loss_fn, mesh, reduce_once=reduce_once)
+        self._checks_loss = check_loss and not self._loss.whole_batch
         self._axes = BatchAxes.of(mesh, self._loss.batch_axes)
         self._compiler = Compiler(mesh)
 
@@ -88,18 +89,8 @@ class EvalStep:
             ConfigError: the state was donated, or is not on the mesh.
             DataError: this is no `Batch`.
         """
-        if not isinstance(batch, Batch):
-            raise DataError(
-                "an EvalStep takes a Batch, such as `step_batches` yields, and not"
-                f" {a_type(batch)}"
-            )
+        check_batch(batch)
         check_placed(state)
-        if self._loss.whole_batch and batch.num_microbatches > 1:
-            raise DataError(
-                "whole_batch=True evaluates a batch of one microbatch, but this one"
-                f" has {batch.num_microbatches}",
-                fix="make it with plan.with_whole_batches()",
-            )
         args = state, batch.chunks, np.int32(batch.num_microbatches)
         # The rows that are left over are on every device, as if the mesh had no axes
         # for rows; see `batches`.
@@ -123,7 +114,14 @@ class EvalStep:
                 return run.lower(*seen)
 
         key = batch.layout, len(batch.chunks), is_left
-        return self._compiler.get(key, lower)(*args)
+        run = self._compiler.get(key, lower)
+        if self._checks_loss:
+            from rampup.checks.loss import warn_of_loss
+
+            parts = batch.num_microbatches * self._axes.num_replicas(self._mesh)
+            warn_of_loss(self._loss, state, batch, parts)
+            self._checks_loss = False
+        return run(*args)
 
     @gone(batched=BATCHED_GONE)
     def batches(self, source: Any, batch_size: int) -> Iterator[Batch]:

@@ -444,16 +444,14 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
 def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
     if _patch.mapped is None or is_explicit(jax.sharding.get_abstract_mesh()):
         return _with_sharding_constraint(x, shardings)
-
-    def constrain_part(sharding: Any, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: constrain(leaf, sharding), part)
-
     # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are
     # leaves.
-    def is_leaf(leaf: Any) -> bool:
-        return leaf is None or isinstance(leaf, PartitionSpec)
-
-    return jax.tree.map(constrain_part, shardings, x, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda sharding, part: jax.tree.map(lambda y: constrain(y, sharding), part),
+        shardings,
+        x,
+        is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec),
+    )
 
 
 @contextlib.contextmanager

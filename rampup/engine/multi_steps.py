@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from rampup.engine.arguments import gone
+from rampup.engine.optimizer import look_up
 from rampup.engine.state import check_step_number, refuse_multi_steps
-from rampup.engine.tables import look_up
 from rampup.plan.plan import RampPlan
 
 

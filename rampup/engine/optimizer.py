@@ -15,7 +15,6 @@ import optax
 
 from rampup.engine.arguments import gone
 from rampup.engine.state import MAX_STEPS, check_step_number
-from rampup.engine.tables import look_up
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.hyperparameters import (
     AdamConstants,
@@ -53,6 +52,17 @@ def segment_numbers(tx: Any, segment: ClockSegment | None) -> SegmentNumbers | N
     if segment is None or not isinstance(tx, FollowingOptimizer):
         return None
     return {name: kind(getattr(segment, name)) for name, kind in _SEGMENT_TYPES.items()}
+
+
+def look_up(
+    starts: Sequence[int], value: Any, columns: Mapping[str, np.ndarray]
+) -> dict[str, jax.Array]:
+    """Return the row of a table that is in force at a traced value: the last one that
+    starts at or before it.
+    """
+    ordered = jnp.asarray(np.array(starts, np.int32))
+    index = jnp.searchsorted(ordered, value, side="right") - 1
+    return {name: jnp.asarray(column)[index] for name, column in columns.items()}
 
 
 # `jax.jit` needs a weak reference to a function.

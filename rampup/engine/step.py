@@ -30,6 +30,7 @@ from rampup.engine.arguments import (
 from rampup.engine.batch import (
     Batch,
     BufferLayout,
+    check_batch,
     in_microbatches,
     layout_of,
     put_batch,
@@ -56,7 +57,7 @@ from rampup.engine.state import (
 )
 from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
-from rampup.errors import ConfigError, DataError, a_type, raise_together, warn
+from rampup.errors import ConfigError, DataError, raise_together, warn
 from rampup.plan.describe import format_count
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.plan import RampPlan
@@ -367,9 +368,9 @@ class TrainStep:
             # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
-            is_one = max(self.plan.max_microbatches.values()) == 1
-            sees_whole = is_one and self._axes.num_replicas(self._mesh) == 1
-            warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
+            most = max(self.plan.max_microbatches.values())
+            parts = most * self._axes.num_replicas(self._mesh)
+            warn_of_loss(self._update.loss, state, batch, parts)
         self._checks_loss = False
         # Before the run, which takes the memory of the state.
         self._trace_next_phases(batch, state)
@@ -554,12 +555,7 @@ class TrainStep:
 
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""
-        if not isinstance(batch, Batch):
-            raise DataError(
-                f"a step takes a Batch and not {a_type(batch)}",
-                fix="get batches from step.batches(source), or make one of arrays with"
-                " step.batch(arrays)",
-            )
+        check_batch(batch)
         known, done = self._returned
         # A state with the `step` that the last call returned needs no check. Before the
         # first call, `known` is None.

@@ -51,8 +51,9 @@ def run_in_folder(
             folder = as_path(base) / name
             # Owned before its checkpoint is read: a process that is still training
             # would write newer ones.
-            is_shared = config.enable_checkpointing
-            held.enter_context(own_run(folder, only_existing=True, shared=is_shared))
+            held.enter_context(
+                own_run(folder, only_existing=True, shared=config.enable_checkpointing)
+            )
             saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
         if saved is None and config.num_devices not in (AUTO, jax.device_count()):
             raise ConfigError(

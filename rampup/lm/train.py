@@ -262,7 +262,7 @@ class TrainSetup:
             axes=plan.axes,
             total_steps=num_batches,
         )
-        return EvalStep(loss, self.mesh), eval_plan
+        return EvalStep(loss, self.mesh, check_loss=False), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""

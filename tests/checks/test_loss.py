@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.toy import mesh_of, start, train
+from helpers.toy import mesh_of, rows, start, train
 
 import rampup
 from rampup.errors import ConfigError, DataError
@@ -854,6 +854,29 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
     )
 
 
+@pytest.mark.parametrize("mesh_name", ["one", "data_fsdp_tensor"])
+def test_an_evaluation_warns_with_its_first_batch(mesh_name, monkeypatch):
+    """Of a mean, once, unless it is told not to; the sums are those without the
+    check.
+    """
+    monkeypatch.setattr("rampup.checks.loss.MAX_NUMBERS", 20_000_000)
+    _, state = start(mesh_name)
+
+    def evaluated(reduce, **options):
+        evaluate = rampup.EvalStep(toy(reduce), mesh_of(mesh_name), **options)
+        batches = evaluate.batches(rows(40), 16)
+        return jax.device_get([evaluate(state, batch) for batch in batches])
+
+    words = r"(?s)- mean: loss_sum .*check_loss=False"
+    with pytest.warns(rampup.errors.LossWarning, match=words) as found:
+        means = evaluated(jnp.mean)
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert evaluated(jnp.mean, check_loss=False) == means
+        evaluated(jnp.sum)
+
+
 def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
     """With one microbatch per step on one replica, only what is wrong even then is
     warned of.
@@ -1052,7 +1075,7 @@ def test_a_large_state_is_not_copied_unasked(monkeypatch):
         state = rampup.create_state(
             {"w": np.zeros(4, np.float32)}, optax.sgd(0.1), mesh, **fields
         )
-        rampup.checks.loss.warn_of_loss(None, state, None, sees_whole=False)
+        rampup.checks.loss.warn_of_loss(None, state, None, 2)
 
 
 def test_a_donated_state_is_refused_in_words():
