@@ -259,8 +259,7 @@ def _sum_of_replica(
         first = params, *take(rows, 0), start, recipe.scale
         traced = jax.make_jaxpr(loss_of)(*first)
         replicas.check(traced)
-        is_read = reads(traced)[: len(jax.tree.leaves(params))]
-        if has_grads and not any(is_read):
+        if has_grads and not any(reads(traced)[: len(jax.tree.leaves(params))]):
             raise ConfigError(
                 "the loss reads none of its parameters, so that nothing would be"
                 " trained",

@@ -451,9 +451,10 @@ def check_new_state(
     else:
         refuse_multi_steps(state.opt_state)
     names: dict[int, str] = {}
+    devices = {*mesh.devices.flat}
     for path, leaf in jax.tree.leaves_with_path(state):
         name = f"state{jax.tree_util.keystr(path)}"
-        if leaf.sharding.device_set != {*mesh.devices.flat}:
+        if leaf.sharding.device_set != devices:
             refuse(
                 f"{name} is on other devices than the mesh",
                 "place the state with rampup.prepare_state(state, mesh)",
