@@ -2,6 +2,8 @@
 key, an argument refuses too, when it is given.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +34,12 @@ def rate(**options):
 
 def loop(folder, **options):
     """Return a loop with some options."""
-    given = {"step": STEP, "batches": lambda start: STEP.batches(ROWS, start)}
-    return rampup.Loop(plan=PLAN, folder=folder, **(given | options))
+    given = {
+        "plan": PLAN,
+        "step": STEP,
+        "batches": lambda start: STEP.batches(ROWS, start),
+    }
+    return rampup.Loop(folder=folder, **(given | options))
 
 
 @pytest.mark.parametrize(
@@ -140,3 +146,7 @@ def test_a_loop_and_its_step_follow_one_plan(tmp_path):
     step = rampup.train_step(loss_fn, optax.sgd(0.1), other, MESH)
     with pytest.raises(rampup.RampupError, match="step follows another plan than"):
         loop(tmp_path, step=step)
+    for number in (STEP.plan.total_steps - 1, STEP.plan.total_steps + 1):
+        plan = replace(STEP.plan, total_steps=number)
+        with pytest.raises(rampup.RampupError, match="step follows another plan than"):
+            loop(tmp_path, plan=plan)

@@ -65,8 +65,6 @@ HINTS = {
         "try rows and parameters of which it is finite: nothing else can be compared"
     ),
 }
-# What is right if the loss sees all rows of a step.
-OF_PARTS = ("interacting rows", "random key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +169,10 @@ def warn_of_loss(
     loss: SummableLoss,
     state: Any,
     batch: Batch,
-    num_parts: int,
 ) -> None:
     """Check the loss of a step on rows of its first batch, if the state is small, and
-    warn of what is wrong. A batch has at most `num_parts`: microbatches of a replica.
+    warn of what is wrong. One microbatch on one device is checked too: the same run may
+    go on, or be evaluated, with other ones.
     """
     size = sum(map(np.size, jax.tree.leaves(read_by_loss(state))))
     if jax.process_count() > 1 or size > MAX_NUMBERS:
@@ -190,14 +188,11 @@ def warn_of_loss(
         report = _report(trials)
     except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
-    ignored = OF_PARTS if num_parts == 1 else ()
-    left = tuple(p for p in report.problems if p.kind not in ignored)
-    if left:
+    if not report:
         more = (
             "rampup.check_loss(loss_fn, state, rows) repeats this check;"
             " check_loss=False leaves it out"
         )
-        report = LossReport(left, report.tolerance)
         warn(f"{report}\n{more}", LossWarning)
 
 

@@ -61,7 +61,12 @@ from rampup.errors import (
     warn,
 )
 from rampup.plan.describe import format_count
-from rampup.plan.numbers import check_whole, check_whole_or_none, nearest_multiples
+from rampup.plan.numbers import (
+    AUTO,
+    check_whole,
+    check_whole_or_none,
+    nearest_multiples,
+)
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
@@ -546,14 +551,9 @@ def eval_batches(
             continue
         # Rows that every device computes come one by one, as they may be more than its
         # part of a batch.
-        sizes = (
-            {"rampup_microbatch": "whole"}
-            if part_axes == axes or whole_batch
-            else {"microbatch_size": 1}
-        )
         splitter = BatchSplitter(
             data_parallel_size=part_axes.num_shards(mesh),
-            **sizes,
+            microbatch_size=1 if part_axes != axes and not whole_batch else AUTO,
         )
         part = RowRange(rows, first, len(rows))
         yield from BatchLoader(

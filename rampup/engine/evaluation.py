@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ class EvalStep:
     Args:
         loss_fn, mesh, reduce_once: see `train_step`. An `AccumulatedLoss` chooses the
             axes of the rows, or sees whole batches, which are then one microbatch.
+            The keys of a row follow its place among all rows that are evaluated, and are
+            the same every time.
         check_loss: warn with the first batch of a loss that is not a sum over rows, as
             `train_step` does: a mean would be added up as if it were one.
 
@@ -91,7 +94,9 @@ class EvalStep:
         """
         check_batch(batch)
         check_placed(state)
-        args = state, batch.chunks, np.int32(batch.num_microbatches)
+        # Of the keys, which follow a row's place among all, in the numbers of a device.
+        place = np.int32(batch.position.consumed_samples % 2**31)
+        args = state, batch.chunks, np.int32(batch.num_microbatches), place
         # The rows that are left over are on every device, as if the mesh had no axes
         # for rows; see `batches`.
         sharding = jax.tree.leaves(batch.chunks)[0].sharding
@@ -118,8 +123,7 @@ class EvalStep:
         if self._checks_loss:
             from rampup.checks.loss import warn_of_loss
 
-            parts = batch.num_microbatches * self._axes.num_replicas(self._mesh)
-            warn_of_loss(self._loss, state, batch, parts)
+            warn_of_loss(self._loss, state, batch)
             self._checks_loss = False
         return run(*args)
 
@@ -149,10 +153,15 @@ class EvalStep:
             )
         from rampup.data.batches import eval_batches
 
-        return eval_batches(
+        place = 0
+        for batch in eval_batches(
             source,
             batch_size,
             self._mesh,
             batch_axes=self._axes,
             whole_batch=self._loss.whole_batch,
-        )
+        ):
+            # The batches that are left over have plans of their own.
+            position = dataclasses.replace(batch.position, consumed_samples=place)
+            place += position.split.global_batch_size
+            yield batch._replace(position=position)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from rampup.engine.contract import LossFn, check_signature, unpack_results
 from rampup.engine.mesh import BatchAxes
-from rampup.engine.state import TrainState, create_state
+from rampup.engine.state import TrainState, check_kept, create_state
 from rampup.engine.sums import differing_leaves
 from rampup.errors import ConfigError, a_type
 
@@ -170,6 +170,8 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
         1.0
     """
     trees = [tree for tree in (state.params, state.mutable) if tree is not None]
+    for leaf in jax.tree.leaves(trees):
+        check_kept("state", leaf)
     own = nnx.state(model)
     for tree in trees:
         for name, there, here in differing_leaves(own, tree, np.shape):

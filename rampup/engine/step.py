@@ -368,9 +368,7 @@ class TrainStep:
             # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
-            most = max(self.plan.max_microbatches.values())
-            parts = most * self._axes.num_replicas(self._mesh)
-            warn_of_loss(self._update.loss, state, batch, parts)
+            warn_of_loss(self._update.loss, state, batch)
         self._checks_loss = False
         # Before the run, which takes the memory of the state.
         self._trace_next_phases(batch, state)

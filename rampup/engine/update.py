@@ -277,13 +277,15 @@ def eval_sums(
     state: Any,
     chunks: tuple[Any, ...],
     num_microbatches: jax.Array,
+    first_row: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of losses and weights over the first microbatches of a batch; a
-    program of `EvalStep`.
+    """Return the sums of losses and weights over the first microbatches of a batch that
+    starts at a row; a program of `EvalStep`.
     """
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
-    keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
+    numbers = _row_numbers(batch_KR, first_row)
+    keys_KR = per_row_keys(random_key(0), jnp.int32(0), numbers)
     rows, recipe = (batch_KR, keys_KR), Recipe(mutable=carried(state))
     own, counts = _bind_frozen(loss, state), (num_microbatches, 1)
     sums = own.sums(state.params, rows, counts, recipe, mesh)

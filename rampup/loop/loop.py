@@ -110,8 +110,8 @@ class EvalOptions:
     """When a run evaluates, and how.
 
     Attributes:
-        evaluate: called with a state; returns its metrics, numbers by name. One of them
-            is `eval_loss`.
+        evaluate: called with a state; returns its metrics, numbers by name. The summary
+            has the one that is called `eval_loss`.
         eval_interval: steps between evaluations; the last step is always evaluated.
         at_start: also evaluate the state of step 0, as step -1.
 
@@ -231,7 +231,7 @@ class Loop:
                 key="batches",
             )
         own = getattr(self.step, "plan", self.plan)
-        if own.ramp != self.plan.ramp:
+        if own.ramp != self.plan.ramp or own.total_steps != self.plan.total_steps:
             raise ConfigError(
                 "step follows another plan than the loop",
                 fix="make both with the same: train_step(loss_fn, tx, plan, mesh) and"

@@ -877,9 +877,9 @@ def test_an_evaluation_warns_with_its_first_batch(mesh_name, monkeypatch):
         evaluated(jnp.sum)
 
 
-def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
-    """With one microbatch per step on one replica, only what is wrong even then is
-    warned of.
+def test_rows_that_interact_are_warned_of_where_no_batch_is_split(monkeypatch):
+    """With one microbatch per step on one replica too: the same run on other devices,
+    or in microbatches, would train otherwise. With whole batches nothing is said.
     """
     monkeypatch.setattr("rampup.checks.loss.MAX_NUMBERS", 20_000_000)
     shapes = {"schedule": "0:16 64:32", "rampup_microbatch": "per_phase"}
@@ -887,16 +887,16 @@ def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
     def centered(p, b, k):
         return toy(jnp.sum)(p, b | {"x": b["x"] - b["x"].mean(0)}, k)
 
+    for options in ({}, shapes, {"microbatch_size": 8}):
+        with pytest.warns(rampup.errors.LossWarning, match="interacting rows"):
+            train(*start("one", centered, **options), steps=1)
+    _, state = start("one")
+    evaluate = rampup.EvalStep(centered, mesh_of("one"))
+    with pytest.warns(rampup.errors.LossWarning, match="interacting rows"):
+        evaluate(state, next(evaluate.batches(rows(16), 16)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(*start("one", centered), steps=1)
-        train(*start("one", centered, **shapes), steps=1)
-    for loss, options in (
-        (toy(jnp.mean), {}),
-        (centered, {"microbatch_size": 8}),
-    ):
-        with pytest.warns(rampup.errors.LossWarning):
-            train(*start("one", loss, **options), steps=1)
+        train(*start("one", centered, whole_batch=True), steps=1)
 
 
 def test_large_models_whole_batches_and_resumed_runs_are_not_checked(monkeypatch):
@@ -1075,7 +1075,7 @@ def test_a_large_state_is_not_copied_unasked(monkeypatch):
         state = rampup.create_state(
             {"w": np.zeros(4, np.float32)}, optax.sgd(0.1), mesh, **fields
         )
-        rampup.checks.loss.warn_of_loss(None, state, None, 2)
+        rampup.checks.loss.warn_of_loss(None, state, None)
 
 
 def test_a_donated_state_is_refused_in_words():

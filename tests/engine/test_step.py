@@ -427,6 +427,28 @@ def test_loss_with_the_methods_of_a_summable_loss_is_told_to_be_one():
         toy.start(loss=Own())
 
 
+@pytest.mark.parametrize("mesh_name", ["one", "data", "data_fsdp_tensor"])
+def test_the_keys_of_an_evaluation_follow_the_place_of_a_row(mesh_name):
+    """However the rows are cut: what is left over has keys of its own, too."""
+    mesh, number = toy.mesh_of(mesh_name), 43
+
+    def loss(params, batch, keys):
+        noise = jax.vmap(jax.random.normal)(keys)
+        return params * jnp.sum(noise), len(keys), {}
+
+    evaluate = rampup.EvalStep(loss, mesh)
+    state = rampup.create_state(jnp.float32(1), optax.sgd(0.1), mesh)
+    found = []
+    for size in (8, 16, 40):
+        batches = list(evaluate.batches(toy.rows(number), size))
+        sums = jax.device_get([evaluate(state, batch) for batch in batches])
+        found.append(np.sum(sums, axis=0))
+        firsts = [int(np.ravel(batch.chunks[0]["id"])[0]) for batch in batches]
+        assert [batch.position.consumed_samples for batch in batches] == firsts
+    np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=1e-5)
+    assert len({float(loss) for loss, _ in sums}) == len(sums)
+
+
 @pytest.mark.parametrize("mesh_name", ["data", "one"])
 def test_state_of_another_mesh_is_refused(mesh_name):
     """A state on a part of the devices, or on more, is named."""

@@ -297,10 +297,11 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
 
 def test_a_run_that_is_longer_than_its_plan_is_finished(parts, tmp_path):
     """Nothing is trained, and the state is that of the last checkpoint."""
-    mesh, _, step = parts
+    mesh, _, _ = parts
     run(parts, tmp_path, stop_after=4)
     shorter = toy.plan_for(mesh, steps=3)
-    done, ids = run((mesh, shorter, step), tmp_path)
+    own = train_step(toy.loss_fn, optax.adamw(1e-2), shorter, mesh, seed=3)
+    done, ids = run((mesh, shorter, own), tmp_path)
     assert (done.steps, done.resumed_from, done.interrupted, ids) == (5, 5, False, [])
 
 

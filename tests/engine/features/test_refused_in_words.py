@@ -209,6 +209,21 @@ def test_arguments_of_another_kind_are_named():
         rampup.Config({"steps": 3})
 
 
+def test_merging_a_donated_state_names_the_step():
+    """As a step that is given it does."""
+    mesh, model = mesh_of("one"), Scale()
+    state, loss = rampup.split_model(model, scaled, optax.sgd(0.1), mesh)
+    step = make_step(loss, optax.sgd(0.1), plan_for(mesh), mesh)
+    step(state, next(step.batches(rows())))
+    with pytest.raises(ConfigError, match="was donated to an earlier step"):
+        rampup.merge_model(model, state)
+
+
+def scaled(model, batch, keys):
+    """The sum of squares of the rows times the number of a `Scale`."""
+    return jnp.sum((batch["x"] * model.w) ** 2), len(keys), {}
+
+
 def test_evaluation_of_a_pipeline_names_the_batches_that_it_takes():
     """Rows are not cut for stages; the batches of a plan are evaluated."""
     mesh = rampup.make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
@@ -221,7 +236,7 @@ def test_evaluation_of_a_pipeline_names_the_batches_that_it_takes():
     params = {"layers": np.full(2, 3, np.float32)}
     state = rampup.create_state(params, optax.sgd(0.1), mesh)
     with pytest.raises(ConfigError, match=r"pipeline stages; take step_batches\("):
-        evaluate.batches(rows(), 8)
+        next(evaluate.batches(rows(), 8))
     batch = next(rampup.step_batches(rows(), plan, mesh))
     total = 9 * np.sum([row["x"] for row in rows(8)])
     np.testing.assert_allclose(evaluate(state, batch)[0], total, rtol=1e-5)
