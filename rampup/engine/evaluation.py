@@ -94,7 +94,7 @@ class EvalStep:
         """
         check_batch(batch)
         check_placed(state)
-        # Of the keys, which follow a row's place among all, in the numbers of a device.
+        # The keys of a row follow its place among all rows, which is an int32 here.
         place = np.int32(batch.position.consumed_samples % 2**31)
         args = state, batch.chunks, np.int32(batch.num_microbatches), place
         # The rows that are left over are on every device, as if the mesh had no axes
