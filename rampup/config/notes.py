@@ -76,6 +76,9 @@ def _device_notes(config: Config, plan: RampPlan) -> Iterator[str]:
     own, number = config.num_devices, plan.num_devices
     if own in (AUTO, number) or config.batch_size_schedule is not None:
         return
+    factor = config.per_device_batch_size * config.gradient_accumulation_steps
+    if plan.ramp.sizes[-1] != number * factor:
+        return  # a run that goes on keeps its batches
     ends = dict.fromkeys((plan.ramp.sizes[0], plan.ramp.sizes[-1]))
     here = " to ".join(f"{size:,}" for size in ends)
     there = " to ".join(

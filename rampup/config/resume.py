@@ -31,6 +31,7 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
     return {
         "ramp_keys": ramp_keys(config),
         "num_devices": plan.num_devices,
+        "reference_size": plan.reference_size,
         "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
         "eval_global_batch_size": plan.eval_global_batch_size,
         **({} if plan.seesaw is None else {"seesaw": plan.seesaw.to_dict()}),
@@ -49,8 +50,27 @@ def plan_to_resume(
     Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError
     gives the nearest numbers of devices that can split them. For another ramp,
     `on_plan_change` decides. Phases that the run has left need no split: a run whose
-    batch has grown goes on with more devices.
+    batch has grown goes on with more devices. The batch for which the rates are given
+    stays.
     """
+    plan = _plan_of_ramp(config, num_devices, record)
+    was, now = record.get("reference_size"), plan.reference_size
+    if config.batch_scaling != "none" and was not in (None, now):
+        raise ResumeMismatchError(
+            f"learning_rate is that of a batch of {was:,} samples in the checkpoint and"
+            f" of {now:,} here, so that batch_scaling={config.batch_scaling} would"
+            " change the rate of every batch",
+            fix=f"set batch_scaling_reference={was} to keep the rates",
+            key="batch_scaling_reference",
+            nearest=(was,),
+        )
+    return plan
+
+
+def _plan_of_ramp(
+    config: Config, num_devices: int, record: Mapping[str, Any]
+) -> RampPlan:
+    """Return the plan of a resumed run, or refuse its ramp; see `plan_to_resume`."""
     before = BatchRamp.from_rows(record["ramp"]).resumed_at(record["step"])
     now = ramp_keys(config)
     old: dict[str, str | None] = record["ramp_keys"]

@@ -263,8 +263,8 @@ def _sum_of_replica(
             raise ConfigError(
                 "the loss reads none of its parameters, so that nothing would be"
                 " trained",
-                fix="compute with the parameters, or the model, that it is given, and"
-                " not with those of a model from outside",
+                fix="compute loss_sum, the first result, with the parameters, or the"
+                " model, that it is given, and not with those of a model from outside",
                 key="loss_fn",
             )
         if has_one:

@@ -32,9 +32,9 @@ def jaxprs(value: Any) -> Iterator[Jaxpr]:
 
 
 def reads(traced: ClosedJaxpr) -> list[bool]:
-    """Return which arguments of a traced function its results depend on."""
+    """Return which arguments of a traced function its first result depends on."""
     jaxpr = traced.jaxpr
-    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    return dce_jaxpr(jaxpr, [True, *[False] * (len(jaxpr.outvars) - 1)])[1]
 
 
 def needing_whole_operands(value: Any) -> Iterator[Any]:

@@ -422,8 +422,8 @@ class TrainStep:
         batched: bool = False,
         drop_remainder: bool = False,
     ) -> Iterator[Batch]:
-        """Yield the batch of every step from rows that come one after another, from
-        those of `start`.
+        """Yield the batch of every step from rows that come one after another, of which
+        the first is that of `start`: nothing is skipped.
 
         Args:
             source: the rows; see `stream_batches`.

@@ -27,7 +27,9 @@ from rampup.plan.numbers import AUTO
 
 # What the learning rate at a step follows from, and the length of a run or rollout.
 RATE_KEYS = {
-    name for name, key in Config.keys().items() if key.section == "Learning rate"
+    name
+    for name, key in Config.keys().items()
+    if key.section == "Learning rate" or key.ramp
 }
 LENGTH_KEYS = {*BUDGET_KEYS, "num_batches"}
 
@@ -76,8 +78,9 @@ def run_folder(base: str, name: str) -> Path:
     new and named after the time.
     """
     # Down to microseconds, so that two runs that start together have two folders.
-    new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S-%f")
-    folder = as_path(base) / (name or new)
+    folder = as_path(base) / (
+        name or datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S-%f")
+    )
     try:
         folder.mkdir(parents=True, exist_ok=bool(name))
     except OSError as error:
@@ -103,8 +106,7 @@ def keep_config(config: Any, folder: Path, start: int, on_event: OnEvent) -> Non
         names = RATE_KEYS
         if getattr(config, "learning_rate_schedule_steps", AUTO) == AUTO:
             names = RATE_KEYS | LENGTH_KEYS
-        changed = changed_keys(config, file.read_text(encoding="utf-8"), names)
-        if changed:
+        if changed := changed_keys(config, file.read_text(encoding="utf-8"), names):
             on_event(LearningRateChanged(step=start - 1, keys=tuple(changed)))
     text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
     write_whole(file, text.encode())

@@ -274,9 +274,10 @@ class TrainProgress:
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged():
                 self._console.print(
-                    "note: keys of the learning rate have changed since step"
+                    "note: keys that the learning rate follows have changed since step"
                     f" {event.step:,}: {', '.join(event.keys)};"
-                    " learning_rate_schedule_steps keeps the length of a schedule",
+                    " learning_rate_schedule_steps keeps the steps of a schedule, and"
+                    " train_samples its samples",
                     style="yellow",
                 )
 

@@ -401,6 +401,39 @@ def test_continue_by_samples_looks_sizes_up_by_samples(step):
         consumed += ramp.global_batch_size_at(later)
 
 
+@pytest.mark.parametrize("schedule", ["0:16 160:32", "0:16 160:32 640:64 900:128"])
+def test_a_continued_ramp_keeps_the_batch_of_its_rates(schedule):
+    """With a `batch_scaling`, another last batch is refused until the old one is named;
+    the rate of every batch is then that of before.
+    """
+    keys = {"batch_size_schedule": "0:16 160:32 640:64", "batch_scaling": "sqrt"}
+    config = Config(**keys, steps=60)
+    record = written(config, 2, 24)
+    changed = keys | {
+        "batch_size_schedule": schedule,
+        "on_plan_change": "continue_by_samples",
+    }
+    with pytest.raises(
+        ResumeMismatchError, match="set batch_scaling_reference=64 to keep the rates"
+    ) as caught:
+        plan_to_resume(Config(**changed, steps=60), 2, record)
+    assert (caught.value.key, caught.value.nearest) == (
+        "batch_scaling_reference",
+        (64,),
+    )
+    named = Config(**changed, steps=60, batch_scaling_reference=64)
+    plan = plan_to_resume(named, 2, record)
+    before = build_plan(config, 2)
+    assert plan.segment_at(23).scale == before.segment_at(23).scale
+    # Named or not, it is the reference of the same ramp; without scaling, of nothing.
+    plan_to_resume(Config(**keys, steps=60, batch_scaling_reference=64), 2, record)
+    plan_to_resume(Config(**(changed | {"batch_scaling": "none"})), 2, record)
+    again = recorded(named, plan, 30)
+    with pytest.raises(ResumeMismatchError, match="batch_scaling_reference=64"):
+        plan_to_resume(Config(**changed, steps=60), 2, again)
+    plan_to_resume(named, 2, again)
+
+
 def test_plan_to_resume_keeps_a_continued_ramp():
     """If the keys have not changed since, the recorded ramp is used, including its
     past.

@@ -67,6 +67,9 @@ def test_notes_say_that_a_batch_follows_the_devices():
         " num_devices=16 of the configuration"
     ) in said
     assert "per device" not in "\n".join(plan_notes(config, build_plan(config, 16)))
+    # A run that goes on keeps its batches: nothing follows the devices.
+    kept = build_plan(config, 8, ramp=build_plan(config, 16).ramp)
+    assert "per device" not in "\n".join(plan_notes(config, kept))
     constant = {"per_device_batch_size": 4, "num_devices": 8}
     assert "16 samples on 4 devices, and 32 on" in notes_of(devices=4, **constant)
     assert "per device" not in notes_of(devices=4, num_devices=8, **SCHEDULE)

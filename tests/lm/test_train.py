@@ -96,6 +96,17 @@ def test_another_learning_rate_at_a_resume_names_its_keys(tmp_path):
     ]
 
 
+def test_another_ramp_at_a_resume_is_named_as_the_rate_follows_it(tmp_path):
+    """A schedule of some steps is as long as their samples."""
+    found = []
+    before = config(tmp_path, batch_size_schedule="0:16 64:32")
+    after = config(tmp_path, batch_size_schedule="0:16 64:64")
+    for each in (before, after):
+        keep_config(each, tmp_path, 5, found.append)
+    (said,) = found
+    assert said.keys == ('batch_size_schedule: "0:16 64:32" -> "0:16 64:64"',)
+
+
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
     """A run of 40 steps through the ramp: its folder and its summary."""
@@ -441,12 +452,12 @@ def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
     rows = phase_hyperparameters(config(tmp_path, FOLLOWS), plan)
     for phase, row in zip(plan.ramp.phases, rows, strict=True):
         assert found[phase.start_step] == row["learning_rate"]
-    for key, value in (
-        ("batch_scaling", "sqrt"),
-        ("adam_b2_floor", 0.5),
-        ("batch_scaling_reference", 16),
+    for key, value, words in (
+        ("batch_scaling", "sqrt", "batch_scaling: .* in the checkpoint"),
+        ("adam_b2_floor", 0.5, "adam_b2_floor: .* in the checkpoint"),
+        ("batch_scaling_reference", 16, "set batch_scaling_reference=32 to keep the"),
     ):
-        with pytest.raises(ResumeMismatchError, match=f"{key}: .* in the checkpoint"):
+        with pytest.raises(ResumeMismatchError, match=words):
             train(config(tmp_path / "stopped", FOLLOWS, **{key: value}))
     with pytest.raises(ResumeMismatchError, match="train_samples: 400 -> 500"):
         train(config(tmp_path / "stopped", FOLLOWS, train_samples=500))

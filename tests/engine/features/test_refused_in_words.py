@@ -281,6 +281,18 @@ def test_a_loss_of_a_model_from_outside_is_refused():
         step(state, next(step.batches(rows())))
 
 
+def test_a_loss_and_its_weight_in_the_wrong_order_are_refused():
+    """The first result is then a number of rows, which no parameter changes."""
+
+    def swapped(params, batch, keys):
+        loss, weight, aux = loss_fn(params, batch, keys)
+        return jnp.float32(weight), loss, aux
+
+    step, state = start("one", swapped)
+    with pytest.raises(ConfigError, match="compute loss_sum, the first result"):
+        step(state, next(step.batches(rows())))
+
+
 def test_a_loss_whose_gradient_is_zero_trains():
     """It reads its parameters, as a hinge does where it is flat."""
     step, state = start(
