@@ -21,6 +21,7 @@ import numpy as np
 
 from rampup.checks.trials import (
     KEY_SETS,
+    ROWS,
     R,
     SingleRowError,
     Trials,
@@ -319,7 +320,7 @@ class _Hints:
         orders: tuple[TrialSums, ...],
     ) -> None:
         self._trials, (self._first, self._ordered) = trials, orders
-        self._equal = [trials.run((n,) * R, (0,) * R) for n in (0, R - 1)]
+        self._equal = [trials.run((n,) * R, (0,) * R) for n in ROWS]
         self._wrong_alike = rounding.wrong(trials.run(keys=(0,) * R))
         # Other keys for all rows but the first, and but the last.
         keys = (0, R, R + 1, R + 2), (R, R + 1, R + 2, R - 1)

@@ -676,6 +676,19 @@ def test_a_loss_that_depends_on_the_split_is_reported_by_its_kind(kind, name):
     assert named in str(report)
 
 
+@pytest.mark.parametrize("right", range(4))
+def test_the_mean_of_what_is_0_for_most_rows_is_called_a_mean(right):
+    """Whichever row has something to count, such as an accuracy."""
+    rows = {"x": np.arange(4.0), "hit": np.arange(4) == right}
+
+    def loss(params, batch, keys):
+        errors = (params - batch["x"]) ** 2
+        return errors.sum(), errors.size, {"accuracy": batch["hit"].mean()}
+
+    report = rampup.check_loss(loss, jnp.float32(0), rows)
+    assert [problem.kind for problem in report.problems] == ["mean"]
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])
 def test_what_is_not_finite_is_no_sum_over_rows(number):
     """What is finite neither together nor alone cannot be compared, and says so in the
