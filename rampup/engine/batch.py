@@ -141,7 +141,8 @@ def put_batch(
     """
     name_row = name_row or f"row {{:,}} of step {position.step:,}".format
     arrays = []
-    for path, leaf in jax.tree.leaves_with_path(batch_nR):
+    leaves, structure = jax.tree.flatten_with_path(batch_nR)
+    for path, leaf in leaves:
         try:
             arrays.append(_for_devices(np.asarray(leaf), name_row))
         except DataError as error:
@@ -157,7 +158,6 @@ def put_batch(
         [_global_array(x[first : first + C], layout, sharding, local) for x in arrays]
         for first in firsts
     ]
-    structure = jax.tree.structure(batch_nR)
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
 
 
@@ -238,6 +238,9 @@ def _global_array(
         return part_CR[:, first : first + stop - start]
 
     # Not by `jax.device_put`, which takes two to three times as long for a small array.
+    # With all rows here, an index is that of the array itself.
     return jax.make_array_from_callback(
-        (part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard
+        (part_CR.shape[0], num_rows, *part_CR.shape[2:]),
+        sharding,
+        part_CR.__getitem__ if len(local) == num_rows else shard,
     )
