@@ -645,17 +645,20 @@ def stream_batches(
         split = position.split
         in_microbatch = process_rows(mesh, split.num_rows, options.batch_axes)
         needed = split.num_microbatches * len(in_microbatch)
-        name = f"row {{:,}} of step {number:,}".format
         found = problem = None
         try:
-            found = types.cast(rows.take(needed, number), name, mesh)
+            found = types.cast(
+                rows.take(needed, number),
+                f"row {{:,}} of step {number:,}".format,
+                mesh,
+            )
         except DataError as error:
             problem = error
         # No process begins a step for which another one has no rows.
         if is_shared:
             words = f"process {jax.process_index()}: {problem}"
-            told = [isinstance(problem, DataEndedError), words]
-            heard = first_problem(json.dumps(told) if problem else "")
+            told = json.dumps([isinstance(problem, DataEndedError), words])
+            heard = first_problem(told if problem else "")
             if heard and problem is None:
                 has_ended, words = json.loads(heard)
                 problem = (DataEndedError if has_ended else DataError)(words)
@@ -701,8 +704,11 @@ class _Stream:
             while self.count < needed:
                 self._read(needed)
         what = "batch" if self.batched else "row"
-        name = f"{what} {{}} of step {step:,}".format
-        ready = stack_rows(self.pending, name, batched=self.batched)
+        ready = stack_rows(
+            self.pending,
+            f"{what} {{}} of step {step:,}".format,
+            batched=self.batched,
+        )
         # What the next step begins with: the rest of a batch that two steps share.
         rest = jax.tree.map(lambda x: x[needed:], ready)
         self.count -= needed

@@ -266,14 +266,16 @@ class Loop:
                 `train`.
         """
         with self._owned():
-            saved = find_checkpoint(self.folder / CHECKPOINT_FOLDER)
-            return self.train(*self.restore(state, saved), should_stop=should_stop)
+            return self.train(
+                *self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)),
+                should_stop=should_stop,
+            )
 
     @contextlib.contextmanager
     def _owned(self) -> Iterator[None]:
         """Own the folder; a process that fails does not wait for the others."""
-        shared = bool(self.checkpoints.checkpoint_period)
-        with leaving_on_error(), own_run(self.folder, shared=shared):
+        is_saved = bool(self.checkpoints.checkpoint_period)
+        with leaving_on_error(), own_run(self.folder, shared=is_saved):
             yield
 
     def restore(self, state: Any, saved: SavedCheckpoint | None) -> tuple[Any, int]:
@@ -309,8 +311,9 @@ class Loop:
         with Checkpoints(
             self.folder / CHECKPOINT_FOLDER, self.checkpoints
         ) as checkpoints:
-            restored = checkpoints.restore(saved, state, self._report)
-        return self.checkpoints.from_saved(restored), saved.step
+            return self.checkpoints.from_saved(
+                checkpoints.restore(saved, state, self._report)
+            ), saved.step
 
     def _ended_at(self, saved: int) -> str:
         """Return the step after which the data ended, if the plan goes beyond it, or
@@ -385,12 +388,11 @@ class Loop:
                 write_whole(self.folder / ENDED_FILE, f"{line}\n".encode())
             # A checkpoint needs all processes, and a row that one cannot read may be no
             # problem for the others.
-            can_save = failure is None or jax.process_count() == 1
             if (
                 interrupted
                 and self.checkpoints.checkpoint_period
                 and done > start
-                and can_save
+                and (failure is None or jax.process_count() == 1)
             ):
                 self._save(checkpoints, plan, done, state, metrics)
             checkpoints.wait()
@@ -448,13 +450,15 @@ class Loop:
             try:
                 if done == 0 and self.evaluation and self.evaluation.at_start:
                     self._evaluate(plan, 0, state, metrics)
-                # A run that went further than its plan has no batches left.
-                found = batches(min(done, plan.total_steps))
+                # A run that is finished is compared too, with its last batch.
+                found = batches(min(done, plan.total_steps - 1))
                 for number, batch in enumerate(found):
                     if number == 0 and (period or start) and plan is self.plan:
                         for component in self.components:
                             if isinstance(component, SameRun):
                                 component.check(found, state, batch)
+                    if done >= plan.total_steps:
+                        break
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(should_stop(), batch.position.step):
                         self._report(events.RunStopping(step=done))
