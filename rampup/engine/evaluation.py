@@ -31,10 +31,13 @@ class EvalStep:
     """A compiled evaluation step: sums loss and weight over a batch. It takes the same
     loss function as `train_step`.
 
+    The loss of an NNX model that `split_model` returns has the mode of that call: split the
+    model again after `model.eval()`.
+
     Args:
         loss_fn, mesh, reduce_once: see `train_step`. An `AccumulatedLoss` chooses the
-            axes of the rows, or sees whole batches, which are then one microbatch.
-            The keys of a row follow its place among all rows that are evaluated, and are
+            axes of the rows, or sees whole batches, which are then one microbatch. The
+            keys of a row follow its place among all rows that are evaluated, and are
             the same every time.
         check_loss: warn with the first batch of a loss that is not a sum over rows, as
             `train_step` does: a mean would be added up as if it were one.
