@@ -354,14 +354,14 @@ class BatchLoader:
         threads, which read whole steps, or here too if they are few and in memory.
         `_put` makes microbatches of them.
         """
-        first = self.read_step(steps[0])
+        first, later = self.read_step(steps[0]), steps[1:]
         check_repeatable(self.source, first.numbers, first.rows)
         yield first
         size = sum(x.nbytes for x in jax.tree.leaves(first.rows))
         if getattr(self.source, "are_stored", False) and size <= INLINE_BYTES:
-            yield from map(self.read_step, steps[1:])
+            yield from map(self.read_step, later)
             return
-        if len(steps) == 1:
+        if not later:
             return
         # One thread also reads the rows in their order.
         most = self.options.num_threads
@@ -369,8 +369,8 @@ class BatchLoader:
             num_threads=most if is_thread_safe(self.source) else min(most, 1),
             prefetch_buffer_size=self.options.read_ahead,
         )
-        later = grain.MapDataset.range(steps.start + 1, steps.stop).map(self.read_step)
-        yield from later.to_iter_dataset(threads)
+        rows = grain.MapDataset.range(later.start, later.stop).map(self.read_step)
+        yield from rows.to_iter_dataset(threads)
 
     def _put(self, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices."""
@@ -555,9 +555,8 @@ def eval_batches(
             data_parallel_size=part_axes.num_shards(mesh),
             microbatch_size=1 if part_axes != axes and not whole_batch else AUTO,
         )
-        part = RowRange(rows, first, len(rows))
         yield from BatchLoader(
-            source=part,
+            source=RowRange(rows, first, len(rows)),
             plan=RampPlan(
                 ramp=BatchRamp.constant(size),
                 splitter=splitter,
@@ -565,7 +564,7 @@ def eval_batches(
                 total_steps=number,
             ),
             mesh=mesh,
-            order=SampleOrder(len(part), seed=None),
+            order=SampleOrder(size * number, seed=None),
             options=BatchOptions(batch_axes=part_axes),
             types=types,
         ).batches()

@@ -274,8 +274,8 @@ class Loop:
     @contextlib.contextmanager
     def _owned(self) -> Iterator[None]:
         """Own the folder; a process that fails does not wait for the others."""
-        is_saved = bool(self.checkpoints.checkpoint_period)
-        with leaving_on_error(), own_run(self.folder, shared=is_saved):
+        shared = bool(self.checkpoints.checkpoint_period)
+        with leaving_on_error(), own_run(self.folder, shared=shared):
             yield
 
     def restore(self, state: Any, saved: SavedCheckpoint | None) -> tuple[Any, int]:
@@ -450,14 +450,18 @@ class Loop:
             try:
                 if done == 0 and self.evaluation and self.evaluation.at_start:
                     self._evaluate(plan, 0, state, metrics)
-                # A run that is finished is compared too, with its last batch.
                 found = batches(min(done, plan.total_steps - 1))
-                for number, batch in enumerate(found):
-                    if number == 0 and (period or start) and plan is self.plan:
+                is_finished = done >= plan.total_steps
+                # A finished run is compared too, with its last batch, if its rows can
+                # be: others are not read or generated for that.
+                for batch in (
+                    found if not is_finished or hasattr(found, "identity") else ()
+                ):
+                    if done == start and (period or start):
                         for component in self.components:
                             if isinstance(component, SameRun):
                                 component.check(found, state, batch)
-                    if done >= plan.total_steps:
+                    if is_finished:
                         break
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(should_stop(), batch.position.step):

@@ -302,9 +302,7 @@ def test_a_run_that_is_longer_than_its_plan_is_finished(parts, tmp_path):
     shorter = toy.plan_for(mesh, steps=3)
     own = train_step(toy.loss_fn, optax.adamw(1e-2), shorter, mesh, seed=3)
     done, ids = run((mesh, shorter, own), tmp_path)
-    # Its last batch is read, to compare the rows with those of the checkpoint.
-    assert (done.steps, done.resumed_from, done.interrupted) == (5, 5, False)
-    assert [step for step, _ in ids] == [2]
+    assert (done.steps, done.resumed_from, done.interrupted, ids) == (5, 5, False, [])
 
 
 def test_an_argument_that_went_says_where_it_is(parts):

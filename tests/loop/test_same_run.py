@@ -92,8 +92,7 @@ def test_a_loop_whose_data_end_says_so_and_takes_no_row_twice(
     tmp_path, batches, period
 ):
     """The steps before the end are saved. Another start reads nothing, a plan of as
-    many steps is finished and reads one batch to compare its rows, and new rows go on
-    after the file is deleted.
+    many steps is finished, and new rows go on after the file is deleted.
     """
     with pytest.raises(DataEndedError, match="ended after"):
         run(tmp_path, batches, period=period)
@@ -102,9 +101,7 @@ def test_a_loop_whose_data_end_says_so_and_takes_no_row_twice(
     with pytest.raises(DataEndedError, match=rf"ended after step {done} of 10.*delete"):
         run(tmp_path, batches, period=period)
     summary, read = run(tmp_path, batches, steps=done)
-    assert (summary.steps, summary.interrupted) == (done, False)
-    assert (summary.resumed_from, summary.num_compilations) == (done, 0)
-    assert len(read) == 8
+    assert (summary.steps, summary.interrupted, read) == (done, False, [])
     (tmp_path / "data_ended.json").unlink()
     new = {"n": np.int32(99), "x": np.float32(1)}
     summary, read = run(
