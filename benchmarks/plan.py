@@ -41,7 +41,6 @@ from rampup.lm.transformer import LanguageModel
 from rampup.loop.events import RunPlanned
 from rampup.loop.loop import Loop
 from rampup.loop.metrics import MetricOptions
-from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.ramp_keys import RampupBatchManager
 from rampup.show.progress import TrainProgress
@@ -177,13 +176,11 @@ def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     step.
     """
     mesh = make_mesh(devices=jax.devices()[:1])
-    tiny, lengths = _Tiny(mesh), {"short": steps // 10, "long": steps + steps // 10}
+    lengths = {"short": steps // 10, "long": steps + steps // 10}
     runs: dict[str, Callable[[], Any]] = {"recipe": _recipe_step(mesh)}
     for length, number in lengths.items():
-        runs |= {
-            f"loop, {length}": partial(tiny.run_loop, number),
-            f"host, {length}": partial(tiny.run_host, number),
-        }
+        tiny = _Tiny(mesh, number)
+        runs |= {f"loop, {length}": tiny.run_loop, f"host, {length}": tiny.run_host}
     times = take_turns(runs, rounds=rounds)
     for case in ("loop", "host"):
         pairs = zip(
@@ -218,8 +215,9 @@ def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
 class _Tiny:
     """A training run with a model of three numbers, so that its time is the host's."""
 
-    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, mesh: jax.sharding.Mesh, steps: int) -> None:
         self._mesh, self._tx = mesh, optax.sgd(0.1)
+        self._plan = plan_for(BatchRamp.constant(8), steps)
         self._rows = [{"x": np.float32(n)} for n in range(64)]
 
         def loss(params: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
@@ -229,35 +227,32 @@ class _Tiny:
                 {},
             )
 
-        plan = plan_for(BatchRamp.constant(8), 1)
-        self._step = train_step(loss, self._tx, plan, mesh)
-        (self._batch,) = step_batches(self._rows, plan, mesh)
+        self._step = train_step(loss, self._tx, self._plan, mesh)
+        self._batch = next(step_batches(self._rows, self._plan, mesh))
         _, self._metrics = self._step(self._new_state(), self._batch)
 
     def _new_state(self) -> Any:
         return create_state({"w": np.zeros(3, np.float32)}, self._tx, self._mesh)
 
-    def run_loop(self, steps: int) -> None:
+    def run_loop(self) -> None:
         """Run the loop with batches and a step that cost nothing."""
-        plan = plan_for(BatchRamp.constant(8), steps)
         batches = (
-            Batch(plan.position(n), self._batch.chunks, self._batch.layout)
-            for n in range(steps)
+            Batch(self._plan.position(n), self._batch.chunks, self._batch.layout)
+            for n in range(self._plan.total_steps)
         )
-        self._through_loop(plan, _ConstantStep(self._metrics), lambda start: batches)
+        self._through_loop(_ConstantStep(self._metrics), lambda start: batches)
 
-    def run_host(self, steps: int) -> None:
+    def run_host(self) -> None:
         """Run the loop with real batches and the step."""
-        plan = plan_for(BatchRamp.constant(8), steps)
         self._through_loop(
-            plan,
             self._step,
-            lambda start: step_batches(self._rows, plan, self._mesh),
+            lambda start: step_batches(self._rows, self._plan, self._mesh),
         )
 
     def _through_loop(
-        self, plan: RampPlan, step: Any, batches: Callable[[int], Iterator[Batch]]
+        self, step: Any, batches: Callable[[int], Iterator[Batch]]
     ) -> None:
+        plan = self._plan
         with (
             tempfile.TemporaryDirectory(prefix="rampup-bench-") as folder,
             open(os.devnull, "w") as nowhere,
