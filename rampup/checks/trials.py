@@ -12,10 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.compile import compile_program
-from rampup.engine.contract import (
-    SummableLoss,
-    call_loss,
-)
+from rampup.engine.contract import SummableLoss, call_loss
 from rampup.engine.keys import random_key
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.operations import axes_of_collectives, operations

@@ -14,11 +14,7 @@ from fractions import Fraction
 
 from rampup.config.key import Settings
 from rampup.config.schema import Config, OptimizerKeys
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    raise_together,
-)
+from rampup.errors import BatchDivisibilityError, ConfigError, raise_together
 from rampup.plan.hyperparameters import (
     AdamConstants,
     AdamScaling,
@@ -30,10 +26,7 @@ from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.nearest import END, START, batch_error
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.numbers import AUTO, exact_fraction
-from rampup.plan.pipeline import (
-    DEFAULT_OVERHEAD_TOKENS,
-    pipeline_repeats,
-)
+from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_repeats
 from rampup.plan.plan import Growth, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.ramp_keys import (

@@ -15,13 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import (
-    Key,
-    Settings,
-    closest_keys,
-    keys_of_alias,
-    unknown_key,
-)
+from rampup.config.key import Key, Settings, closest_keys, keys_of_alias, unknown_key
 from rampup.config.schema import Config
 
 LINE_LENGTH = 118

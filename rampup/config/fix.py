@@ -20,12 +20,7 @@ from typing import Any
 
 from rampup.config.files import yaml_value
 from rampup.config.key import keys_of_alias
-from rampup.config.load import (
-    BASE,
-    find_config,
-    load_config,
-    locate_values,
-)
+from rampup.config.load import BASE, find_config, load_config, locate_values
 from rampup.config.rules import LINEAR
 from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import Located, parse_mapping, positions, read_text

@@ -12,11 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from rampup.config.draft import (
-    budget_samples,
-    global_batch_to_load,
-    hyperparameters,
-)
+from rampup.config.draft import budget_samples, global_batch_to_load, hyperparameters
 from rampup.config.schema import Config
 from rampup.plan.describe import advice, format_count
 from rampup.plan.hyperparameters import moment_lag_steps, warmup_steps

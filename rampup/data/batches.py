@@ -38,11 +38,7 @@ from rampup.data.sources import (
     reading,
 )
 from rampup.engine.arguments import BATCHED_GONE, gone
-from rampup.engine.batch import (
-    Batch,
-    in_microbatches,
-    put_batch,
-)
+from rampup.engine.batch import Batch, in_microbatches, put_batch
 from rampup.engine.mesh import (
     BatchAxes,
     auto_view,

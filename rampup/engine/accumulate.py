@@ -21,39 +21,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.arguments import OPTIONS_OF_LOSS_GONE, gone
-from rampup.engine.contract import (
-    Counts,
-    LossFn,
-    SummableLoss,
-    call_loss,
-)
+from rampup.engine.contract import Counts, LossFn, SummableLoss, call_loss
 from rampup.engine.explicit import (
     call_with_auto_axes,
     sees_explicit,
     with_explicit_axes,
 )
-from rampup.engine.mesh import (
-    STAGE,
-    BatchAxes,
-    auto_view,
-    constrain_leaves,
-    replicated,
-)
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, replicated
 from rampup.engine.operations import reads
 from rampup.engine.replicas import Replicas
-from rampup.engine.sums import (
-    Recipe,
-    Sums,
-    as_summed,
-    check_trained,
-    safe_reciprocal,
-)
+from rampup.engine.sums import Recipe, Sums, as_summed, check_trained, safe_reciprocal
 from rampup.engine.zero import is_scattered
-from rampup.errors import (
-    ConfigError,
-    PipelineShapeError,
-    a_type,
-)
+from rampup.errors import ConfigError, PipelineShapeError, a_type
 
 
 @dataclass(frozen=True, slots=True)

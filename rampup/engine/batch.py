@@ -61,11 +61,9 @@ def layout_of(
     )
 
 
-def row_size(rows: Any, num_axes: int = 0) -> int:
-    """Return how many numbers a row has, from arrays with `num_axes` axes before it.
-    Not bytes, which differ on the devices.
-    """
-    return sum(math.prod(np.shape(x)[num_axes:]) for x in jax.tree.leaves(rows))
+def row_size(row: Any) -> int:
+    """Return how many numbers a row has. Not bytes, which differ on the devices."""
+    return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(row))
 
 
 class Batch(NamedTuple):
@@ -149,7 +147,8 @@ def put_batch(
             raise DataError(
                 f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}"
             ) from None
-    layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
+    size = sum(math.prod(x.shape[2:]) for x in arrays)
+    layout = layout_of(plan, position.split, size, chunk_size=chunk_size)
     sharding = batch_sharding(mesh, leading=1, axes=batch_axes)
     local = process_rows(mesh, layout.num_rows, batch_axes)
     C = layout.chunk_size
@@ -195,7 +194,8 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
             f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it"
             " out of the rows"
         )
-    target = jax.dtypes.canonicalize_dtype(dtype)
+    # Only a type of 64 bits can have another one there.
+    target = dtype if dtype.itemsize < 8 else jax.dtypes.canonicalize_dtype(dtype)
     if target == dtype:
         return x_nR
     # Without x64, JAX would take the lower half of an integer of 64 bits, and infinity

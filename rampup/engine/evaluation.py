@@ -18,11 +18,7 @@ from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, sees_explicit, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_context, auto_view, replicated
-from rampup.engine.state import (
-    check_placed,
-    read_by_loss,
-    shardings_of,
-)
+from rampup.engine.state import check_placed, read_by_loss, shardings_of
 from rampup.engine.update import eval_sums
 from rampup.errors import ConfigError
 

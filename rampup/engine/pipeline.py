@@ -73,13 +73,7 @@ from rampup.engine.accumulate import take
 from rampup.engine.contract import Counts, SummableLoss, check_results
 from rampup.engine.mesh import STAGE, BatchAxes, mesh_in_context, replicated
 from rampup.engine.replicas import Replicas
-from rampup.engine.sums import (
-    Recipe,
-    Sums,
-    as_summed,
-    is_floating,
-    zeros_to_sum,
-)
+from rampup.engine.sums import Recipe, Sums, as_summed, is_floating, zeros_to_sum
 from rampup.errors import ConfigError, PipelineShapeError, a_type
 from rampup.plan.numbers import nearest_multiples
 from rampup.plan.pipeline import pass_ticks

@@ -19,6 +19,7 @@ from rampup.engine.mesh import auto_context, replicated
 from rampup.engine.optimizer import segment_numbers
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update
+from rampup.plan.learning_rate import ClockSegment
 
 # `Update.fused` or `Update.multi_steps`.
 Part = Callable[..., Any]
@@ -40,10 +41,8 @@ class Programs:
         self._update = update
         self._mesh = mesh
         self._donate = donate
-        # A number of microbatches or passes, or one of a segment: each would be copied
-        # to the devices in every step. By its type too, as 1 and 1.0 are equal.
-        put = functools.partial(_put_number, mesh)
-        self._put = functools.lru_cache(maxsize=None, typed=True)(put)
+        # Each number would be copied to the devices in every step.
+        self._numbers = functools.cache(functools.partial(_numbers, update.tx, mesh))
 
     def lower(self, part: Part, state: Any, *args: Any) -> Any:
         """Lower a program that maps a state, its `frozen` and further arguments to the
@@ -82,22 +81,26 @@ class Fused(Programs):
         """Compile the program of the batch's shape, and return what runs it."""
         position, layout = batch.position, batch.layout
         split = position.split
-        counts = (
-            np.int32(split.num_pipeline_microbatches),
-            np.int32(split.accumulation_steps),
-        )
+        counts = split.num_pipeline_microbatches, split.accumulation_steps
         # The loop ends before the chunks that the batch does not fill, so any will do.
         missing = layout.num_chunks - len(batch.chunks)
         chunks = batch.chunks + batch.chunks[:1] * missing
-        segment = segment_numbers(self._update.tx, position.segment)
-        args = chunks, *jax.tree.map(self._put, (counts, segment))
+        args = chunks, *self._numbers(counts, position.segment)
         run = self._get(layout.num_rows, Update.fused, state, *args)
         return lambda: run(state, *args)
 
 
-def _put_number(mesh: Mesh, number: np.number) -> jax.Array:
-    """Return a number on all devices."""
-    return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
+def _numbers(
+    tx: Any, mesh: Mesh, counts: tuple[int, int], segment: ClockSegment | None
+) -> Any:
+    """Return the numbers of microbatches and passes, and those of a segment, on all
+    devices.
+    """
+    everywhere = replicated(mesh)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback((), everywhere, lambda _: x),
+        (tuple(map(np.int32, counts)), segment_numbers(tx, segment)),
+    )
 
 
 class ByMicrobatch(Programs):

@@ -50,11 +50,7 @@ from rampup.engine.mesh import (
 )
 from rampup.engine.optimizer import segment_numbers
 from rampup.engine.programs import ByMicrobatch, Fused
-from rampup.engine.state import (
-    carried,
-    check_new_state,
-    check_step_number,
-)
+from rampup.engine.state import carried, check_new_state, check_step_number
 from rampup.engine.sums import is_floating
 from rampup.engine.update import Metrics, Update
 from rampup.errors import ConfigError, DataError, raise_together, warn

@@ -33,13 +33,7 @@ from rampup.engine.state import (
     replace_fields,
     split_frozen,
 )
-from rampup.engine.sums import (
-    Recipe,
-    Sums,
-    cast_like,
-    check_trained,
-    safe_reciprocal,
-)
+from rampup.engine.sums import Recipe, Sums, cast_like, check_trained, safe_reciprocal
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, a_type
 

@@ -15,13 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import (
-    STAGE,
-    BatchAxes,
-    axes_of,
-    axis_names,
-    spec_without,
-)
+from rampup.engine.mesh import STAGE, BatchAxes, axes_of, axis_names, spec_without
 
 
 def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:

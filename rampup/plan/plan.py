@@ -20,12 +20,7 @@ from rampup.errors import (
     combine,
 )
 from rampup.plan.describe import describe_plan
-from rampup.plan.learning_rate import (
-    ClockSegment,
-    RateRule,
-    Seesaw,
-    clock_segments,
-)
+from rampup.plan.learning_rate import ClockSegment, RateRule, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.nearest import batch_error
 from rampup.plan.numbers import AUTO, check_whole, nearest_multiples, plain_number

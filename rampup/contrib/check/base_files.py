@@ -14,12 +14,7 @@ from typing import Any
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, read_text
 from rampup.contrib.check.known import with_lines
-from rampup.contrib.check.launch import (
-    Launch,
-    Reading,
-    known_end,
-    program_of,
-)
+from rampup.contrib.check.launch import Launch, Reading, known_end, program_of
 from rampup.contrib.check.launchers import option
 from rampup.contrib.check.reading import Source, read_leaves, read_source
 from rampup.contrib.check.settings import Settings, rename, type_settings

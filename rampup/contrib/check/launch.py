@@ -10,17 +10,9 @@ from typing import Any
 
 from rampup.config.key import Key, Kind
 from rampup.config.yaml import Located, parse_scalar
-from rampup.contrib.check.known import (
-    KnownKeys,
-    Unread,
-    load_known_keys,
-    load_table,
-)
+from rampup.contrib.check.known import KnownKeys, Unread, load_known_keys, load_table
 from rampup.contrib.check.shell.script import Command
-from rampup.contrib.check.shell.values import (
-    show_unknown,
-    unknown_names,
-)
+from rampup.contrib.check.shell.values import show_unknown, unknown_names
 from rampup.errors import ConfigError
 
 

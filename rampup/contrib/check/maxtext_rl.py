@@ -12,13 +12,7 @@ from typing import Any
 from rampup.config.load import BASE
 from rampup.contrib.check.known import load_unread
 from rampup.contrib.check.launch import load_entries, load_launch
-from rampup.contrib.check.maxtext import (
-    BASES,
-    UNREAD,
-    known_keys,
-    old_keys,
-    read_chain,
-)
+from rampup.contrib.check.maxtext import BASES, UNREAD, known_keys, old_keys, read_chain
 from rampup.contrib.check.rollout import group_note
 from rampup.contrib.check.rules import Dialect, Ruling
 from rampup.contrib.check.settings import Settings

@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located
 from rampup.contrib.check.known import load_table, load_unread
-from rampup.contrib.check.launch import (
-    Launch,
-    load_entries,
-    load_launch,
-    parse_known,
-)
+from rampup.contrib.check.launch import Launch, load_entries, load_launch, parse_known
 from rampup.contrib.check.reading import Source, read_source
 from rampup.contrib.check.rules import (
     Dialect,
@@ -35,12 +30,7 @@ from rampup.contrib.check.rules import (
 from rampup.contrib.check.settings import Settings, rename, type_settings
 from rampup.contrib.check.shell.script import Command
 from rampup.contrib.check.shell.values import has_unknown
-from rampup.contrib.check.verdict import (
-    Term,
-    format_count,
-    product,
-    times,
-)
+from rampup.contrib.check.verdict import Term, format_count, product, times
 from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES, plain_number
 from rampup.plan.pipeline import bubble_fraction

@@ -24,11 +24,7 @@ from rampup.contrib.check.base_files import (
     start_hydra,
     type_above,
 )
-from rampup.contrib.check.known import (
-    load_table,
-    load_unread,
-    with_lines,
-)
+from rampup.contrib.check.known import load_table, load_unread, with_lines
 from rampup.contrib.check.launch import Launch, Reading, load_launch
 from rampup.contrib.check.reading import Source
 from rampup.contrib.check.rollout import (

@@ -22,13 +22,7 @@ from rampup.config.load import load_settings, names_in
 from rampup.config.rules import head_problems
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import ModelKeys
-from rampup.contrib.rl.plan import (
-    MAX_SAMPLES,
-    Experience,
-    RolloutPlan,
-    Size,
-    Training,
-)
+from rampup.contrib.rl.plan import MAX_SAMPLES, Experience, RolloutPlan, Size, Training
 from rampup.contrib.rl.schedule import RolloutSchedule
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.describe import format_count

@@ -28,11 +28,7 @@ from rampup.contrib.rl.experience import Tally, loss_rows
 from rampup.contrib.rl.generation import Sampling, pad_prompts
 from rampup.contrib.rl.noise import PromptNoiseAverages
 from rampup.contrib.rl.policy import in_replica, supervised_loss
-from rampup.contrib.rl.rollout import (
-    RolloutOptions,
-    RolloutState,
-    RolloutStep,
-)
+from rampup.contrib.rl.rollout import RolloutOptions, RolloutState, RolloutStep
 from rampup.contrib.rl.schedule import UpdatePosition
 from rampup.contrib.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 from rampup.engine.mesh import make_mesh, process_rows
@@ -41,12 +37,7 @@ from rampup.engine.processes import is_primary, wait_for_all
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ConfigError, raise_together
-from rampup.lm.load import (
-    ROLLOUT_RECORD,
-    LoadedRun,
-    check_identity,
-    named_checkpoint,
-)
+from rampup.lm.load import ROLLOUT_RECORD, LoadedRun, check_identity, named_checkpoint
 from rampup.lm.load import load as load_trained
 from rampup.lm.start import keep_config, run_in_folder
 from rampup.lm.train import loop_of, metric_writers
