@@ -39,12 +39,14 @@ from rampup.loop.run_folder import (
     DAMAGED_FOLDER,
     Record,
     absolute_path,
+    as_json,
     is_bucket,
     parse_json,
 )
 from rampup.plan.numbers import check_whole_or_none
 
 RECORD_VERSION = 2
+RESERVED = ("version", "step", "digest")  # entries of a record that are its own
 RECORD_FILE = "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
 # by Orbax; no part of the state
@@ -300,10 +302,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.wait()
         if step == self._saved:
             return False
-        # As it will be read: JSON has no tuples, and texts as keys.
-        content = json.loads(
-            json.dumps({"version": RECORD_VERSION, "step": step, **record})
-        )
+        content = as_json({**record, "version": RECORD_VERSION, "step": step})
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(_as_tree(state)),
             record=ocp.args.JsonSave({**content, "digest": _digest(content)}),

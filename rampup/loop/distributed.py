@@ -32,7 +32,7 @@ from rampup.errors import ConfigError
 from rampup.loop.launchers import find_launch, local_device_ids
 from rampup.loop.meeting import meet
 from rampup.loop.run_folder import Record
-from rampup.loop.same_run import describe_change
+from rampup.plan.describe import describe_change
 
 # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of
 # the devices of all

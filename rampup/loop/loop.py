@@ -38,6 +38,7 @@ from rampup.engine.processes import first_problem, is_primary
 from rampup.errors import ConfigError, DataEndedError, DataError, a_type
 from rampup.loop import events
 from rampup.loop.checkpoint import (
+    RESERVED,
     CheckpointOptions,
     Checkpoints,
     SavedCheckpoint,
@@ -51,6 +52,8 @@ from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
     EVAL_FILE,
     METRICS_FILE,
+    Record,
+    as_json,
     as_path,
     first_and_last_line,
     read_lines,
@@ -303,7 +306,7 @@ class Loop:
         check_same_run(
             saved.record,
             self.plan,
-            self.checkpoints.identity,
+            as_json(self.checkpoints.identity),
             f"the checkpoint of step {saved.step} in {self.folder}",
         )
         for component in self.components:
@@ -451,22 +454,29 @@ class Loop:
                 if done == 0 and self.evaluation and self.evaluation.at_start:
                     self._evaluate(plan, 0, state, metrics)
                 found = batches(min(done, plan.total_steps - 1))
-                is_finished = done >= plan.total_steps
+                rows = iter(found)
                 # A finished run is compared too, with its last batch, if its rows can
                 # be: others are not read or generated for that.
-                for batch in (
-                    found if not is_finished or hasattr(found, "identity") else ()
-                ):
-                    if done == start and (period or start):
-                        for component in self.components:
-                            if isinstance(component, SameRun):
-                                component.check(found, state, batch)
-                    if is_finished:
-                        break
-                    # All processes stop before the same step; one signal is enough.
-                    if stopping.agreed(should_stop(), batch.position.step):
+                if done >= plan.total_steps and hasattr(found, "identity"):
+                    self._compare(found, state, next(rows))
+                while done < plan.total_steps and next_plan is plan:
+                    # Before the batch is read: the place of an iterator, which a
+                    # component may save, is that of the steps done. All processes stop
+                    # before the same step; one signal is enough.
+                    if stopping.agreed(should_stop(), done):
                         self._report(events.RunStopping(step=done))
                         break
+                    batch = next(rows, None)
+                    if batch is None:
+                        raise DataEndedError(
+                            f"the batches ended after step {done} of"
+                            f" {plan.total_steps}",
+                            fix=f"give more rows, or a plan of total_steps={done}",
+                        )
+                    if done == start and (period or start):
+                        self._compare(found, state, batch)
+                        # What no checkpoint can have is refused before any work.
+                        self._record(plan)
                     # The step returns before the devices are done, so only a
                     # compilation takes long here.
                     waited = self.step.waited_seconds
@@ -482,23 +492,15 @@ class Loop:
                         self._flush(metrics)
                         for component in self.components:
                             next_plan = component.next_plan(next_plan)
-                    grows = next_plan is not plan
                     is_last = done == plan.total_steps
                     if self.evaluation and (
                         done % self.evaluation.eval_interval == 0 or is_last
                     ):
                         self._evaluate(plan, done, state, metrics)
-                    if period and (done % period == 0 or is_last or grows):
+                    if period and (
+                        done % period == 0 or is_last or next_plan is not plan
+                    ):
                         self._save(checkpoints, next_plan, done, state, metrics)
-                    if grows:
-                        break
-                else:
-                    if done < plan.total_steps:
-                        raise DataEndedError(
-                            f"the batches ended after step {done} of"
-                            f" {plan.total_steps}",
-                            fix=f"give more rows, or a plan of total_steps={done}",
-                        )
             except DataError as error:
                 return done, state, error, plan
             if next_plan is plan:
@@ -507,6 +509,12 @@ class Loop:
             self._report(events.BatchSizeChanged(step=done, plan=next_plan))
             plan = next_plan
             batches = functools.partial(self.batches, plan=plan)
+
+    def _compare(self, batches: Any, state: Any, batch: Any) -> None:
+        """Compare what is about to run with the checkpoint, if there is one."""
+        for component in self.components:
+            if isinstance(component, SameRun):
+                component.check(batches, state, batch)
 
     def _evaluate(
         self, plan: LoopPlan, done: int, state: Any, metrics: Metrics
@@ -541,17 +549,32 @@ class Loop:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all
         # steps before it.
         self._flush(metrics)
+        record = self._record(plan)
+        if checkpoints.save(done, self.checkpoints.to_saved(state), record):
+            self._report(events.CheckpointSaved(steps=done))
+        metrics.restart_clock()
+
+    def _record(self, plan: LoopPlan) -> Record:
+        """Return what a checkpoint has beside the state, or refuse what a resume could
+        not read back: two values of one name, or what JSON has not.
+        """
         record = {
             **self.checkpoints.identity,
+            **self.checkpoints.extra_metadata,
             RAMP_ROWS: plan.ramp.to_rows(),
             NUM_DEVICES: getattr(plan, NUM_DEVICES, None),
         }
         for component in self.components:
-            record |= component.state()
-        record |= self.checkpoints.extra_metadata
-        if checkpoints.save(done, self.checkpoints.to_saved(state), record):
-            self._report(events.CheckpointSaved(steps=done))
-        metrics.restart_clock()
+            own = component.state()
+            if taken := own.keys() & {*record, *RESERVED}:
+                raise ConfigError(
+                    f"the state of {a_type(component)} has the entry {min(taken)}, which"
+                    " another part of the run has in a checkpoint",
+                    fix="give it another name",
+                    key="components",
+                )
+            record |= own
+        return as_json(record)
 
     def _flush(self, metrics: Metrics) -> None:
         """Write all metrics, if the run is still that of this process."""

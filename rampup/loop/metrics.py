@@ -36,11 +36,11 @@ from rampup.loop.run_folder import (
     Record,
     StepLog,
     as_path,
-    describe_gaps,
     is_bucket,
     read_lines,
     writing,
 )
+from rampup.plan.describe import format_count
 from rampup.plan.numbers import check_whole, finite_or_none
 from rampup.plan.plan import PlanPosition
 
@@ -167,14 +167,21 @@ class Metrics:
         self._on_event = on_event = options.on_event
         # The steps that were skipped in a row, from those just before this launch on.
         self._skipped: list[int] = []
-        for line in read_lines(folder / METRICS_FILE):
-            if line["step"] < start:
-                self._add_skipped(line)
+        before = [
+            line for line in read_lines(folder / METRICS_FILE) if line["step"] < start
+        ]
+        for line in before:
+            self._add_skipped(line)
         self._waiting: deque[_Step] = deque()
         log = functools.partial(StepLog, writes=is_primary(), on_event=on_event)
         self._log = log(folder / METRICS_FILE, keep_below=start)
-        if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
-            on_event(StorageFailed(problem=problem))
+        if is_primary() and len(before) != start:
+            on_event(
+                StorageFailed(
+                    problem=f"{folder / METRICS_FILE} has {len(before)} lines of the"
+                    f" {format_count(start, 'step')} before this start"
+                )
+            )
         # An evaluation before step 0 has the number -1.
         self._eval_log = log(folder / EVAL_FILE, keep_below=start or -1)
         self._writers = options.writers(start) if is_primary() else ()
@@ -314,7 +321,8 @@ class Metrics:
             "loss": finite_or_none(values["loss"]),
         }
         if options.learning_rate is not None:
-            record["learning_rate"] = options.learning_rate(position.step)
+            # A schedule of Optax returns an array.
+            record["learning_rate"] = float(options.learning_rate(position.step))
         record |= {
             "step_seconds": round(step_seconds, 6),
             "tokens_per_second": round(

@@ -14,14 +14,12 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rampup.errors import ConfigError, StorageError
+from rampup.errors import ConfigError, StorageError, a_type
 from rampup.loop.events import OnEvent, StorageFailed, ignore_event
-from rampup.plan.describe import format_count
 
 CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
@@ -188,20 +186,6 @@ def describe_damage(path: Path) -> str:
     return ""
 
 
-def describe_gaps(path: Path, steps: int) -> str:
-    """Return that some of the first steps have no line in metrics.jsonl, or more than
-    one, as a sentence; "" if each has one.
-    """
-    count = Counter(line["step"] for line in read_lines(path))
-    wrong = [step for step in range(steps) if count[step] != 1]
-    if not wrong:
-        return ""
-    return (
-        f"{path} has {count[wrong[0]]} lines of step {wrong[0]}, and not one each of"
-        f" {format_count(len(wrong), 'step')} before this start"
-    )
-
-
 def _lines(path: Path) -> Iterator[Line]:
     """Yield each line, and its record, or None if it is not JSON with a step."""
     if path.is_dir():
@@ -231,6 +215,22 @@ def parse_json(content: str | bytes) -> Any:
         return json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def as_json(values: Record) -> dict[str, Any]:
+    """Return the values of a checkpoint as they will be read, such as lists for tuples,
+    or refuse what JSON has not.
+    """
+
+    def refuse(value: Any) -> None:
+        raise ConfigError(
+            f"a checkpoint takes JSON values, and not {a_type(value)}",
+            fix="let identity and components have numbers of Python, texts, lists and"
+            " dicts",
+            key="components",
+        )
+
+    return dict(json.loads(json.dumps(values, default=refuse)))
 
 
 def write_whole(file: Path, content: bytes) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import flax
@@ -23,7 +22,7 @@ from rampup.engine.processes import is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning, a_type, warn
 from rampup.loop.components import Component, LoopPlan, LoopStep
 from rampup.loop.run_folder import ANOTHER_FOLDER, Record
-from rampup.plan.describe import format_count
+from rampup.plan.describe import describe_change
 
 # Entries of a checkpoint's record, beside those of the identity.
 RAMP_ROWS = "ramp_rows"
@@ -147,24 +146,6 @@ def _refuse_differing(before: Record, now: Record, problem: str, fix: str) -> No
             )
         )
         raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=differing[0])
-
-
-def describe_change(
-    one: Any, other: Any, places: tuple[str, str], *, most: int
-) -> list[str]:
-    """Return how two values of a fact about a run differ; of the fingerprints of its
-    data, the first files that do.
-    """
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
-    found = []
-    for name in dict.fromkeys([*one, *other]):
-        before, now = (files.get(name, "no such file") for files in (one, other))
-        if before != now:
-            found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
-    more = len(found) - most
-    rest = [f"and {format_count(more, 'more file')}"] if more > 0 else []
-    return found[:most] + rest
 
 
 def _digest(jaxpr: Any) -> str:

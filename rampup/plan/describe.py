@@ -197,6 +197,24 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def describe_change(
+    one: Any, other: Any, places: tuple[str, str], *, most: int
+) -> list[str]:
+    """Return how two values of a fact about a run differ; of the fingerprints of its
+    data, the first files that do.
+    """
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
+    found = []
+    for name in dict.fromkeys([*one, *other]):
+        before, now = (files.get(name, "no such file") for files in (one, other))
+        if before != now:
+            found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
+    more = len(found) - most
+    rest = [f"and {format_count(more, 'more file')}"] if more > 0 else []
+    return found[:most] + rest
+
+
 def describe_split(split: BatchSplit) -> str:
     """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2
     samples'.

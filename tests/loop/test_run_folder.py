@@ -50,25 +50,6 @@ def test_step_log_removes_damaged_lines_and_says_so(tmp_path):
     assert "line 2 is not JSON" in events[1].problem
 
 
-def test_gaps_in_the_lines_are_named(tmp_path):
-    """How many steps have no line, and the first, also at both ends of a file and if
-    there is none; and steps that stand there twice.
-    """
-    path = tmp_path / "metrics.jsonl"
-    assert folders.describe_gaps(path, 0) == ""
-    problem = f"{path} has 0 lines of step 0, and not one each of 20 steps before this"
-    assert folders.describe_gaps(path, 20) == f"{problem} start"
-    path.write_text(
-        "".join(f'{{"step": {step}}}\n' for step in range(15) if step not in (7, 8))
-    )
-    problem = f"{path} has 0 lines of step 7, and not one each of 7 steps before this"
-    assert folders.describe_gaps(path, 20) == f"{problem} start"
-    path.write_text("".join(f'{{"step": {step // 2}}}\n' for step in range(40)))
-    assert folders.describe_gaps(path, 20).endswith(
-        " has 2 lines of step 0, and not one each of 20 steps before this start"
-    )
-
-
 def test_step_log_notices_that_its_file_is_gone(tmp_path):
     """Lines in a file that was deleted, or that an editor replaced, are lost; a run
     must not end as if it had them.

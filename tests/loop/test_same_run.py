@@ -2,6 +2,7 @@
 records that are damaged.
 """
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -19,9 +20,9 @@ from rampup.errors import (
     ResumeWarning,
     StorageError,
 )
-from rampup.loop import ramp_to_continue
+from rampup.loop import Component, ramp_to_continue
 from rampup.loop.checkpoint import write_checksums
-from rampup.loop.run_folder import describe_gaps
+from rampup.loop.metrics import MetricOptions, Metrics
 
 ROWS = [{"n": np.int32(n), "x": np.float32(n % 7)} for n in range(48)]
 
@@ -220,12 +221,14 @@ def test_a_folder_in_place_of_a_file_is_refused_in_words(tmp_path, name):
 def test_metrics_with_lines_twice_are_reported(tmp_path):
     """A copy of the lines behind them is not taken for a run."""
     run(tmp_path, stop=5)
-    file = tmp_path / "metrics.jsonl"
+    file, events = tmp_path / "metrics.jsonl", []
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line * 2 for line in lines))
-    assert describe_gaps(file, 5).endswith(
-        "has 2 lines of step 0, and not one each of 5 steps before this start"
-    )
+    options = MetricOptions(on_event=events.append)
+    Metrics(tmp_path, 5, options=options, components=()).close()
+    assert [event.problem for event in events] == [
+        f"{file} has 10 lines of the 5 steps before this start"
+    ]
 
 
 def test_rows_that_cannot_be_compared_are_said(tmp_path):
@@ -255,3 +258,130 @@ def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):
     assert record["ramp_rows"] == [[0, 0, 8]]
     assert not {"fingerprint", "consumed_samples"} & record.keys()
     assert jax.tree.leaves(record).count(8) == 1
+
+
+class Place(Component):
+    """Saves the place of an iterator, as users of Grain's iterators do."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def state(self):
+        """Return the place."""
+        return {"place": self.rows.place}
+
+    def load(self, record):
+        """Go to the place."""
+        self.rows.place = record["place"]
+
+
+class Counting:
+    """An iterator of numbers that has a place."""
+
+    place = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.place += 1
+        return {"n": np.int32(self.place), "x": np.float32(self.place % 7)}
+
+
+def own_loop(folder, components=(), rows=ROWS, **options):
+    """Return a loop of 6 steps of 8 rows, and its first state."""
+    mesh, tx = toy.mesh_of("one"), optax.sgd(0.1)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.constant(8),
+        splitter=rampup.BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=6,
+    )
+
+    def loss_fn(params, batch, keys):
+        return ((params["w"] - batch["x"]) ** 2).sum(), batch["x"].size, {}
+
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    read = step.batches if isinstance(rows, list) else step.stream
+    loop = rampup.Loop(
+        plan=plan,
+        step=step,
+        batches=lambda start: read(rows, start),
+        folder=folder,
+        components=tuple(components),
+        checkpoints=rampup.CheckpointOptions(checkpoint_period=100, **options),
+    )
+    return loop, rampup.create_state({"w": np.float32(1)}, tx, mesh)
+
+
+@pytest.mark.filterwarnings("ignore::rampup.errors.ResumeWarning")
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_an_iterator_is_saved_at_the_place_of_the_steps_done(tmp_path, stop):
+    """A run that is stopped takes no batch for a step that it does not do: the resumed
+    run has the rows of an uninterrupted one.
+    """
+
+    def run(folder, stop=None):
+        rows, calls = Counting(), iter(range(10))
+        loop, state = own_loop(folder, [Place(rows)], rows)
+        state, summary = loop.run(state, should_stop=lambda: next(calls) == stop)
+        assert rows.place == 8 * summary.steps
+        return float(state.params["w"])
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "stopped", stop)
+    assert run(tmp_path / "stopped") == whole
+
+
+class Entries(Component):
+    """Has some entries in a checkpoint."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def state(self):
+        """Return them."""
+        return self.entries
+
+
+@pytest.mark.parametrize(
+    ("components", "identity", "words"),
+    [
+        ([Entries({"rows": 7})], {}, "an Entries has the entry rows"),
+        ([Entries({"step": 7})], {}, "an Entries has the entry step"),
+        ([Entries({"a": 1}), type("B", (Entries,), {})({"a": 2})], {}, "a B has the"),
+        ([Entries({"lr": 7})], {"lr": 7}, "an Entries has the entry lr"),
+        ([Entries({"a": np.int64(7)})], {}, "takes JSON values, and not an int64"),
+        ([], {"a": np.arange(3)}, "takes JSON values, and not a ndarray"),
+    ],
+)
+def test_entries_that_no_resume_could_read_are_refused(
+    tmp_path, components, identity, words
+):
+    """Before the first step: a name that another part of the run has, and what JSON has
+    not.
+    """
+    loop, state = own_loop(tmp_path, components, identity=identity)
+    with pytest.raises(rampup.RampupError, match=words):
+        loop.run(state)
+    assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_an_identity_is_compared_as_json_has_it(tmp_path):
+    """A tuple is a list in a checkpoint, and no other value."""
+    for steps in (2, 6):
+        loop, state = own_loop(tmp_path, identity={"sizes": (1, 2)})
+        calls = iter(range(steps, 100))
+        _, summary = loop.run(state, should_stop=lambda calls=calls: next(calls) == 4)
+        assert summary.steps == (2 if steps == 2 else 6)
+
+
+def test_a_rate_may_be_a_schedule_of_optax(tmp_path):
+    """Which returns an array."""
+    loop, state = own_loop(tmp_path)
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    dataclasses.replace(loop, metrics=MetricOptions(learning_rate=schedule)).run(state)
+    lines = [
+        json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().split("\n") if x
+    ]
+    assert lines[5]["learning_rate"] == pytest.approx(0.5)
