@@ -22,7 +22,7 @@ from rampup.config.build import build_plan, with_slices
 from rampup.config.load import COMMAND_LINE, load_config, names_in
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, RampupError
-from rampup.loop.run_folder import CONFIG_FILE
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path
 from rampup.plan.describe import format_count
 from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.plan import RampPlan
@@ -178,15 +178,27 @@ def named_topology(args: argparse.Namespace) -> Topology | None:
 
 
 def read_plan(
-    args: argparse.Namespace, path: str, overrides: Sequence[str]
+    args: argparse.Namespace,
+    path: str | Path,
+    overrides: Sequence[str],
+    *,
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[Config, RampPlan]:
     """Return a configuration and its plan, with the environment's variables and the
-    slices of `--topology`.
+    slices of `--topology`. Of the folder of a run, it is the plan with which the run
+    goes on: it may have begun on other devices or with another ramp.
     """
     config = with_slices(
-        load_config(path, overrides, environ=os.environ), named_topology(args)
+        load_config(path, overrides, environ=environ), named_topology(args)
     )
-    return config, build_plan(config, count_devices(args, config))
+    num_devices = count_devices(args, config)
+    checkpoints = as_path(path) / CHECKPOINT_FOLDER
+    if not checkpoints.is_dir():
+        return config, build_plan(config, num_devices)
+    from rampup.lm.train import plan_of_run
+    from rampup.loop.checkpoint import find_checkpoint
+
+    return config, plan_of_run(config, num_devices, find_checkpoint(checkpoints))
 
 
 def skip_absent_tpu() -> None:

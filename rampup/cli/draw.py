@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
-from rampup.config.build import with_slices
-from rampup.config.load import find_config, load_config
+from rampup.config.load import find_config
 from rampup.config.notes import plan_notes
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import CONFIG_FILE, PREDICTION_FILE, as_path
+from rampup.loop.run_folder import (
+    CONFIG_FILE,
+    PREDICTION_FILE,
+    absolute_path,
+    as_path,
+)
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
 from rampup.show.report import Report, write_report
@@ -69,8 +72,7 @@ def plot(args: argparse.Namespace) -> Result:
     else:
         if (others := inputs.commands()) is not None:
             return others.plot(args)
-        config = inputs.read_config()
-        plan = rampup.build_plan(config, common.count_devices(args, config))
+        config, plan = inputs.read_plan(args)
         if kind == "rate":
             figures.draw_rate(plan, learning_rates(config, plan), output)
         elif kind == "timetable":
@@ -110,8 +112,7 @@ def gather_report(args: argparse.Namespace) -> Report:
     if others is not None:
         return others.gather_report(args, inputs)
     run = inputs.read_run()
-    config = with_slices(inputs.read_config(), topology)
-    plan = rampup.build_plan(config, common.count_devices(args, config))
+    config, plan = inputs.read_plan(args)
     rates, prediction = learning_rates(config, plan), None
     if run is not None:
         # What the steps had: a run that was resumed with another length had another
@@ -122,9 +123,7 @@ def gather_report(args: argparse.Namespace) -> Report:
             for step, rate in zip(run.steps, run.learning_rates, strict=True)
             if math.isfinite(rate)
         }
-        rates[plan.rate.clock] = lambda step: (
-            had[step] if step in had else planned(step)
-        )
+        rates[plan.rate.clock] = lambda step: had.get(step, planned(step))
         if (inputs.runs[0] / PREDICTION_FILE).exists():
             predictions = common.load(common.PREDICTIONS)
             prediction = predictions.compare_prediction(inputs.runs[0], config, run)
@@ -171,15 +170,21 @@ class CliInputs:
             Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE
         )
 
-    def read_config(self) -> Config:
-        """Return the configuration in `file`."""
-        if self.config is None and not self.file.is_file():
+    @property
+    def has_config(self) -> bool:
+        """Whether there is a configuration: metrics may be without one."""
+        return self.config is not None or self.file.is_file()
+
+    def read_plan(self, args: argparse.Namespace) -> tuple[Config, RampPlan]:
+        """Return the configuration in `file` and its plan, of a run as it goes on."""
+        if not self.has_config:
             raise usage_error(
                 f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its"
                 f" metrics alone can be drawn: rampup plot {self.runs[0]} -o FILE"
             )
-        return load_config(
-            self.config or self.file,
+        return common.read_plan(
+            args,
+            self.config or absolute_path(self.runs[0]),
             self.overrides,
             environ={} if self.runs else os.environ,
         )
@@ -188,16 +193,13 @@ class CliInputs:
         """Return the module with the commands of `file`; None if it is a base.yml, or a
         run has none.
         """
-        if self.config is None and not self.file.is_file():
-            return None
-        return common.commands_of(self.file)
+        return common.commands_of(self.file) if self.has_config else None
 
     def read_run(self) -> RunMetrics | None:
         """Return the metrics of a run with its configuration; None of a
         configuration.
         """
-        has_both = bool(self.runs) and self.file.is_file()
-        return self.read_runs()[0] if has_both else None
+        return self.read_runs()[0] if self.runs and self.has_config else None
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""

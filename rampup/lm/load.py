@@ -29,6 +29,7 @@ from rampup.loop.checkpoint import (
     restore_tree,
 )
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
+from rampup.plan.numbers import check_range
 
 MAX_TOKENS = 1_000_000
 # Values that only a checkpoint of reinforcement learning records.
@@ -124,25 +125,12 @@ class LoadedRun:
                 key="vocab_size",
                 nearest=(256,),
             )
-        limits = (
-            (
-                1 <= num_tokens <= MAX_TOKENS,
-                "tokens",
-                num_tokens,
-                f"from 1 to {MAX_TOKENS:,}",
-            ),
-            (0 <= temperature < float("inf"), "temperature", temperature, "at least 0"),
-            (
-                top_k is None or 1 <= top_k <= self.model.vocab_size,
-                "top-k",
-                top_k,
-                f"from 1 to {self.model.vocab_size}",
-            ),
-            (0 <= seed < 2**31, "seed", seed, "from 0 to 2**31 - 1"),
-        )
-        for holds, name, value, legal in limits:
-            if not holds:
-                raise ConfigError(f"{name}={value} must be {legal}", key=name)
+        if top_k is None:
+            top_k = self.model.vocab_size
+        check_range(1, MAX_TOKENS, num_tokens=num_tokens)
+        check_range(0, temperature=temperature)
+        check_range(1, self.model.vocab_size, top_k=top_k)
+        check_range(0, 2**31 - 1, seed=seed)
         # The command line passes bytes that are not UTF-8 as surrogates.
         start = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]
         tokens = np.zeros(len(start) + num_tokens, np.int32)
@@ -150,7 +138,7 @@ class LoadedRun:
         found = _sample(
             self.model,
             min(self.context, len(tokens)),
-            top_k or self.model.vocab_size,
+            top_k,
             self.params,
             tokens,
             len(start),

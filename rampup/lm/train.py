@@ -126,15 +126,7 @@ def train(
     )
 
     def make(saved: SavedCheckpoint | None) -> Run:
-        ramp = None
-        if saved is not None:
-            ramp = ramp_before(saved.record)
-        num_devices = jax.device_count()
-        plan = (
-            build_plan(config, num_devices)
-            if ramp is None
-            else plan_to_resume(config, num_devices, ramp)
-        )
+        plan = plan_of_run(config, jax.device_count(), saved)
         return Run.from_config(config, plan, saved)
 
     return run_in_folder(
@@ -142,6 +134,18 @@ def train(
         make,
         lambda run, folder: run.train_in(folder, on_event, should_stop),
     )
+
+
+def plan_of_run(
+    config: Config, num_devices: int, saved: SavedCheckpoint | None
+) -> RampPlan:
+    """Return the plan of a new run, or of one that goes on from a checkpoint: its
+    batches are those that it had, also on other devices.
+    """
+    ramp = None if saved is None else ramp_before(saved.record)
+    if ramp is None:
+        return build_plan(config, num_devices)
+    return plan_to_resume(config, num_devices, ramp)
 
 
 def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:

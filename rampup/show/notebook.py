@@ -62,20 +62,8 @@ def html_table(
             if number in row_classes
             else f"<tr>{cells}</tr>"
         )
-    title = (
-        f'<caption style="{_TEXT}">{html.escape(caption)}</caption>' if caption else ""
-    )
+    title = caption and f'<caption style="{_TEXT}">{html.escape(caption)}</caption>'
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def html_facts(facts: Mapping[str, object]) -> str:
-    """Return names and values as an HTML table with one row for each."""
-    rows = "".join(
-        f'<tr><th scope="row" style="{_TEXT}">{html.escape(name)}</th>'
-        f"{_cell(value, _TEXT)}</tr>"
-        for name, value in facts.items()
-    )
-    return f"<table>{rows}</table>"
 
 
 def html_list(lines: Iterable[str]) -> str:

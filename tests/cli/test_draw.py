@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rampup import Config
+from rampup import Config, build_plan
 from rampup.cli import main
 from rampup.cli.draw import gather_report, parse_inputs
 from rampup.config.files import run_yaml
@@ -63,16 +63,16 @@ def test_read_config_of_a_run(folder, monkeypatch):
         run_name="a",
         num_devices=2,
     )
-    inputs = parse_inputs([str(folder)])
+    inputs, args = parse_inputs([str(folder)]), SimpleNamespace(devices=None)
     with pytest.raises(
         ConfigError, match=r"has no config\.yml.*metrics alone can be drawn"
     ):
-        inputs.read_config()
+        inputs.read_plan(args)
     (folder / "config.yml").write_text(run_yaml(config))
     monkeypatch.setenv("RAMPUP_STEPS", "9")
-    assert inputs.read_config() == config
+    assert inputs.read_plan(args) == (config, build_plan(config, 2))
     with pytest.raises(ConfigError, match="2 runs are named"):
-        parse_inputs([str(folder), str(folder)]).read_config()
+        parse_inputs([str(folder), str(folder)]).read_plan(args)
 
 
 def test_a_name_without_a_file_or_folder_is_said_first(folder, tmp_path):

@@ -18,6 +18,7 @@ from helpers.runs import metrics_of, stop_after
 from helpers.tiny import TINY, TINY_MODEL
 
 from rampup import Config, build_plan, load, load_config
+from rampup.cli import main
 from rampup.engine.mesh import make_mesh
 from rampup.errors import (
     ConfigError,
@@ -288,6 +289,34 @@ def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
     assert [line["step"] for line in metrics(tmp_path)] == list(range(8))
     assert load_config(tmp_path / "run" / "config.yml").steps == 8
     assert capfd.readouterr() == ("", "")
+
+
+def test_plan_and_report_of_a_run_are_those_with_which_it_goes_on(tmp_path, capsys):
+    """On another number of devices its global batches stay, and a ramp that it went on
+    with by samples begins where it did.
+    """
+    folder, page = str(tmp_path / "run"), tmp_path / "report.html"
+
+    def shown(*words):
+        assert main(["plan", folder, *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    train(config(tmp_path, steps=4))
+    sizes = [phase["global_batch_size"] for phase in shown()["phases"]]
+    for number in (2, 4):
+        phases = shown("--devices", str(number))["phases"]
+        assert [phase["global_batch_size"] for phase in phases] == sizes
+    other = {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:64"}
+    summary = train(
+        config(tmp_path, steps=8, **other, on_plan_change="continue_by_samples")
+    )
+    assert summary.resumed_from == 4
+    lines = metrics(tmp_path)
+    assert shown("--rows", "7")["global_batch_size"] == lines[7]["global_batch_size"]
+    last = shown("--rows", "7")["rows"][-1]["sample"]
+    assert last == summary.consumed_samples - 1 == lines[7]["consumed_samples"] - 1
+    assert main(["report", folder, "-o", str(page)]) == 0
+    assert f"{summary.consumed_samples:,} samples" in page.read_text()
 
 
 def test_run_and_rows_are_known_without_a_folder(tmp_path):

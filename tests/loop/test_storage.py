@@ -343,15 +343,14 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
         "".join(json.dumps(line) + "\n" for line in lines).encode(),
     )
     inputs = parse_inputs([f"{folder}/"])
-    assert inputs.read_config().steps == 3
+    config, _ = inputs.read_plan(types.SimpleNamespace(devices=None))
+    assert config.steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
     assert list(folders.read_lines(folder / "metrics.jsonl")) == lines
     one = {"name": "one", "settings": {}, "start_tokens": [0], "sizes": [2]}
     design = {"tokens_per_sample": 1, "candidates": [one | {"course": []}]}
-    write_prediction(folder, inputs.read_config(), design)
-    found = compare_prediction(
-        inputs.runs[0], inputs.read_config(), inputs.read_runs()[0]
-    )
+    write_prediction(folder, config, design)
+    found = compare_prediction(inputs.runs[0], config, inputs.read_runs()[0])
     assert (found.schedule, found.other_settings) == ("one", ())
     setting = f"base_output_directory={folder.parent}"
     assert parse_inputs(["base.yml", setting]).overrides == (setting,)

@@ -8,7 +8,7 @@ from helpers.html import Page
 
 import rampup
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan, describe
-from rampup.show.notebook import html_facts, html_list, html_table, to_html
+from rampup.show.notebook import html_list, html_table, to_html
 
 EVIL = "<script>&\"'"
 PLAN = RampPlan(
@@ -22,11 +22,10 @@ PLAN = RampPlan(
 @pytest.mark.parametrize(
     "page",
     [
-        html_facts({EVIL: EVIL}),
         html_table([{EVIL: EVIL}], caption=EVIL),
         html_list([EVIL]),
     ],
-    ids=["facts", "rows", "list"],
+    ids=["rows", "list"],
 )
 def test_html_escapes_text(page):
     """Names, values and captions cannot become elements."""

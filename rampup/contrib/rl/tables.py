@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rampup.show.console import make_table, phase_cell, print_notes
 from rampup.show.format import format_bytes, format_count
-from rampup.show.notebook import html_facts
+from rampup.show.notebook import html_table
 
 if TYPE_CHECKING:
     from rampup.contrib.rl.plan import RolloutPlan
@@ -113,7 +113,10 @@ def print_rollout(
 
 def rollout_html(plan: RolloutPlan) -> str:
     """Return the sizes of a step of a rollout as an HTML table."""
-    sizes = {
-        name: value for name, value in plan.to_dict().items() if isinstance(value, int)
-    }
-    return html_facts(sizes)
+    return html_table(
+        [
+            {"size": name, "value": value}
+            for name, value in plan.to_dict().items()
+            if isinstance(value, int)
+        ]
+    )
