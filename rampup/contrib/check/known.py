@@ -37,7 +37,7 @@ NONE_IF_ONE = re.compile(
     rf"{RESPONSES}|\w*parallel_size|[tpdcev]{{1,2}}p"
 )  # a value of 1 of these changes nothing
 MULTIPLIES = re.compile(
-    rf"{RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size"
+    rf"{RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*batch_?size\w*|batch_?size"
 )
 
 

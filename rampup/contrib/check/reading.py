@@ -140,14 +140,14 @@ def _read_commands(
     whole = "\n".join([*own, *map(read_text, started)])
     reading = choose(commands, overrides, launch, path, strict)
     ask_of_forks(reading, launch)
-    # A name that only the scripts have is a variable. Those of Slurm count where the
-    # script does not name them.
+    # A name that the scripts use or set is a variable; the end of a key is none. Those
+    # of Slurm count where the script does not name them.
     reading.overrides = [
         setting
         for setting in reading.overrides
         if (name := setting.partition("=")[0]) in reading.leaves
         or name not in given
-        or not (name.startswith("SLURM_") or re.search(rf"\b{name}\b", whole))
+        or not (name.startswith("SLURM_") or _uses(name, whole))
     ]
     seen = [
         f"{name}={value[:_SHOWN]}"
@@ -157,3 +157,9 @@ def _read_commands(
     if seen:
         reading.notes.append(f"of this shell's environment: {', '.join(seen)}.")
     return reading
+
+
+def _uses(name: str, script: str) -> bool:
+    """Return whether a script uses a variable, also in arithmetic, or sets it."""
+    used = rf"(?:\$\{{?[#!]?|\(\([^)]*(?<![\w.])|\b(?:for|read|export)\s+){name}\b"
+    return re.search(rf"{used}|(?<![\w.+/-]){name}\+?=", script) is not None

@@ -108,7 +108,7 @@ def type_settings(
             *reading.questions,
             *_find_mappings(written, entries),
             *_find_misspelt(given, launch),
-            *(_find_questions(others, launch) if launch.keys else ()),
+            *_find_questions(others, launch),
             *mistyped,
         ]
     )

@@ -321,3 +321,60 @@ def test_questions_come_in_the_order_of_the_table(tmp_path):
     asked = re.findall(r"what \$SIZE_(\d+) is", str(caught.value))
     assert len(asked) > 4
     assert asked == [str(place) for place in range(len(asked))]
+
+
+SCRIPT = """#!/bin/bash
+# train_batch_size is for 8 nodes
+NODES=${NODES:-1}
+N=5
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+  data.train_batch_size=$((NODES * 128)) trainer.nnodes=$NODES \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=$N \\
+  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 trainer.n_gpus_per_node=8
+"""
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["train_batch_size=64", "ppo_mini_batch_size=64", "n_gpus_per_node=4", "n=8"],
+)
+def test_the_end_of_a_key_is_no_variable_of_a_script(tmp_path, setting):
+    """A shortened key would set nothing; a variable that the script uses sets it."""
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT)
+    with pytest.raises(ConfigError, match=f"unknown key '{setting.partition('=')[0]}'"):
+        check_file(file, overrides=[setting])
+    found = check_file(file, overrides=["NODES=2", "N=4"])
+    expect(found, samples_per_step=1024)
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "key"),
+    [
+        (
+            "tunix",
+            "batch_size: 8\nrl_training_config: {mini_batch_size: 4,"
+            " train_micro_batch_size: 2, minibatch_size: 4}\n"
+            "grpo_config: {num_generations: 4}\n",
+            "rl_training_config.minibatch_size",
+        ),
+        (
+            "tunix",
+            "batch_size: 8\nrl_training_config: {mini_batch_size: 4, n_samples: 2}\n"
+            "grpo_config: {num_generations: 4}\n",
+            "rl_training_config.n_samples",
+        ),
+        ("trlx", "train: {batch_size: 8, batchsize: 9}\n", "train.batchsize"),
+        (
+            "trlx",
+            "train: {batch_size: 8, global_batch_size: 9}\n",
+            "train.global_batch",
+        ),
+    ],
+)
+def test_a_name_like_that_of_a_size_is_asked_about(tmp_path, system, text, key):
+    """Also beside the right key, and of systems without a list of all keys."""
+    file = tmp_path / "file.yml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"unknown, a fork: {key}"):
+        check_file(file, system=system)
