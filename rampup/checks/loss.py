@@ -114,11 +114,13 @@ class LossReport:
         return not self.problems
 
     def __str__(self) -> str:
-        seen = f"a difference below {self.tolerance:.1g} of a sum is taken for rounding"
         if self:
-            return f"the loss is a sum over the rows that were tried; {seen}"
+            return (
+                "the loss is a sum over the rows that were tried; a difference below"
+                f" {self.tolerance:.1g} of a sum is taken for rounding"
+            )
         lines = "\n".join(f"- {problem}" for problem in self.problems)
-        return f"the loss has problems ({seen}):\n{lines}"
+        return f"the loss has problems:\n{lines}"
 
 
 def check_loss(

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -629,6 +629,11 @@ def stream_batches(
         2
     """
     options = options or BatchOptions()
+    if isinstance(source, Mapping):
+        raise DataError(
+            "a stream yields rows, but a dict yields its names",
+            fix="give an iterator of rows, or with batched=True of such dicts",
+        )
     check_plan_fits(plan, mesh, options.batch_axes)
     if not batched:
         check_not_batched(source, "give batched=True")
@@ -719,8 +724,8 @@ class _Stream:
                 f" but the source ended after {self.count} of them,"
                 f" {self.taken + self.count:,} in all; the plan has"
                 f" {format_count(self.plan.total_steps, 'step')}",
-                fix="give more rows, a plan of fewer steps, or drop_remainder=True to"
-                " end there",
+                fix="give more rows, a plan of fewer steps, or in a loop of your own"
+                " drop_remainder=True to end there",
             )
         # Copied: a source may yield the same array again, filled with the next rows.
         rows = own_arrays(item, batched=self.batched)

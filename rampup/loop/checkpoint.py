@@ -40,6 +40,7 @@ from rampup.loop.run_folder import (
     Record,
     absolute_path,
     as_json,
+    as_path,
     is_bucket,
     parse_json,
 )
@@ -101,7 +102,7 @@ class SavedCheckpoint:
     damaged: Mapping[int, str] = field(default_factory=dict)
 
 
-def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
+def find_checkpoint(folder: Path | str) -> SavedCheckpoint | None:
     """Return the newest intact checkpoint in a folder, the same in every process, or
     None; refuse if all are damaged.
 
@@ -115,13 +116,12 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
         ResumeMismatchError: every checkpoint is damaged.
 
     Example:
-        >>> from pathlib import Path
-        >>> find_checkpoint(Path("runs/a-new-one/checkpoints")) is None
+        >>> find_checkpoint("runs/a-new-one/checkpoints") is None
         True
     """
     # Every process must resume from the same step, and their file systems may not show
     # the same files at the same time.
-    problems = dict[int, str]()
+    problems, folder = dict[int, str](), as_path(folder)
     steps = broadcast_from_process0(
         "checkpoints", lambda: json.dumps(checkpoint_steps(folder))
     )
@@ -160,15 +160,13 @@ def read_record(checkpoint: Path, content: str | None = None) -> Record:
             f"{checkpoint} was written in format {version}, this is format"
             f" {RECORD_VERSION}"
         )
-    found = {name: value for name, value in record.items() if name != "digest"}
-    if found.get("step") != int(checkpoint.name) or record.get("digest") != _digest(
-        found
-    ):
+    digest = record.pop("digest", None)
+    if record.get("step") != int(checkpoint.name) or digest != _digest(record):
         raise ResumeMismatchError(
             f"the record of {checkpoint} is damaged, or was changed by hand",
             fix="move that checkpoint away to resume from the one before",
         )
-    return found
+    return record
 
 
 def _digest(record: Record) -> str:

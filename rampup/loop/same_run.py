@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import rampup
+from rampup.engine.batch import check_batch
 from rampup.engine.processes import is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning, a_type, warn
 from rampup.loop.components import Component, LoopPlan, LoopStep
@@ -116,6 +117,7 @@ class SameRun(Component):
         traced = getattr(self._step, "jaxprs", None)
         if traced is None:
             return
+        check_batch(batch)
         programs = {
             name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()
         }

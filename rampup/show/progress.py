@@ -277,7 +277,7 @@ class TrainProgress:
                     "note: keys that the learning rate follows have changed since step"
                     f" {event.step:,}: {', '.join(event.keys)};"
                     " learning_rate_schedule_steps keeps the steps of a schedule, and"
-                    " train_samples its samples",
+                    " train_samples its samples to within the last batch",
                     style="yellow",
                 )
 

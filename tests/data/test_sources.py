@@ -225,6 +225,14 @@ def test_streamed_rows_that_do_not_fit_are_named(items, batched, words):
         next(start()[0].stream(iter(items), batched=batched))
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_dict_of_columns_is_no_stream(batched):
+    """Which would yield its names."""
+    columns = {"x": np.zeros((99, 4)), "y": np.zeros(99)}
+    with pytest.raises(DataError, match="a dict yields its names; give an iterator"):
+        next(start()[0].stream(columns, batched=batched))
+
+
 ROWS = grain.MapDataset.source([{"x": np.ones((2, 3), np.float32)} for _ in range(32)])
 
 

@@ -16,6 +16,7 @@ from helpers import toy
 import rampup
 from rampup.errors import (
     DataEndedError,
+    DataError,
     ResumeMismatchError,
     ResumeWarning,
     StorageError,
@@ -385,3 +386,11 @@ def test_a_rate_may_be_a_schedule_of_optax(tmp_path):
         json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().split("\n") if x
     ]
     assert lines[5]["learning_rate"] == pytest.approx(0.5)
+
+
+def test_rows_in_place_of_a_batch_are_refused_in_words(tmp_path):
+    """In a loop, too: a step takes what it makes of rows."""
+    loop, state = own_loop(tmp_path)
+    loop = dataclasses.replace(loop, batches=lambda start: [{"x": np.zeros(8)}] * 6)
+    with pytest.raises(DataError, match="a step takes a Batch and not a dict"):
+        loop.run(state)
