@@ -949,7 +949,8 @@ def test_small_terms_are_seen_in_bfloat16(penalty):
     assert f"below {right.tolerance:.1g} of a sum" in str(right)
 
 
-@pytest.mark.parametrize("tokens", [8, pytest.param(33, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [8, 33])
 def test_a_language_model_in_bfloat16_is_no_problem(tokens):
     """Sums in bfloat16 that are cut off, wherever the parameters are, are rounding."""
     sizes = {"num_layers": 1, "width": 16, "mlp_dim": 32, "num_heads": 2}

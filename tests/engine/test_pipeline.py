@@ -135,7 +135,7 @@ def largest_error(found, wanted):
 
 GRID = [(p, v, {}) for p in (1, 2, 4, 8) for v in (1, 2, 3)]
 BESIDE = [(2, v, {"data": 2, "tensor": 2}) for v in (1, 2, 3)]
-DEFAULT = [(4, 1, {}), BESIDE[1]]  # without and with repeats and other axes
+DEFAULT = [BESIDE[1]]  # with repeats and other axes
 OPTIONS = {
     "skipping": {},
     "computing": {"skip_idle": False},

@@ -19,9 +19,8 @@ from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 SCHEDULE, SIZES = "0:16 32:32 96:64", (16, 16, 32, 32, 64, 64)
 MESHES = [
-    "one",
     "data_fsdp_tensor",
-    *(toy.slow(name) for name in ("data", "data_tensor", "fsdp", "four")),
+    *(toy.slow(name) for name in ("one", "data", "data_tensor", "fsdp", "four")),
 ]
 rng = np.random.default_rng(0)
 MIX = rng.normal(size=(8, 8)).astype(np.float32)

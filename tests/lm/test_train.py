@@ -149,9 +149,8 @@ def test_train_learns_through_its_ramp(long_run):
     assert [line["step"] for line in evals] == [5, 11, 17, 23, 29, 35, 39]
 
 
-@pytest.mark.parametrize(
-    "growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", ["per_phase", "auto"])
 def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth):
     """However the ramp is split, losses agree to 1e-5, and only the first step of a
     shape may wait for its compilation.
@@ -306,7 +305,7 @@ def test_plan_and_report_of_a_run_are_those_with_which_it_goes_on(tmp_path, caps
     for number in (2, 4):
         phases = shown("--devices", str(number))["phases"]
         assert [phase["global_batch_size"] for phase in phases] == sizes
-    other = {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:64"}
+    other = {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:16"}
     summary = train(
         config(tmp_path, steps=8, **other, on_plan_change="continue_by_samples")
     )
@@ -463,6 +462,7 @@ FOLLOWS |= {
 }
 
 
+@pytest.mark.slow
 def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
     """One executable for five batch sizes; stopped and resumed, the same losses; other
     rules and budgets are refused.

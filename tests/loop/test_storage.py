@@ -142,6 +142,7 @@ def test_metrics_of_an_outage_are_uploaded_after_it(
     ] == list(range(21))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
     """A checkpoint that cannot be written is a StorageError that says what is left, and
     the next start writes it.

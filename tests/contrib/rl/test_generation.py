@@ -162,13 +162,16 @@ def test_packed_rows_are_computed_like_single_ones():
         np.array([[0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 0]]),
         np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0]]),
     )
-    packed = MODEL.head(
-        params_of_model(),
-        packed_hidden(MODEL, params_of_model(), tokens, positions, segments),
-    )[0]
+
+    @jax.jit
+    def packed_logits(params):
+        hidden = packed_hidden(MODEL, params, tokens, positions, segments)
+        return MODEL.head(params, hidden)[0]
+
+    packed = packed_logits(params_of_model())
     single = np.concatenate(
         [
-            MODEL.logits(params_of_model(), np.array([sequence]))[0]
+            jax.jit(MODEL.logits)(params_of_model(), np.array([sequence]))[0]
             for sequence in sequences
         ]
     )

@@ -215,6 +215,7 @@ def test_one_program_per_role(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_bad_reward_loses_nothing(whole, tmp_path, monkeypatch):
     """The run ends with an error that names the rollout and the sample; a checkpoint
     has all steps before it.

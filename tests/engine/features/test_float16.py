@@ -60,7 +60,11 @@ def by_hand(state, batch):
 
 @pytest.mark.parametrize(
     ("devices", "size"),
-    [(8, 2), (1, 8), pytest.param(1, 64, marks=pytest.mark.slow)],
+    [
+        pytest.param(8, 2, marks=pytest.mark.slow),
+        (1, 8),
+        pytest.param(1, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_no_more_steps_are_skipped_than_by_hand(devices, size):
     """Losses and the scale are those of the step by hand, whatever the microbatch."""
