@@ -711,6 +711,7 @@ def test_a_gradient_that_is_not_finite_is_reported():
     assert problem.found.startswith("gradient['a']")
 
 
+@pytest.mark.slow
 def test_double_precision_is_checked_closely(float64):
     """With float64, a penalty is found that float32 would round away."""
     loss, batch = (

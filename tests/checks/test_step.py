@@ -33,7 +33,7 @@ def in_bfloat16(params, batch, keys):
     ("mesh_name", "loss", "options"),
     [
         ("one", loss_fn, {}),
-        ("data_fsdp_tensor", in_bfloat16, {}),
+        slow("data_fsdp_tensor", in_bfloat16, {}),
         slow("data", loss_fn, {"tx": optax.adam(0.1)}),
         slow("fsdp", loss_fn, {"tx": optax.adam(0.1)}),
         slow("data_tensor", loss_fn, {"shard_optimizer_over_data": True}),

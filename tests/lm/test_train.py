@@ -305,17 +305,20 @@ def test_plan_and_report_of_a_run_are_those_with_which_it_goes_on(tmp_path, caps
     for number in (2, 4):
         phases = shown("--devices", str(number))["phases"]
         assert [phase["global_batch_size"] for phase in phases] == sizes
-    other = {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:16"}
-    summary = train(
-        config(tmp_path, steps=8, **other, on_plan_change="continue_by_samples")
-    )
-    assert summary.resumed_from == 4
-    lines = metrics(tmp_path)
-    assert shown("--rows", "7")["global_batch_size"] == lines[7]["global_batch_size"]
-    last = shown("--rows", "7")["rows"][-1]["sample"]
-    assert last == summary.consumed_samples - 1 == lines[7]["consumed_samples"] - 1
-    assert main(["report", folder, "-o", str(page)]) == 0
-    assert f"{summary.consumed_samples:,} samples" in page.read_text()
+    done = metrics(tmp_path)[-1]
+    assert main(["report", folder, "--devices", "4", "-o", str(page)]) == 0
+    capsys.readouterr()
+    assert f"{done['consumed_samples']:,}" in page.read_text()
+    found = shown("--devices", "4", "--rows", str(done["step"]))
+    assert found["global_batch_size"] == done["global_batch_size"]
+    assert found["rows"][-1]["sample"] == done["consumed_samples"] - 1
+    other = {"enable_rampup_batch_size": "false", "batch_size_schedule": "0:64"}
+    words = [f"{name}={value}" for name, value in other.items()]
+    phases = shown(*words, "on_plan_change=continue_by_samples")["phases"]
+    first, second = phases[0], phases[1]
+    assert (first["global_batch_size"], second["global_batch_size"]) == (8, 64)
+    assert second["start_step"] == 4
+    assert second["start_sample"] == done["consumed_samples"]
 
 
 def test_run_and_rows_are_known_without_a_folder(tmp_path):
