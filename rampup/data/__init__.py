@@ -4,8 +4,5 @@ from rampup import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    {
-        "BatchLoader": "rampup.data.batches",
-        "BatchOptions": "rampup.data.batches",
-    },
+    {"BatchLoader": "rampup.data.batches", "BatchOptions": "rampup.data.batches"},
 )

@@ -648,9 +648,7 @@ def stream_batches(
         found = problem = None
         try:
             found = types.cast(
-                rows.take(needed, number),
-                f"row {{:,}} of step {number:,}".format,
-                mesh,
+                rows.take(needed, number), f"row {{:,}} of step {number:,}".format, mesh
             )
         except DataError as error:
             problem = error
@@ -705,9 +703,7 @@ class _Stream:
                 self._read(needed)
         what = "batch" if self.batched else "row"
         ready = stack_rows(
-            self.pending,
-            f"{what} {{}} of step {step:,}".format,
-            batched=self.batched,
+            self.pending, f"{what} {{}} of step {step:,}".format, batched=self.batched
         )
         # What the next step begins with: the rest of a batch that two steps share.
         rest = jax.tree.map(lambda x: x[needed:], ready)

@@ -142,8 +142,7 @@ def check_results(
     ):
         if not jax.tree_util.all_leaves([value]):
             raise _contract_error(
-                f"returned {a_type(value)} as {name}, which must be one number",
-                carries,
+                f"returned {a_type(value)} as {name}, which must be one number", carries
             )
         shape, dtype = np.shape(value), jnp.result_type(value)
         if shape or not any(jnp.issubdtype(dtype, own) for own in types):

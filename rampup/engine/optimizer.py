@@ -117,14 +117,8 @@ class LearningRate:
         )
 
     @classmethod
-    def from_config(
-        cls,
-        config: Any,
-        plan: RampPlan,
-        *,
-        peak: float,
-        decay_fraction: float = 0.1,
-    ) -> Self:
+    @gone(peak="it is learning_rate", decay_fraction="it is wsd_decay_steps_fraction")
+    def from_config(cls, config: Any, plan: RampPlan) -> Self:
         """Return the schedule that the keys of base.yml and rl.yml describe; rl.yml has
         no key for `decay_fraction`.
         """
@@ -133,11 +127,11 @@ class LearningRate:
             warmup = warmup_fraction(plan, config.warmup_steps)
         return cls(
             plan=plan,
-            peak=peak,
+            peak=config.learning_rate,
             kind=config.lr_schedule_type,
             warmup_fraction=warmup,
             final_fraction=config.learning_rate_final_fraction,
-            decay_fraction=decay_fraction,
+            decay_fraction=getattr(config, "wsd_decay_steps_fraction", 0.1),
         )
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:

@@ -198,11 +198,7 @@ class PipelinedLoss(SummableLoss):
             check_parts(self, params, rows, replicas)
 
         def sum_stage(
-            params: Any,
-            batch_KR: Any,
-            keys_KR: Any,
-            counts: Any,
-            _: Recipe,
+            params: Any, batch_KR: Any, keys_KR: Any, counts: Any, _: Recipe
         ) -> Sums:
             m, passes = counts
             stage = Stage(self, params, (batch_KR, keys_KR), replicas)
@@ -246,11 +242,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        loss: PipelinedLoss,
-        params: Params,
-        rows: Any,
-        replicas: Replicas,
+        self, loss: PipelinedLoss, params: Params, rows: Any, replicas: Replicas
     ) -> None:
         self.loss, self.has_grads = loss, replicas.shardings is not None
         self.shared, self.rows_KR = without_layers(params), rows

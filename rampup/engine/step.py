@@ -201,10 +201,7 @@ def train_step(
         )
     users_mesh, mesh = mesh, auto_view(mesh)
     loss = summable(
-        loss_fn,
-        mesh,
-        reduce_once=reduce_once,
-        whole_batch=plan.splitter.whole_batch,
+        loss_fn, mesh, reduce_once=reduce_once, whole_batch=plan.splitter.whole_batch
     )
     given = {
         "tx=multi_steps": has_multi_steps,
@@ -502,8 +499,10 @@ class TrainStep:
             lambda x: shape((C, R, *np.shape(x)), np.result_type(x), sharding=by_rows),
             row,
         )
-        segment = segment_numbers(self.tx, self.plan.clock[0])
-        numbers = (np.int32(0), np.int32(0)), segment
+        numbers = (
+            (np.int32(0), np.int32(0)),
+            segment_numbers(self.tx, self.plan.clock[0]),
+        )
         counts, segment = jax.tree.map(
             lambda x: shape((), x.dtype, sharding=replicated(self._mesh)), numbers
         )

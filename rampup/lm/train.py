@@ -629,12 +629,7 @@ def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
-    return LearningRate.from_config(
-        config,
-        plan,
-        peak=config.learning_rate,
-        decay_fraction=config.wsd_decay_steps_fraction,
-    )
+    return LearningRate.from_config(config, plan)
 
 
 def optimizer(

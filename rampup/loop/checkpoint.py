@@ -36,6 +36,7 @@ from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import (
     ANOTHER_FOLDER,
+    CHECKPOINT_FOLDER,
     DAMAGED_FOLDER,
     Record,
     absolute_path,
@@ -107,7 +108,7 @@ def find_checkpoint(folder: Path | str) -> SavedCheckpoint | None:
     None; refuse if all are damaged.
 
     Args:
-        folder: of checkpoints: `checkpoints` in the folder of a run.
+        folder: of a run, or `checkpoints` in it.
 
     Returns:
         What `Loop.restore` takes, with `step`, the optimizer steps done.
@@ -116,12 +117,14 @@ def find_checkpoint(folder: Path | str) -> SavedCheckpoint | None:
         ResumeMismatchError: every checkpoint is damaged.
 
     Example:
-        >>> find_checkpoint("runs/a-new-one/checkpoints") is None
+        >>> find_checkpoint("runs/a-new-one") is None
         True
     """
     # Every process must resume from the same step, and their file systems may not show
     # the same files at the same time.
     problems, folder = dict[int, str](), as_path(folder)
+    if (folder / CHECKPOINT_FOLDER).is_dir():
+        folder /= CHECKPOINT_FOLDER
     steps = broadcast_from_process0(
         "checkpoints", lambda: json.dumps(checkpoint_steps(folder))
     )
@@ -129,8 +132,10 @@ def find_checkpoint(folder: Path | str) -> SavedCheckpoint | None:
         path = folder / str(step)
         problem = first_problem(damage(path, jax.process_index(), jax.process_count()))
         if not problem:
-            read = functools.partial((path / RECORD_FILE).read_text, encoding="utf-8")
-            content = broadcast_from_process0("checkpoint", read)
+            content = broadcast_from_process0(
+                "checkpoint",
+                functools.partial((path / RECORD_FILE).read_text, encoding="utf-8"),
+            )
             return SavedCheckpoint(
                 step=step, record=read_record(path, content), damaged=problems
             )

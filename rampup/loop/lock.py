@@ -63,9 +63,7 @@ def own_run(
     """
     with contextlib.ExitStack() as held:
         problem = broadcast_from_process0(
-            "owner",
-            lambda: _own(folder, only_existing, held),
-            timeout=_OWNER_SECONDS,
+            "owner", lambda: _own(folder, only_existing, held), timeout=_OWNER_SECONDS
         )
         if problem:
             raise ConfigError(problem, key="run_name")

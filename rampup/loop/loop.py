@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import signal
 import threading
 import time
@@ -270,7 +269,7 @@ class Loop:
         """
         with self._owned():
             return self.train(
-                *self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)),
+                *self.restore(state, find_checkpoint(self.folder)),
                 should_stop=should_stop,
             )
 
@@ -330,11 +329,7 @@ class Loop:
         return str(ended) if saved <= ended < self.plan.total_steps else ""
 
     def train(
-        self,
-        state: Any,
-        start: int,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
+        self, state: Any, start: int, *, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[Any, Summary]:
         """Train from step `start`, with the state before it, to the plan's end or to
         SIGTERM; see `run`.
@@ -362,10 +357,7 @@ class Loop:
             stop_requests() as stop_requested,
             contextlib.closing(
                 Metrics(
-                    self.folder,
-                    start,
-                    options=self.metrics,
-                    components=self.components,
+                    self.folder, start, options=self.metrics, components=self.components
                 )
             ) as metrics,
         ):
@@ -521,10 +513,7 @@ class Loop:
     ) -> None:
         assert self.evaluation is not None
         self._flush(metrics)
-        values = {
-            "step": done - 1,
-            "consumed_samples": plan.ramp.samples_before(done),
-        }
+        values = {"step": done - 1, "consumed_samples": plan.ramp.samples_before(done)}
         found = self.evaluation.evaluate(state)
         if not isinstance(found, Mapping):
             raise ConfigError(
@@ -582,7 +571,7 @@ class Loop:
         metrics.flush()
 
 
-def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRamp:
+def ramp_to_continue(folder: Path | str, ramp: BatchRamp) -> BatchRamp:
     """Return the ramp with which the run in a folder goes on: that of its newest
     checkpoint, and from there on the sizes of another one for the same samples.
 
@@ -605,7 +594,7 @@ def ramp_to_continue(folder: str | os.PathLike[str], ramp: BatchRamp) -> BatchRa
         >>> ramp_to_continue("runs/a-new-one", ramp) == ramp
         True
     """
-    saved = find_checkpoint(as_path(folder) / CHECKPOINT_FOLDER)
+    saved = find_checkpoint(folder)
     if saved is None:
         return ramp
     before = BatchRamp.from_rows(saved.record[RAMP_ROWS])

@@ -48,14 +48,7 @@ from rampup.plan.plan import PlanPosition
 IN_FLIGHT = 2
 TENSORBOARD_FOLDER = "tensorboard"
 # of the metrics of a step, beside `aux`
-_KNOWN = (
-    "loss",
-    "grad_norm",
-    "skipped",
-    "facts",
-    "gradient_noise",
-    "weight",
-)
+_KNOWN = ("loss", "grad_norm", "skipped", "facts", "gradient_noise", "weight")
 _NEEDED_BY = {
     "tensorboardX": ("enable_tensorboard", "tensorboard"),
     "wandb": ("wandb_project", "wandb"),
@@ -305,11 +298,7 @@ class Metrics:
             warn(f"the loss of step {position.step} {problem}", LossWarning)
 
     def _line(
-        self,
-        position: PlanPosition,
-        values: Record,
-        size: int,
-        step_seconds: float,
+        self, position: PlanPosition, values: Record, size: int, step_seconds: float
     ) -> dict[str, Any]:
         """Return the line of a step of `size` samples, without what components add."""
         options = self._options

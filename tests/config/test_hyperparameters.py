@@ -408,6 +408,18 @@ def test_olmo_preset_has_the_published_sizes_and_rates():
     assert [segment.scale for segment in plan.clock] == pytest.approx([1, 2**0.5, 2])
 
 
+def test_a_rate_of_a_configuration_has_its_decay():
+    """And its peak: nothing of the schedule is an argument beside the keys."""
+    keys = {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 0.5, "steps": 100}
+    keys |= {"enable_rampup_batch_size": False, "batch_size_schedule": "0:16"}
+    config = Config(**keys, warmup_steps_fraction=0.0, learning_rate=0.02)
+    rate = LearningRate.from_config(config, build_plan(config, 8))
+    assert (rate.decay_fraction, rate.at(50)) == (0.5, 0.02)
+    assert rate.at(75) == pytest.approx(0.02 * 0.55)
+    with pytest.raises(TypeError, match="no argument 'peak'; it is learning_rate"):
+        LearningRate.from_config(config, build_plan(config, 8), peak=0.02)
+
+
 @pytest.mark.parametrize("clock", ["samples", "steps"])
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 def test_a_warm_up_in_steps_reaches_the_peak_at_that_step(clock, kind):
@@ -416,7 +428,7 @@ def test_a_warm_up_in_steps_reaches_the_peak_at_that_step(clock, kind):
     rates = {"learning_rate_clock": clock, "lr_schedule_type": kind}
     config = Config(**keys, **rates, learning_rate=0.25)
     plan = build_plan(config, 4)
-    rate = LearningRate.from_config(config, plan, peak=0.25)
+    rate = LearningRate.from_config(config, plan)
     values = [rate.at(step) for step in range(25)]
     assert values[17] == pytest.approx(0.25, rel=1e-6)
     assert values[0] == 0

@@ -21,7 +21,7 @@ from rampup.errors import (
     ResumeWarning,
     StorageError,
 )
-from rampup.loop import Component, ramp_to_continue
+from rampup.loop import Component, find_checkpoint, ramp_to_continue
 from rampup.loop.checkpoint import write_checksums
 from rampup.loop.metrics import MetricOptions, Metrics
 
@@ -394,3 +394,15 @@ def test_rows_in_place_of_a_batch_are_refused_in_words(tmp_path):
     loop = dataclasses.replace(loop, batches=lambda start: [{"x": np.zeros(8)}] * 6)
     with pytest.raises(DataError, match="a step takes a Batch and not a dict"):
         loop.run(state)
+
+
+def test_a_checkpoint_is_found_by_the_folder_of_its_run(tmp_path):
+    """Or by that of the checkpoints, as a text or a path."""
+    loop, state = own_loop(tmp_path / "run")
+    assert find_checkpoint(tmp_path / "run") is None
+    loop.run(state)
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        assert find_checkpoint(folder).step == find_checkpoint(str(folder)).step == 6
+    again, state = own_loop(tmp_path / "run")
+    restored, done = again.restore(state, find_checkpoint(tmp_path / "run"))
+    assert (int(restored.step), done) == (6, 6)

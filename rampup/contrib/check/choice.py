@@ -124,13 +124,17 @@ def choose(
             recognized=any(map(launch.known, rows.outside)),
         )
     if first := rows.unread_run():
-        said = f"this starts or sources a script that is not read: {first.unread}"
-        raise ConfigError(said, key="from", path=first.path, line=first.line or None)
+        raise ConfigError(
+            f"this starts or sources a script that is not read: {first.unread}",
+            key="from",
+            path=first.path,
+            line=first.line or None,
+        )
     if not rows.found:
         raise _starts_nothing(rows.other, launch, path)
     best = max(rows.found, key=lambda row: (row.starts, row.size))
     if strict:
-        _refuse_open_words(best.command)
+        _refuse_open_words(best, launch)
     return Reading(
         path=best.command.path,
         leaves=best.leaves,
@@ -141,10 +145,23 @@ def choose(
     )
 
 
-def _refuse_open_words(command: Command) -> None:
-    """Refuse a command whose words are not known to be those of the run."""
-    path, line = command.path, command.line or None
-    for word in command.words:
+def _refuse_open_words(row: _Candidate, launch: Launch) -> None:
+    """Refuse a command whose words are not known to be those of the run, or that names a
+    key in a way that the system does not read.
+    """
+    path, line = row.command.path, row.command.line or None
+    for word in row.command.words:
+        # Such as `--key=value` or `key = value` of Hydra, and a key without its dashes.
+        match = re.fullmatch(r"-*(\w+[._-][\w.-]*)(?:\s*=.*)?", word, re.DOTALL)
+        name = match[1] if match else ""
+        if launch.known(name) and {name, launch.canonical(name)}.isdisjoint(row.leaves):
+            raise ConfigError(
+                f"{word} sets nothing, and {launch.system} may refuse it",
+                fix=f"write it as in `{launch.example}`",
+                key=name,
+                path=path,
+                line=line,
+            )
         if word[:1] == OPTIONS and MARKER.fullmatch(word):
             [name] = unknown_names(word)
             raise ConfigError(
@@ -219,14 +236,15 @@ def ask_of_forks(reading: Reading, launch: Launch) -> None:
         reading.is_fork = True
         reading.notes.append(f"{said}.")
         return
-    question = ConfigError(
-        f"unknown, a fork: {said}",
-        fix=f"if it follows them, add {launch.follows}",
-        key=answer,
-        path=command.path,
-        line=command.line or None,
+    reading.questions.append(
+        ConfigError(
+            f"unknown, a fork: {said}",
+            fix=f"if it follows them, add {launch.follows}",
+            key=answer,
+            path=command.path,
+            line=command.line or None,
+        )
     )
-    reading.questions.append(question)
 
 
 def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
@@ -234,15 +252,14 @@ def _starts_nothing(other: str, launch: Launch, path: str) -> ConfigError:
     program that the rules do not cover.
     """
     if other:
-        said = f"this starts {other}, which the rules of {launch.system} do not cover"
-        return ConfigError(said, path=path)
-    said = (
-        f"this script does not start {launch.system} itself: no command in it is like"
-        f" `{launch.example}`"
-    )
+        return ConfigError(
+            f"this starts {other}, which the rules of {launch.system} do not cover",
+            path=path,
+        )
     return ConfigError(
-        f"{said}. If another one starts the run, check that; if a condition decides,"
-        " add VARIABLE=...",
+        f"this script does not start {launch.system} itself: no command in it is like"
+        f" `{launch.example}`. If another one starts the run, check that; if a condition"
+        " decides, add VARIABLE=...",
         key="from",
         path=path,
     )

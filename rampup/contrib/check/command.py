@@ -156,8 +156,9 @@ def _check_rows(
         except NoSystemError:
             continue
         except RampupError as error:
-            said = str(error).removeprefix(f"{source}: ")
-            rows.append(row | {"error": said, "ok": False})
+            rows.append(
+                row | {"error": str(error).removeprefix(f"{source}: "), "ok": False}
+            )
             continue
         row |= {"verdict": _said(verdict), "ok": verdict.ok, **verdict.to_dict()}
         rows.append(row | {"summary": verdict.summary})
@@ -227,10 +228,7 @@ def _said(verdict: Verdict) -> str:
 
 
 def print_verdict(
-    verdict: Verdict,
-    console: Console,
-    *,
-    all_phases: bool = False,
+    verdict: Verdict, console: Console, *, all_phases: bool = False
 ) -> None:
     """Print violations, the meaning of the file and notes, and on request every phase."""
     style = "bold green" if verdict.ok else "bold red"

@@ -278,10 +278,7 @@ def _to_megatron(run: _Run) -> Exported:
         f"--{key.replace('_', '-')} {shlex.quote(str(value))}"
         for key, value in values.items()
     ]
-    notes = [
-        f"As arguments: {' '.join(words)}",
-        *run.notes(),
-    ]
+    notes = [f"As arguments: {' '.join(words)}", *run.notes()]
     if run.grows:
         notes.append("Megatron-LM has the step schedule since April 2026.")
     return Exported(
@@ -289,11 +286,5 @@ def _to_megatron(run: _Run) -> Exported:
     )
 
 
-PLAN_EXPORTS = {
-    "maxtext": _to_maxtext,
-    "megatron": _to_megatron,
-}
-NAMES = {
-    "maxtext": "MaxText",
-    "megatron": "Megatron-LM",
-}
+PLAN_EXPORTS = {"maxtext": _to_maxtext, "megatron": _to_megatron}
+NAMES = {"maxtext": "MaxText", "megatron": "Megatron-LM"}

@@ -596,9 +596,12 @@ def _checked(job: MaxTextJob) -> Iterator[Ruling]:
             division=(int(tokens), job[VOCAB_TILING]),
         )
     if job["quantization"] in FP8 and passes > 1:
-        said = f"{passes} must be 1 with quantization={job['quantization']}"
-        keys = (ACCUMULATION, "quantization")
-        yield job.broken("fp8_accumulation", keys, f"{ACCUMULATION}={said}")
+        yield job.broken(
+            "fp8_accumulation",
+            (ACCUMULATION, "quantization"),
+            f"{ACCUMULATION}={passes} must be 1 with"
+            f" quantization={job['quantization']}",
+        )
     if job.is_piped:
         yield from _pipeline_rules(job)
 
@@ -697,9 +700,12 @@ def _run_rules(job: MaxTextJob) -> Iterator[Ruling]:
     if job["eval_interval"] > 0:
         yield from _eval_rule(job)
     if job.total_steps < 1:
-        length = job["learning_rate_schedule_steps"]
-        said = f"steps={job['steps']} (learning_rate_schedule_steps={length})"
-        yield job.broken("no_steps", ["steps"], f"the run has {said}")
+        yield job.broken(
+            "no_steps",
+            ["steps"],
+            f"the run has steps={job['steps']}"
+            f" (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})",
+        )
 
 
 def _ramp_rules(job: MaxTextJob) -> Iterator[Ruling]:

@@ -90,8 +90,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         leaves = _with_devices(command, reading.leaves, chosen)
         own = set(map(canonical, _own_options(command)))
         if _starts_swift(command):
-            said = "ms-swift starts this: the rules are those of Megatron-LM."
-            reading.notes.append(said)
+            reading.notes.append(
+                "ms-swift starts this: the rules are those of Megatron-LM."
+            )
         if not (reading.is_fork or reading.questions):
             reading.questions += _find_underscores(command)
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
@@ -747,8 +748,11 @@ def _ramp_rules(job: MegatronJob, final: Term, unit: Term) -> Iterator[Ruling]:
         )
         return
     if not job.ordered:
-        said = "start and increment must be at least 1, samples at least 0"
-        yield job.broken("ramp_numbers_positive", keys, f"{shown}: {said}")
+        yield job.broken(
+            "ramp_numbers_positive",
+            keys,
+            f"{shown}: start and increment must be at least 1, samples at least 0",
+        )
         return
     start = Term(f"the ramp's start {job.start:,}", job.start)
     yield job.at_least("ramp_grows", size_keys, final, start)
@@ -800,8 +804,11 @@ def _schedule_rules(job: MegatronJob, unit: Term) -> Iterator[Ruling]:
         )
         return
     if first := job.thresholds[0].samples:
-        said = f"the first threshold must be 0, it is {first:,} samples"
-        yield job.broken("schedule_starts_at_0", keys, f"{SCHEDULE}: {said}")
+        yield job.broken(
+            "schedule_starts_at_0",
+            keys,
+            f"{SCHEDULE}: the first threshold must be 0, it is {first:,} samples",
+        )
     for before, after in job.not_rising[:1]:
         yield job.broken(
             "schedule_thresholds_increase",
@@ -811,8 +818,11 @@ def _schedule_rules(job: MegatronJob, unit: Term) -> Iterator[Ruling]:
         )
     least = min(job.thresholds, key=lambda entry: entry.size)
     if least.size <= 0:
-        said = f"{SCHEDULE}: every size must be at least 1, unlike {least.text}"
-        yield job.broken("schedule_sizes_positive", keys, said)
+        yield job.broken(
+            "schedule_sizes_positive",
+            keys,
+            f"{SCHEDULE}: every size must be at least 1, unlike {least.text}",
+        )
     if not job.schedule_valid:
         return
     for before, after in job.shrinking[:1]:

@@ -257,8 +257,9 @@ def read_program(path: Path, *, devices: int | None = None) -> Program:
             found.read(ast.parse(plain).body)
         except SyntaxError as error:
             if not is_notebook:  # a cell may be of another language
-                said = f"this is not Python: {error}"
-                raise ConfigError(said, path=str(path)) from None
+                raise ConfigError(
+                    f"this is not Python: {error}", path=str(path)
+                ) from None
     return found
 
 

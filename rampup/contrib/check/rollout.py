@@ -246,8 +246,9 @@ def group_note(responses: int) -> str:
     """
     if responses == 1:
         return (
-            "one response per prompt has nothing to be compared with: the advantage"
-            " comes from a critic or another baseline."
+            "one response per prompt has nothing to be compared with: the advantage has"
+            " to come from a critic or another baseline, and an estimator that compares"
+            " the responses of a prompt, such as grpo, needs 2 or more."
         )
     rates = (0.1, 0.3, 0.5)
     shares = [f"{p**responses + (1 - p) ** responses:.1%}" for p in rates]

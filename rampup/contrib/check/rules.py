@@ -144,8 +144,12 @@ class Job:
         stands for them.
         """
         if names:
-            said = f"{', '.join(names[:4])} must be {why}"
-            yield self.broken("known_keys", [key], said, candidates=None)
+            yield self.broken(
+                "known_keys",
+                [key],
+                f"{', '.join(names[:4])} must be {why}",
+                candidates=None,
+            )
 
     @property
     def outcome(self) -> Run:
@@ -378,11 +382,7 @@ def keep_update(dialect: Dialect, before: Job, after: Job) -> dict[str, Any] | N
 
 
 def _nearest_values(
-    dialect: Dialect,
-    job: Job,
-    key: str,
-    candidates: Iterable[Any],
-    broken: set[str],
+    dialect: Dialect, job: Job, key: str, candidates: Iterable[Any], broken: set[str]
 ) -> tuple[Any, ...]:
     """Return up to one value of a key below the given one and one above with which no
     rule is broken but those of `broken`.

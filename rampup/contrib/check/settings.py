@@ -214,14 +214,15 @@ def _type_values(
                 raise question
             notes[name] = f"{question}. The numbers of a step are the same without it."
         except ConfigError as error:
-            located_error = ConfigError(
-                str(error),
-                key=name,
-                nearest=error.nearest,
-                path=place.path,
-                line=place.line,
+            problems.append(
+                ConfigError(
+                    str(error),
+                    key=name,
+                    nearest=error.nearest,
+                    path=place.path,
+                    line=place.line,
+                )
             )
-            problems.append(located_error)
     return values, problems, notes
 
 
@@ -270,8 +271,12 @@ def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
             raise_together(list(_find_misspelt({name: result[name]}, launch)))
             continue
         close = difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
-        said = f"unknown key {name[:100]!r}; the closest is {close[0]}"
-        raise ConfigError(said, key=name, nearest=close, path=COMMAND_LINE)
+        raise ConfigError(
+            f"unknown key {name[:100]!r}; the closest is {close[0]}",
+            key=name,
+            nearest=close,
+            path=COMMAND_LINE,
+        )
     return result
 
 

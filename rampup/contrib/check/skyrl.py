@@ -75,15 +75,16 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         if launch.known_keys.life(name) == (1, 1)
     ]
     if old and version == NEWEST and f"{WORD}={OLD}" not in overrides:
-        question = ConfigError(
-            f"SkyRL 0.3 (July 2026) refuses keys of older ones: {', '.join(old[:4])}",
-            fix=f"if the run has an older SkyRL, add {WORD}={OLD}; if not, rename or"
-            " leave out these keys: those of engines begin with"
-            " generator.inference_engine",
-            key=old[0],
-            path=reading.path,
+        reading.questions.append(
+            ConfigError(
+                f"SkyRL 0.3 (July 2026) refuses keys of older ones: {', '.join(old[:4])}",
+                fix=f"if the run has an older SkyRL, add {WORD}={OLD}; if not, rename or"
+                " leave out these keys: those of engines begin with"
+                " generator.inference_engine",
+                key=old[0],
+                path=reading.path,
+            )
         )
-        reading.questions.append(question)
     return type_above(bases, looked_up(bases), {WORD: version})
 
 
@@ -263,8 +264,9 @@ def _device_rules(job: SkyRLJob, model: str) -> Iterator[Ruling]:
     if job.has_megatron(model):
         keys = (per_node, *MEGATRON[model].values())
         sizes = {word: job[key] for word, key in MEGATRON[model].items()}
-        name = f"megatron_divides_{model}_devices"
-        yield job.multiple(name, keys, devices, product(sizes))
+        yield job.multiple(
+            f"megatron_divides_{model}_devices", keys, devices, product(sizes)
+        )
         key, note = SEQUENCE[model], " with trainer.strategy=megatron"
         yield job.equal(f"megatron_{model}_sequence_parallel", [key], key, 1, note)
     else:

@@ -185,9 +185,5 @@ def _rules(job: TrlxJob) -> Iterator[Ruling]:
 
 
 DIALECT = Dialect(
-    job=TrlxJob,
-    rules=_rules,
-    meanings=_meanings,
-    notes=_notes,
-    launch=LAUNCH,
+    job=TrlxJob, rules=_rules, meanings=_meanings, notes=_notes, launch=LAUNCH
 )

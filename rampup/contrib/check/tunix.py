@@ -385,9 +385,12 @@ def _rules(job: TunixJob) -> Iterator[Ruling]:
             candidates=[None],
         )
     if job[TRAIN] is not None and job[MINI] is None:
-        said = f"{MINI} must be set if {TRAIN}={job[TRAIN]} is"
-        keys = (MINI, TRAIN)
-        yield job.broken("micro_needs_mini", keys, said, candidates=[job.prompts])
+        yield job.broken(
+            "micro_needs_mini",
+            (MINI, TRAIN),
+            f"{MINI} must be set if {TRAIN}={job[TRAIN]} is",
+            candidates=[job.prompts],
+        )
     elif job[TRAIN] is not None:
         yield job.multiple("micro_divides_mini", (TRAIN, MINI), MINI, TRAIN)
     batch = Term(f"{BATCH}={job.prompts:,}", job.prompts)

@@ -602,8 +602,12 @@ def _rules(job: VerlJob) -> Iterator[Ruling]:
             yield from _one_of_two(job, kind)
     losses = _NAMES["losses"]
     if job[LOSS] not in losses and (job[LOSS] != SUM or job.of.old_workers):
-        said = f"{LOSS}={job[LOSS]} must be one of {', '.join(losses)}"
-        yield job.broken("loss_is_known", [LOSS], said, candidates=losses)
+        yield job.broken(
+            "loss_is_known",
+            [LOSS],
+            f"{LOSS}={job[LOSS]} must be one of {', '.join(losses)}",
+            candidates=losses,
+        )
     yield from job.unknown(
         with_lines(job.settings.looked_up),
         TRAIN,
@@ -687,8 +691,12 @@ def _check_model(job: VerlJob, name: str) -> Iterator[Ruling]:
         if job[old] is not None and (name == "actor" or job.is_fsdp(name)):
             shares = job[sequence] if job.is_fsdp(name) else 1
             reached = product({old: job[old], sequence: shares})
-            rule = f"{name}_old_micro_reaches_every_device"
-            yield job.at_least(rule, (old, sequence), reached, _devices(job))
+            yield job.at_least(
+                f"{name}_old_micro_reaches_every_device",
+                (old, sequence),
+                reached,
+                _devices(job),
+            )
     # Until 0.4 it is read only with the strategy `fsdp` itself, and since then of the
     # actor alone.
     reads = job.is_fsdp(name) and name == "actor"
@@ -795,8 +803,12 @@ def _old_workers(job: VerlJob) -> Iterator[Ruling]:
     for kind, old in OLD_MICROS.items():
         is_read = kind in MINIS or not job.dynamic[kind]
         if MODEL[kind] in job.models and job[old] is not None and is_read:
-            rule = f"{kind}_old_micro_reaches_every_replica"
-            yield job.at_least(rule, [old], old, _replicas(job, MODEL[kind]))
+            yield job.at_least(
+                f"{kind}_old_micro_reaches_every_replica",
+                [old],
+                old,
+                _replicas(job, MODEL[kind]),
+            )
     for name in job.trained:
         yield from _old_mini_batch(job, name)
 
@@ -853,8 +865,9 @@ def _run_step(job: VerlJob) -> Iterator[Ruling]:
             Term(text, size),
         )
     if job.is_fsdp("actor") and 0 < job[FSDP_SIZE] < job.devices:
-        rule = "fsdp_size_divides_devices"
-        yield job.multiple(rule, [FSDP_SIZE], _devices(job), FSDP_SIZE)
+        yield job.multiple(
+            "fsdp_size_divides_devices", [FSDP_SIZE], _devices(job), FSDP_SIZE
+        )
     yield from job.data_set_rule(TRAIN)
 
 

@@ -162,9 +162,7 @@ class RolloutRun:
             shuffle_seed=config.data_shuffle_seed,
             decode=decode,
         )
-        self.rate = LearningRate.from_config(
-            config, schedule.ramp_plan(), peak=config.learning_rate
-        )
+        self.rate = LearningRate.from_config(config, schedule.ramp_plan())
         self.step = _Step(
             model,
             optimizer_from_config(config, self.rate, matrices=matrices),

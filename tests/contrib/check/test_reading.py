@@ -378,3 +378,24 @@ def test_a_name_like_that_of_a_size_is_asked_about(tmp_path, system, text, key):
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"unknown, a fork: {key}"):
         check_file(file, system=system)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{VERL} actor_rollout_ref.rollout.n = 16",
+        f"{VERL} --trainer.nnodes=2",
+        f"{VERL} --trainer.nnodes 2",
+        f"{SKYRL} --generator.inference_engine.tensor_parallel_size=2",
+        f"{MAXTEXT} --per_device_batch_size=2",
+        f"{MAXTEXT} per_device_batch_size 2",
+        MEGATRON.replace("--global", "-global"),
+        MEGATRON.replace("--global", "global"),
+    ],
+)
+def test_a_key_that_the_system_does_not_read_as_it_is_written_is_refused(command):
+    """It would set nothing here, and the system refuses the word or sets another key."""
+    with pytest.raises(
+        ConfigError, match=r"sets nothing, and .* may refuse it"
+    ):
+        check_command(command.split())

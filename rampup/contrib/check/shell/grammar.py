@@ -161,16 +161,7 @@ class Parser:
         parts = list[Any]()
         if self.text.startswith("((", self.at):
             kind, words = "arithmetic", [self.in_brackets()]
-        elif kind not in (
-            "(",
-            "{",
-            "if",
-            "while",
-            "until",
-            "for",
-            "case",
-            "function",
-        ):
+        elif kind not in ("(", "{", "if", "while", "until", "for", "case", "function"):
             return self.simple(line)
         else:
             self.next()

@@ -10,12 +10,7 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from rampup.contrib.check.shell.values import (
-    ARGUMENT,
-    Status,
-    Words,
-    has_unknown,
-)
+from rampup.contrib.check.shell.values import ARGUMENT, Status, Words, has_unknown
 
 _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,

@@ -41,12 +41,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
-from rampup.contrib.check.launchers import (
-    NAMES,
-    count_tasks,
-    read_header,
-    read_options,
-)
+from rampup.contrib.check.launchers import NAMES, count_tasks, read_header, read_options
 from rampup.contrib.check.shell.flow import Flow, Relevant, Stop
 from rampup.contrib.check.shell.grammar import ASSIGNMENT, Node, ScriptError, parse
 from rampup.contrib.check.shell.values import (
