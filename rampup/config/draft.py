@@ -92,7 +92,8 @@ def find_repeats(draft: Draft) -> None:
     draft.repeats = pipeline_repeats(
         num_layers=draft.config.base_num_decoder_layers,
         num_stages=(draft.axes or MeshAxes()).pipeline,
-        num_repeats=draft.config.num_pipeline_repeats,
+        # Without a legal mesh, nobody knows whether there are stages.
+        num_repeats=draft.config.num_pipeline_repeats if draft.axes else AUTO,
     )
 
 
@@ -109,7 +110,9 @@ def find_splitter(draft: Draft) -> None:
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         num_stages=axes.pipeline,
         num_repeats=draft.repeats,
-        num_pipeline_microbatches=config.num_pipeline_microbatches,
+        num_pipeline_microbatches=(
+            config.num_pipeline_microbatches if draft.axes else AUTO
+        ),
         rampup_microbatch=config.rampup_microbatch,
         microbatch_size=config.microbatch_size,
         strict_multiple=config.pipeline_strict_multiple,

@@ -500,3 +500,15 @@ def test_phases_that_are_over_need_no_split_with_seesaw_either():
     with pytest.raises(BatchDivisibilityError, match="must be a multiple"):
         build_plan(config, num_devices=16)
     assert build_plan(config, num_devices=16, consumed_samples=100).ramp.sizes_to_come
+
+
+@pytest.mark.parametrize(
+    "keys", [{"num_pipeline_microbatches": 2}, {"num_pipeline_repeats": 2}]
+)
+def test_a_pipeline_that_the_devices_do_not_allow_is_no_second_problem(keys):
+    """What the keys of the pipeline need is judged by a mesh that there is."""
+    config = Config(ici_pipeline_parallelism=2, **keys)
+    with pytest.raises(RampupError) as refused:
+        build_plan(config, 5)
+    assert str(refused.value).startswith("devices per slice")
+    assert "problems" not in str(refused.value)

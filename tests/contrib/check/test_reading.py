@@ -395,7 +395,5 @@ def test_a_name_like_that_of_a_size_is_asked_about(tmp_path, system, text, key):
 )
 def test_a_key_that_the_system_does_not_read_as_it_is_written_is_refused(command):
     """It would set nothing here, and the system refuses the word or sets another key."""
-    with pytest.raises(
-        ConfigError, match=r"sets nothing, and .* may refuse it"
-    ):
+    with pytest.raises(ConfigError, match=r"sets nothing, and .* may refuse it"):
         check_command(command.split())
