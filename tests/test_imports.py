@@ -219,6 +219,7 @@ if importlib.util.find_spec("libtpu"):
 """
 
 
+@pytest.mark.slow
 def test_training_on_text_loads_no_reinforcement_learning(tmp_path):
     """`rampup train base.yml` trains without a module of `contrib`."""
     settings = command_line(TINY | {"steps": 1, "base_output_directory": tmp_path})

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers.toy import mesh_of, rows, start, train
+from helpers.toy import mesh_of, rows, slow, start, train
 
 import rampup
 from rampup.errors import ConfigError, DataError
@@ -933,7 +933,10 @@ def test_large_models_whole_batches_and_resumed_runs_are_not_checked(monkeypatch
 
 @pytest.mark.parametrize(
     "penalty",
-    [lambda p: 0.5 * (p["w"] ** 2).sum(), lambda p: 0.2 * jnp.abs(p["b"]).sum()],
+    [
+        lambda p: 0.5 * (p["w"] ** 2).sum(),
+        slow(lambda p: 0.2 * jnp.abs(p["b"]).sum()),
+    ],
 )
 def test_small_terms_are_seen_in_bfloat16(penalty):
     """What is below the rounding of a type is not seen, and the report says how much;

@@ -30,7 +30,7 @@ def ids(batch):
     return held[: batch.num_microbatches].ravel().tolist()
 
 
-@pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
+@pytest.mark.parametrize("name", [toy.slow("one"), "data_fsdp_tensor"])
 @pytest.mark.parametrize("mode", ["fixed", "per_phase", "auto"])
 @pytest.mark.parametrize(("seed", "number"), [(None, 7), (5, 150), (5, 60)])
 def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):

@@ -156,6 +156,7 @@ def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
     assert step.num_compilations == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_to_the_bit():
     """A new step that goes on with the state after three steps, ZeRO-1 included, ends
     in the same bits.

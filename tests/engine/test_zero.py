@@ -90,7 +90,7 @@ def is_bad_once(p, b, k):
 @pytest.mark.parametrize(
     ("mesh_name", "options"),
     [
-        ("data", {}),
+        slow("data", {}),
         ("data_fsdp_tensor", {}),
         ("data", {"loss": is_bad_once, "skip_nonfinite": True}),
         ("data", {"tx": OPTIMIZERS["adafactor"]}),

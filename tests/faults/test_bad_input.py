@@ -172,6 +172,7 @@ def test_run_folder_is_inside_the_base_folder(name):
         )
 
 
+@pytest.mark.slow
 def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
     """A run writes only into its folder and the compilation cache, and never a value of
     the environment.

@@ -89,6 +89,7 @@ def test_dropout_depends_only_on_the_row():
     assert whole != pytest.approx(float(loss_of(SMALL, params, rows)), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "param_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )

@@ -446,6 +446,7 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
     """Every process names the keys that differ, also of one by which a process waits
     for others, and nothing is written.

@@ -515,7 +515,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("done", [5, STEPS], ids=["stopped", "finished"])
+@pytest.mark.parametrize(
+    "done", [toy.slow(5, id="stopped"), pytest.param(STEPS, id="finished")]
+)
 @pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
 def test_a_loop_of_ones_own_knows_what_it_was_started_with(
     tmp_path, change, words, done

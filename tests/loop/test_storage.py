@@ -293,6 +293,7 @@ def test_a_missing_package_for_buckets_is_named():
     assert "pip install 'rampup[gcs]'" in found.stderr
 
 
+@pytest.mark.slow
 def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
     """A second owner is refused with the first one's host while that lives; the object
     of a dead one is taken over.

@@ -404,7 +404,10 @@ def test_samples_of_a_progress_are_the_integral_over_the_noise_curve(seed):
     )
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.3, 0.47, 0.62])
+@pytest.mark.parametrize(
+    "growth",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in (0.0, 0.3)), 0.47, 0.62],
+)
 def test_no_ramp_saves_more_than_the_bound(growth):
     """Over machines whose step times are on a line, with finely spaced batches and a
     power law of the noise scale: the bound holds, and the best machine comes near it.

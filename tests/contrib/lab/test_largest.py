@@ -26,6 +26,7 @@ def state_on(mesh):
     return rampup.create_state({"w": jnp.ones((64, WIDTH))}, optax.adam(0.01), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [

@@ -234,14 +234,13 @@ CASES = [
         {"microbatch": TOKENS[11], "mini": 4},
         marks=pytest.mark.slow,
     ),
-    (
+    pytest.param(
         "fsdp",
         AGGREGATIONS[2:],
         {"microbatch": SAMPLES[3], "pad": True, "prompts": 5, "mini": 4},
+        marks=pytest.mark.slow,
     ),
-    pytest.param(
-        "tensor", AGGREGATIONS[1:2], {"microbatch": SAMPLES[2]}, marks=pytest.mark.slow
-    ),
+    ("tensor", AGGREGATIONS[1:2], {"microbatch": SAMPLES[2]}),
 ]
 CASES += [
     pytest.param(mesh, AGGREGATIONS, sizes, marks=pytest.mark.faults)

@@ -65,6 +65,7 @@ def train_until(config, step):
         rl.train(config, stop)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     """Ended after several updates and in the middle of a rollout; the updates of each
     rollout are in order.
@@ -158,6 +159,7 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_metrics_show_what_the_plan_knows(whole):
     """Padding, groups without spread, lag, and bytes of experience."""
     folder, summary = whole
@@ -298,6 +300,7 @@ def loaded(whole):
     return replace(rl.load(whole[0]), context=64)
 
 
+@pytest.mark.slow
 def test_load_returns_the_policy(whole, loaded, capsys):
     """Configuration, model and parameters belong together: the model has the logits
     that generation and its command see.
@@ -332,6 +335,7 @@ def test_load_returns_the_policy(whole, loaded, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_response_ends_with_its_end_token(loaded):
     """Without one it has all bytes that were asked for. What cannot be generated is
     refused, each by its own rule.

@@ -290,6 +290,7 @@ def test_explicit_axes_are_those_of_the_mesh():
     assert seen == [("data", 8), (None, 1)]
 
 
+@pytest.mark.slow
 def test_names_of_axes_of_one_device():
     """Collectives over axes of one device change nothing, also for one replica with
     `reduce_once=True`, which the error of JAX names.

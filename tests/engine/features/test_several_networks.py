@@ -78,7 +78,14 @@ def by_hand(plan, tx, keys_of):
     return found
 
 
-@pytest.mark.parametrize("num_devices", [1, 4, 8])
+@pytest.mark.parametrize(
+    "num_devices",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        4,
+        pytest.param(8, marks=pytest.mark.slow),
+    ],
+)
 def test_an_actor_that_is_updated_in_every_second_step(num_devices):
     """It takes the place of the critic: the step of their batch."""
     config = rampup.Config(
