@@ -483,7 +483,9 @@ def required(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{key} needs {package}: pip install 'rampup[{extra}]'", key=key
+            f"{package}, for {key} or a writer of yours, is not installed: pip install"
+            f" 'rampup[{extra}]'",
+            key=key,
         ) from error
 
 
