@@ -161,9 +161,7 @@ def examples() -> str:
     lines = []
     for name, title in PAIRS.items():
         files = [EXAMPLES / f"{name}{end}.py" for end in ("", "_ramp")]
-        texts = [
-            ["", *file.read_text(encoding="utf-8").splitlines()[1:]] for file in files
-        ]  # without the docstrings
+        texts = [file.read_text(encoding="utf-8").splitlines() for file in files]
         new, gone = changed_lines(name)
         lines += [
             f"## {title}",

@@ -72,7 +72,9 @@ class LearningRate:
     then cosine, WSD or constant.
 
     Attributes:
-        plan: the plan, whose `clock`, batch scaling and Seesaw it follows.
+        plan: the plan, whose `clock`, batch scaling and Seesaw it follows. Give the
+            training step the same: it does not see which plan the rate of its optimizer
+            has, and a shorter one ends in a rate of 0.
         peak: learning rate after the warm-up, for the batch of the last phase.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
         warmup_fraction: fraction of the schedule in which the rate rises linearly from
