@@ -114,6 +114,7 @@ def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
     assert caught.value.key == "base_emb_dim"
 
 
+@pytest.mark.slow
 def test_generate_samples_text(run):
     """The same seed gives the same text; temperature 0 the most probable bytes,
     computed one by one. Options have ranges.

@@ -152,6 +152,7 @@ def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
         assert stats.chisquare(counts[likely], expected).pvalue > 1e-6
 
 
+@pytest.mark.slow
 def test_packed_rows_are_computed_like_single_ones():
     """Three sequences in one row have the hidden states that each has alone, whatever
     the padding contains.

@@ -204,6 +204,7 @@ def test_metrics_show_what_the_plan_knows(whole):
     } <= report.run.curves.keys()
 
 
+@pytest.mark.slow
 def test_one_program_per_role(tmp_path):
     """Growing batches run through the same programs; nothing is evaluated or saved."""
     growth = {"batch_size_schedule": "0:2 1:4", "mini_batch_size": -1}
