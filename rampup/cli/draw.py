@@ -16,12 +16,7 @@ from rampup.config.load import find_config
 from rampup.config.notes import plan_notes
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import (
-    CONFIG_FILE,
-    PREDICTION_FILE,
-    absolute_path,
-    as_path,
-)
+from rampup.loop.run_folder import CONFIG_FILE, PREDICTION_FILE, absolute_path, as_path
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
 from rampup.show.report import Report, write_report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +128,10 @@ class LoadedRun:
             )
         if top_k is None:
             top_k = self.model.vocab_size
-        check_range(1, MAX_TOKENS, num_tokens=num_tokens)
-        check_range(0, temperature=temperature)
-        check_range(1, self.model.vocab_size, top_k=top_k)
+        check_range(1, MAX_TOKENS, tokens=num_tokens)
+        # Not infinity: what `top_k` leaves out would be no number.
+        check_range(0, sys.float_info.max, temperature=temperature)
+        check_range(1, self.model.vocab_size, **{"top-k": top_k})
         check_range(0, 2**31 - 1, seed=seed)
         # The command line passes bytes that are not UTF-8 as surrogates.
         start = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]

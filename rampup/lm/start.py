@@ -22,7 +22,7 @@ from rampup.loop.checkpoint import SavedCheckpoint, find_checkpoint
 from rampup.loop.distributed import leaving_on_error
 from rampup.loop.events import LearningRateChanged, OnEvent
 from rampup.loop.lock import own_run
-from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, write_whole
+from rampup.loop.run_folder import CONFIG_FILE, as_path, write_whole
 from rampup.plan.numbers import AUTO
 
 # What the learning rate at a step follows from, and the length of a run or rollout.
@@ -56,7 +56,7 @@ def run_in_folder(
             held.enter_context(
                 own_run(folder, only_existing=True, shared=config.enable_checkpointing)
             )
-            saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
+            saved = find_checkpoint(folder)
         if saved is None and config.num_devices not in (AUTO, jax.device_count()):
             raise ConfigError(
                 f"num_devices={config.num_devices}, but JAX finds {jax.device_count()}"

@@ -468,7 +468,7 @@ class Loop:
                     if done == start and (period or start):
                         self._compare(found, state, batch)
                         # What no checkpoint can have is refused before any work.
-                        self._record(plan)
+                        as_json(self._record(plan))
                     # The step returns before the devices are done, so only a
                     # compilation takes long here.
                     waited = self.step.waited_seconds
@@ -544,8 +544,8 @@ class Loop:
         metrics.restart_clock()
 
     def _record(self, plan: LoopPlan) -> Record:
-        """Return what a checkpoint has beside the state, or refuse what a resume could
-        not read back: two values of one name, or what JSON has not.
+        """Return what a checkpoint has beside the state, or refuse two values of one
+        name, which a resume could not read back.
         """
         record = {
             **self.checkpoints.identity,
@@ -563,7 +563,7 @@ class Loop:
                     key="components",
                 )
             record |= own
-        return as_json(record)
+        return record
 
     def _flush(self, metrics: Metrics) -> None:
         """Write all metrics, if the run is still that of this process."""

@@ -160,19 +160,19 @@ class Metrics:
         self._on_event = on_event = options.on_event
         # The steps that were skipped in a row, from those just before this launch on.
         self._skipped: list[int] = []
-        before = [
-            line for line in read_lines(folder / METRICS_FILE) if line["step"] < start
-        ]
-        for line in before:
-            self._add_skipped(line)
+        steps = list[int]()
+        for line in read_lines(folder / METRICS_FILE):
+            if line["step"] < start:
+                self._add_skipped(line)
+                steps.append(line["step"])
         self._waiting: deque[_Step] = deque()
         log = functools.partial(StepLog, writes=is_primary(), on_event=on_event)
         self._log = log(folder / METRICS_FILE, keep_below=start)
-        if is_primary() and len(before) != start:
+        if is_primary() and steps != [*range(start)]:
             on_event(
                 StorageFailed(
-                    problem=f"{folder / METRICS_FILE} has {len(before)} lines of the"
-                    f" {format_count(start, 'step')} before this start"
+                    problem=f"{folder / METRICS_FILE} has {len(steps)} lines, and not one"
+                    f" each of the {format_count(start, 'step')} before this start"
                 )
             )
         # An evaluation before step 0 has the number -1.

@@ -217,7 +217,7 @@ def parse_json(content: str | bytes) -> Any:
         return None
 
 
-def as_json(values: Record) -> dict[str, Any]:
+def as_json(values: Record) -> Any:
     """Return the values of a checkpoint as they will be read, such as lists for tuples,
     or refuse what JSON has not.
     """
@@ -230,7 +230,7 @@ def as_json(values: Record) -> dict[str, Any]:
             key="components",
         )
 
-    return dict(json.loads(json.dumps(values, default=refuse)))
+    return json.loads(json.dumps(values, default=refuse))
 
 
 def write_whole(file: Path, content: bytes) -> None:

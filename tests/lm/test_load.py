@@ -17,7 +17,9 @@ from helpers.tiny import TINY, command_line
 import rampup
 from rampup.cli import main
 from rampup.errors import ConfigError, ResumeMismatchError
+from rampup.lm.load import LoadedRun
 from rampup.lm.train import learning_rate, optimizer
+from rampup.lm.transformer import LanguageModel
 from rampup.loop.events import StepDone
 
 # The program of test_train.py, from the compilation cache.
@@ -245,3 +247,28 @@ def test_train_run_folder_takes_settings(run, tmp_path, capsys):
     assert main(["train", str(tmp_path)]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
     assert main(["train", str(moved), "base_emb_dim=32"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"num_tokens": 0}, "tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top-k"),
+        ({"top_k": 257}, "top-k"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_options_of_generate_out_of_range_are_refused(tmp_path, options, key):
+    """By the names that the command has; nothing is sampled."""
+    model = LanguageModel(
+        num_layers=1, width=8, mlp_dim=8, num_heads=1, num_kv_heads=1, vocab_size=256
+    )
+    loaded = LoadedRun(
+        folder=tmp_path, step=0, params=None, state=None, model=model, context=8
+    )
+    with pytest.raises(ConfigError, match=f"{key}=.* must be a number") as refused:
+        loaded.generate("a", **options)
+    assert refused.value.key == key

@@ -147,7 +147,8 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
             event.problem for event in events if isinstance(event, told.StorageFailed)
         ]
         assert problems[-1] == (
-            f"{path} has {kept} lines of the {first.steps} steps before this start"
+            f"{path} has {kept} lines, and not one each of the {first.steps} steps before"
+            " this start"
         )
     assert len(problems) == 2
     run(parts, tmp_path)

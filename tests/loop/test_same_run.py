@@ -219,16 +219,20 @@ def test_a_folder_in_place_of_a_file_is_refused_in_words(tmp_path, name):
         run(tmp_path)
 
 
-def test_metrics_with_lines_twice_are_reported(tmp_path):
-    """A copy of the lines behind them is not taken for a run."""
+@pytest.mark.parametrize(
+    ("order", "number"),
+    [([0, 1, 2, 3, 4] * 2, 10), ([0, 1, 1, 3, 4], 5), ([0, 1, 2, 4], 4), ([], 0)],
+)
+def test_metrics_with_lines_twice_or_missing_are_reported(tmp_path, order, number):
+    """A copy of the lines is not taken for a run, nor one in place of another."""
     run(tmp_path, stop=5)
     file, events = tmp_path / "metrics.jsonl", []
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(line * 2 for line in lines))
+    file.write_text("".join(lines[step] for step in order))
     options = MetricOptions(on_event=events.append)
     Metrics(tmp_path, 5, options=options, components=()).close()
     assert [event.problem for event in events] == [
-        f"{file} has 10 lines of the 5 steps before this start"
+        f"{file} has {number} lines, and not one each of the 5 steps before this start"
     ]
 
 
