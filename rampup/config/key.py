@@ -72,6 +72,8 @@ class Key:
     below: float | None = None
     # Legal values outside the limits, such as -1 for automatic.
     also: tuple[int, ...] = ()
+    # Whether a whole number may be written with a suffix, such as 1.6K.
+    suffixes: bool = True
     nullable: bool = False  # whether null is legal
     # Keys that set the same fact: the one that is set nearer to the command line counts.
     instead_of: tuple[str, ...] = ()
@@ -123,11 +125,14 @@ class Key:
             if self.nullable:
                 return None
             raise self._error(name, "null")
-        converted = _as_kind(self.kind, value)
+        is_suffixed = self.kind == "int" and isinstance(value, str)
+        converted = None
+        if self.suffixes or not is_suffixed:
+            converted = _as_kind(self.kind, value)
         if converted is None:
             hint = (
                 ", such as 1600 or 1.6K"
-                if self.kind == "int" and isinstance(value, str) and value[:1].isdigit()
+                if is_suffixed and self.suffixes and str(value)[:1].isdigit()
                 else ""
             )
             if self.kind in ("text", "name") and isinstance(value, bool | int | float):

@@ -70,11 +70,10 @@ def multi_steps(
         [1, 1, 2, 2]
     """
     check_step_number(plan.ramp.ramp_steps)
-    start_steps = [phase.start_step for phase in plan.ramp.phases]
-    numbers = np.array([split.num_microbatches for split in plan.splits], np.int32)
+    name, phases = "num_microbatches", plan.ramp.phases
 
     def every_k(gradient_step: jax.Array) -> jax.Array:
-        return look_up(start_steps, gradient_step, {"k": numbers})["k"]
+        return look_up(phases, gradient_step, plan.splits, {name: np.int32})[name]
 
     options = {"use_grad_mean": use_grad_mean}
     if accumulator_dtype is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -26,13 +27,16 @@ from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.numbers import check_range
 from rampup.plan.plan import RampPlan
 
-KINDS = ("adamw", "sgd", "muon")
+OptimizerKind = Literal["adamw", "sgd", "muon"]
 RateKind = Literal["cosine", "wsd", "constant"]
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning
 # rate and one weight decay serve both (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
 _ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+_ADAM_TYPES = dict.fromkeys([*_ADAM, "c1", "c2", "weight_decay"])
 
+# The plan of the training step whose program is being traced, which its rate must have.
+PLAN = ContextVar[RampPlan]("PLAN")
 
 # What a program knows of a `ClockSegment`: of a planned ramp, a constant table in which
 # every step looks up its own; of one that is decided during the run, an argument
@@ -55,14 +59,36 @@ def segment_numbers(tx: Any, segment: ClockSegment | None) -> SegmentNumbers | N
 
 
 def look_up(
-    starts: Sequence[int], value: Any, columns: Mapping[str, np.ndarray]
+    phases: Sequence[Any],
+    value: Any,
+    rows: Sequence[Any],
+    types: Mapping[str, Any],
+    key: str = "start_step",
 ) -> dict[str, jax.Array]:
-    """Return the row of a table that is in force at a traced value: the last one that
-    starts at or before it.
+    """Return numbers of the row, one per phase, that is in force at a traced value of
+    `key`: that of the last phase that starts at or before it. `types` has the type of
+    each number; None = that of NumPy.
     """
-    ordered = jnp.asarray(np.array(starts, np.int32))
+    starts = [getattr(x, key) for x in phases if x.start_step <= MAX_STEPS]
+    ordered = np.array(starts, np.int32)
     index = jnp.searchsorted(ordered, value, side="right") - 1
-    return {name: jnp.asarray(column)[index] for name, column in columns.items()}
+    rows = rows[: len(starts)]
+    return {
+        name: jnp.asarray(np.array([getattr(x, name) for x in rows], t))[index]
+        for name, t in types.items()
+    }
+
+
+def _check_plan(plan: RampPlan) -> None:
+    """Refuse a schedule of another plan than that of the step that is traced: a shorter
+    one would end in a rate of 0.
+    """
+    if PLAN.get(plan).clock != plan.clock:
+        raise ConfigError(
+            "the learning rate of the optimizer follows another plan than the step",
+            fix="make LearningRate and optimizer anew for each plan",
+            key="tx",
+        )
 
 
 # `jax.jit` needs a weak reference to a function.
@@ -72,9 +98,8 @@ class LearningRate:
     then cosine, WSD or constant.
 
     Attributes:
-        plan: the plan, whose `clock`, batch scaling and Seesaw it follows. Give the
-            training step the same: it does not see which plan the rate of its optimizer
-            has, and a shorter one ends in a rate of 0.
+        plan: the plan, whose `clock`, batch scaling and Seesaw it follows. A training
+            step refuses a rate that follows another plan than its own.
         peak: learning rate after the warm-up, for the batch of the last phase.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
         warmup_fraction: fraction of the schedule in which the rate rises linearly from
@@ -139,17 +164,16 @@ class LearningRate:
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32, in a
         segment, which None looks up in the plan.
+
+        Raises:
+            ConfigError: the step that is traced follows another plan.
         """
         if segment is None:
-            clock = [x for x in self.plan.clock if x.start_step <= MAX_STEPS]
-            kinds: dict[str, Any] = dict(_SEGMENT_TYPES)
+            _check_plan(self.plan)
+            types: dict[str, Any] = dict(_SEGMENT_TYPES)
             if self.plan.seesaw is not None:
-                kinds["level"] = np.float32
-            columns = {
-                name: np.array([getattr(row, name) for row in clock], kind)
-                for name, kind in kinds.items()
-            }
-            segment = look_up([x.start_step for x in clock], count, columns)
+                types["level"] = np.float32
+            segment = look_up(self.plan.clock, count, self.plan.clock, types)
         progress = (
             segment["progress"]
             + (count - segment["start_step"]) * segment["progress_per_step"]
@@ -235,19 +259,17 @@ class AdamSchedule:
     ) -> dict[str, Any]:
         """Return the constants of optimizer step `count`, a traced int32, and 1 - b1
         and 1 - b2 as `c1` and `c2`.
+
+        Raises:
+            ConfigError: the step that is traced follows another plan.
         """
-        clock = [row for row in self.plan.clock if row.start_step <= MAX_STEPS]
-        constants = self.constants[: len(clock)]
-        columns = {
-            name: np.array([getattr(row, name) for row in constants])
-            for name in ("b1", "b2", "eps", "weight_decay")
-        }
-        columns |= {"c1": 1 - columns["b1"], "c2": 1 - columns["b2"]}
-        key, value = "start_step", count
-        if segment is not None:
+        if segment is None:
+            _check_plan(self.plan)
+            key, value = "start_step", count
+        else:
             key = "global_batch_size"
             value = segment[key]
-        return look_up([getattr(row, key) for row in clock], value, columns)
+        return look_up(self.plan.clock, value, self.constants, _ADAM_TYPES, key)
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):
@@ -324,7 +346,7 @@ def scheduled_adamw(
 def make_optimizer(
     learning_rate: float | Callable[[Any], Any],
     *,
-    kind: Literal["adamw", "sgd", "muon"] = "adamw",
+    kind: OptimizerKind = "adamw",
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
     mu_dtype: Any = None,
@@ -365,8 +387,8 @@ def make_optimizer(
     constants = {**_ADAM, **(adam if isinstance(adam, Mapping) else {})}
     if unknown := constants.keys() - _ADAM.keys():
         raise TypeError(f"adam has {min(unknown)!r}; it takes {', '.join(_ADAM)}")
-    if kind not in KINDS:
-        raise choice_error("opt_type", kind, KINDS)
+    if kind not in get_args(OptimizerKind):
+        raise choice_error("opt_type", kind, get_args(OptimizerKind))
     if kind == "muon":
         if by_phase is not None:
             raise ConfigError(
@@ -410,7 +432,7 @@ def optimizer_from_config(
     """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are
     arguments without such a key.
     """
-    constants = {name: getattr(config, f"adam_{name}") for name in _ADAM}
+    constants: Any = adam or {name: getattr(config, f"adam_{name}") for name in _ADAM}
     make = functools.partial(
         make_optimizer,
         kind=config.opt_type,
@@ -419,12 +441,10 @@ def optimizer_from_config(
         **others,
     )
     if not rate.plan.follows:
-        return make(learning_rate=rate, adam=constants if adam is None else adam)
+        return make(learning_rate=rate, adam=constants)
 
     def of_step(segment: SegmentNumbers | None) -> optax.GradientTransformation:
-        own: Any = constants
-        if adam is not None:
-            own = functools.partial(adam, segment=segment)
+        own = functools.partial(adam, segment=segment) if adam else constants
         own_rate = functools.partial(rate, segment=segment)
         return make(learning_rate=own_rate, adam=own)
 

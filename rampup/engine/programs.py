@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.explicit import as_auto
 from rampup.engine.mesh import auto_context, replicated
-from rampup.engine.optimizer import segment_numbers
+from rampup.engine.optimizer import PLAN, segment_numbers
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update
 from rampup.plan.learning_rate import ClockSegment
+from rampup.plan.plan import RampPlan
 
 # `Update.fused` or `Update.multi_steps`.
 Part = Callable[..., Any]
@@ -36,9 +38,12 @@ class Programs:
     # chooses.
     chunk_size: int | None = None
 
-    def __init__(self, update: Update, mesh: Mesh, *, donate: bool) -> None:
+    def __init__(
+        self, update: Update, plan: RampPlan, mesh: Mesh, *, donate: bool
+    ) -> None:
         self.compiler = Compiler(mesh)
         self._update = update
+        self._plan = plan
         self._mesh = mesh
         self._donate = donate
         # Each number would be copied to the devices in every step.
@@ -53,13 +58,15 @@ class Programs:
         # batch.
         results = split_frozen(shardings_of(state))[0], replicated(self._mesh)
         state, args = as_auto((state, args))
+        context = copy_context()
+        context.run(PLAN.set, self._plan)
         with auto_context(self._mesh):
             program = jax.jit(
                 functools.partial(part, self._update, shardings_of(state)),
                 donate_argnums=0 if self._donate else (),
                 out_shardings=results,
             )
-            return program.lower(*split_frozen(state), *args)
+            return context.run(program.lower, *split_frozen(state), *args)
 
     def _get(self, num_rows: int, part: Part, state: Any, *args: Any) -> Run:
         """Return a compiled program, as a function of a state and further arguments."""

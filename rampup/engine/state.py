@@ -244,11 +244,9 @@ def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
 def split_frozen(state: Any) -> tuple[Any, Any]:
     """Return a state without its field `frozen`, and that field, or None."""
     frozen = getattr(state, "frozen", None)
-    return (
-        (state, None)
-        if frozen is None
-        else (replace_fields(state, frozen=None), frozen)
-    )
+    if frozen is None:
+        return state, None
+    return replace_fields(state, frozen=None), frozen
 
 
 def join_frozen(state: Any, frozen: Any) -> Any:
@@ -370,11 +368,9 @@ def _put(tree: Any, shardings: Any) -> Any:
     )
 
     def wrap(leaf: Any, own: Any) -> Any:
-        return (
-            jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(own))
-            if is_key(own)
-            else leaf
-        )
+        if not is_key(own):
+            return leaf
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(own))
 
     return jax.tree.map(wrap, put, tree)
 

@@ -312,7 +312,7 @@ class TrainStep:
         self._axes = update.axes
         self._checks_loss = check_loss
         engine = ByMicrobatch if isinstance(self.tx, optax.MultiSteps) else Fused
-        self._programs = engine(update, mesh, donate=donate)
+        self._programs = engine(update, plan, mesh, donate=donate)
         self._donate = donate
         self._layouts: set[BufferLayout] = set()
         # The `step` of the state that the last call returned, and its number, known
@@ -499,15 +499,12 @@ class TrainStep:
             lambda x: shape((C, R, *np.shape(x)), np.result_type(x), sharding=by_rows),
             row,
         )
-        numbers = (
-            (np.int32(0), np.int32(0)),
-            segment_numbers(self.tx, self.plan.clock[0]),
-        )
-        counts, segment = jax.tree.map(
-            lambda x: shape((), x.dtype, sharding=replicated(self._mesh)), numbers
+        numbers = jax.tree.map(
+            lambda x: shape((), x.dtype, sharding=replicated(self._mesh)),
+            ((np.int32(0),) * 2, segment_numbers(self.tx, self.plan.clock[0])),
         )
         chunks = (chunk,) * layout.num_chunks
-        return self._programs.lower(Update.fused, state, chunks, counts, segment)
+        return self._programs.lower(Update.fused, state, chunks, *numbers)
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, if it

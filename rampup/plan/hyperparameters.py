@@ -38,6 +38,16 @@ class AdamConstants:
         check_range(0, 1, b1=self.b1, b2=self.b2)
         check_range(0, eps=self.eps, weight_decay=self.weight_decay)
 
+    @property
+    def c1(self) -> float:
+        """1 - b1, not yet rounded to the type of a device."""
+        return 1 - self.b1
+
+    @property
+    def c2(self) -> float:
+        """1 - b2, not yet rounded to the type of a device."""
+        return 1 - self.b2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScaling:

@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from rampup.engine.optimizer import LearningRate, make_optimizer
+from rampup import create_state, make_mesh, multi_steps, train_step
+from rampup.engine.optimizer import AdamSchedule, LearningRate, make_optimizer
 from rampup.errors import ConfigError, MissingDependencyError, RampDefinitionError
 from rampup.lm.transformer import LanguageModel, matrices
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RateRule
+from rampup.plan.hyperparameters import AdamConstants, AdamScaling
 
 RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
 
@@ -129,6 +131,55 @@ def test_learning_rate_refuses_steps_beyond_int32():
     )
     with pytest.raises(RampDefinitionError, match="int32"):
         LearningRate(plan=plan(2**33, long), peak=1.0)
+
+
+def rate_of(other):
+    """Return an optimizer whose rate follows a plan."""
+    return optax.adamw(LearningRate(plan=other, peak=0.1))
+
+
+def constants_of(other):
+    """Return an optimizer whose rate is a number and whose constants follow a plan."""
+    scaling = AdamScaling(b2="half_life")
+    adam = AdamSchedule.from_scaling(other, AdamConstants(), scaling)
+    return make_optimizer(0.1, adam=adam)
+
+
+@pytest.mark.parametrize("optimizer", [rate_of, constants_of])
+@pytest.mark.parametrize("in_multi_steps", [False, True])
+def test_a_step_refuses_a_rate_or_constants_of_another_plan(optimizer, in_multi_steps):
+    """One of a shorter plan would end in a rate of 0, without a word. The refusal ends
+    with the step: the rate itself still works.
+    """
+    mesh = make_mesh(devices=jax.devices()[:1])
+    own, other = plan(), plan(40)
+    if optimizer is constants_of:
+        other = plan(ramp=BatchRamp.from_schedule("0:8 80:16 250:32"))
+
+    def run(tx):
+        tx = multi_steps(tx, own) if in_multi_steps else tx
+        step = train_step(squares, tx, own, mesh)
+        state = create_state(np.float32(1), tx, mesh)
+        return step(state, step.batch(np.ones(8, np.float32)))
+
+    with pytest.raises(ConfigError, match="another plan than the step"):
+        run(optimizer(other))
+    assert LearningRate(plan=other, peak=0.5)(jnp.int32(0)) == 0.5
+    _, metrics = run(optimizer(own))
+    assert float(metrics["loss"]) == 0
+
+
+def squares(params, batch, keys):
+    """Return the sum of the squared distances."""
+    return ((params - batch) ** 2).sum(), len(keys), {}
+
+
+def test_whole_batches_take_the_rate_of_their_plan():
+    """The plan of whole batches has the clock of the plan that it was made of."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    step = train_step(squares, rate_of(plan()), plan().with_whole_batches(), mesh)
+    state = create_state(np.float32(1), step.tx, mesh)
+    step(state, step.batch(np.ones(8, np.float32)))
 
 
 def test_make_optimizer_runs_both_kinds():

@@ -4,6 +4,7 @@ its keys, or the one in the line that the user has chosen.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,36 +150,32 @@ def _refuse_open_words(row: _Candidate, launch: Launch) -> None:
     """Refuse a command whose words are not known to be those of the run, or that names a
     key in a way that the system does not read.
     """
-    path, line = row.command.path, row.command.line or None
+    refused = functools.partial(
+        ConfigError, path=row.command.path, line=row.command.line or None
+    )
     for word in row.command.words:
         # Such as `--key=value` or `key = value` of Hydra, and a key without its dashes.
         match = re.fullmatch(r"-*(\w+[._-][\w.-]*)(?:\s*=.*)?", word, re.DOTALL)
         name = match[1] if match else ""
         if launch.known(name) and {name, launch.canonical(name)}.isdisjoint(row.leaves):
-            raise ConfigError(
+            raise refused(
                 f"{word} sets nothing, and {launch.system} may refuse it",
                 fix=f"write it as in `{launch.example}`",
                 key=name,
-                path=path,
-                line=line,
             )
         if word[:1] == OPTIONS and MARKER.fullmatch(word):
             [name] = unknown_names(word)
-            raise ConfigError(
+            raise refused(
                 f"{explain_unknown(word)}, and sizes in this command depend on it",
                 fix=f"add {name}=...",
                 key=name,
-                path=path,
-                line=line,
             )
         if re.fullmatch(r"\s+#.*", word):
-            raise ConfigError(
+            raise refused(
                 "a backslash before a blank and a comment does not continue the line:"
                 " the comment's words are arguments, and the next line is a command of"
                 " its own",
                 fix="move the comment",
-                path=path,
-                line=line,
             )
 
 
@@ -208,11 +205,10 @@ def _notes_of(best: _Candidate, rows: _Commands, path: str) -> Iterator[str]:
     if command.devices:
         yield f"the manifest asks for {command.devices:,} devices."
     for row in rows.cut[:1]:
-        line, first = row.command.line, show_unknown(row.command.words[0])
+        first = show_unknown(row.command.words[0])
         yield (
-            f"line {line} begins with {first}, so it is not part"
-            " of the command above it: a comment, or a blank behind a backslash, ends"
-            " that."
+            f"line {row.command.line} begins with {first}, so it is not part of the"
+            " command above it: a comment, or a blank behind a backslash, ends that."
         )
     yield from _command_notes(command)
     yield from dict.fromkeys(

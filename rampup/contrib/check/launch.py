@@ -22,6 +22,7 @@ class Entry(Key):
 
     kind: Kind = "int"
     section: str = ""
+    suffixes: bool = False
     default: Any  # that system's default
     # True if the numbers of a step are known without it, so that a script may leave it
     # open

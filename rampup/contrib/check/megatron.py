@@ -94,7 +94,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
                 "ms-swift starts this: the rules are those of Megatron-LM."
             )
         if not (reading.is_fork or reading.questions):
-            reading.questions += _find_underscores(command)
+            reading.questions += _find_options_of_others(command)
     # A ramp depends on the samples and tokens of the run, and the number of chunks on
     # that of layers.
     entries = KEYS
@@ -121,20 +121,20 @@ def _own_options(command: Command) -> list[str]:
     return [word.partition("=")[0] for word in behind if word.startswith("--")]
 
 
-def _find_underscores(command: Command) -> Iterator[ConfigError]:
-    """Yield an error for sizes of Megatron that are written with underscores, which its
-    arguments do not have.
+def _find_options_of_others(command: Command) -> Iterator[ConfigError]:
+    """Yield an error for each size that is not written as one of Megatron's arguments:
+    with underscores, or as an option of the launcher.
     """
-    words = [
-        word
-        for word in _own_options(command)
-        if "_" in word and canonical(word) in KEYS.keys() - _DEVICES_GIVEN
-    ]
-    if words:
+    for word in _own_options(command):
+        name, fix = canonical(word), word.replace("_", "-")
+        if name in _DEVICES_GIVEN:
+            fix = "it before the program, where the launcher reads it"
+        elif name not in KEYS or "_" not in word:
+            continue
         yield ConfigError(
-            f"Megatron-LM has no options with underscores: {', '.join(words)}",
-            fix=f"write {', '.join(words).replace('_', '-')}",
-            key=canonical(words[0]),
+            f"Megatron-LM has no option {word}",
+            fix=f"write {fix}",
+            key=name,
             path=command.path,
             line=command.line or None,
         )
@@ -225,7 +225,8 @@ def _option_value(name: str, values: Sequence[str], path: str) -> Any:
         return " ".join(parts or values[:1])
     if name in KEYS and KEYS[name].kind == "bool":
         return first.lower() != "false"  # what follows a flag is not its value
-    return parse_known(first, path)
+    value = parse_known(first, path)
+    return first if isinstance(value, float) else value  # 64.0 is no whole number
 
 
 LAUNCH = load_launch(

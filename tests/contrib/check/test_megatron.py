@@ -1,5 +1,7 @@
 """Tests of rampup.contrib.check.megatron: Megatron's batch arguments."""
 
+import re
+
 import pytest
 from helpers.dialect_files import boundary_test, cases, expect, numbers_test, verdict
 from hypothesis import example, given, settings
@@ -362,9 +364,9 @@ def test_sizes_with_underscores_are_refused_with_the_option_that_is_meant():
     """Megatron's arguments have hyphens; a fork's, a launcher's and ms-swift's may not."""
     start = "torchrun --nproc_per_node 8 pretrain_gpt.py --global-batch-size 64"
     words = f"{start} --micro_batch_size 2 --seq_length=8 --lr 1".split()
-    with pytest.raises(ConfigError, match="no options with underscores") as caught:
+    with pytest.raises(ConfigError, match="no option --micro_batch_size") as caught:
         check_command(words, "megatron")
-    assert str(caught.value).endswith("; write --micro-batch-size, --seq-length")
+    assert str(caught.value).endswith("no option --seq_length; write --seq-length")
     assert caught.value.key == MICRO
     mended = [word.replace("micro_batch_size", "micro-batch-size") for word in words]
     found = check_command(mended[:-3], "megatron")
@@ -375,3 +377,29 @@ def test_sizes_with_underscores_are_refused_with_the_option_that_is_meant():
     assert caught.value.key == "megatron_version"
     found = check_command(words, "megatron", ["megatron_version=legacy"])
     expect(found, ok=True, num_microbatches=[4])
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--nproc_per_node 8", "--nproc-per-node=8", "--world_size 8", "--nnodes 2"],
+)
+def test_options_of_the_launcher_behind_the_program_are_refused(option):
+    """Megatron stops at them: they would not start any process."""
+    words = f"pretrain_gpt.py --micro-batch-size 2 --global-batch-size 64 {option}"
+    with pytest.raises(ConfigError, match="before the program") as caught:
+        check_command(words.split(), "megatron")
+    assert caught.value.key == re.sub("[ =].*", "", option)[2:].replace("-", "_")
+    found = check_command(
+        ["torchrun", *option.split(), *words.split()[:5]], "megatron", ["world_size=8"]
+    )
+    expect(found, ok=True)
+
+
+@pytest.mark.parametrize("size", ["64k", "64.0", "1e3", "'64'"])
+def test_a_size_that_pythons_int_refuses_is_no_size(size):
+    """Megatron reads its arguments with `int`, which takes no suffixes."""
+    words = f"torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size {size}"
+    with pytest.raises(ConfigError, match="must be a whole number") as caught:
+        check_command(words.split(), "megatron")
+    assert caught.value.key == "global_batch_size"
+    assert "1.6K" not in str(caught.value)
