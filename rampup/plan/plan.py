@@ -16,7 +16,9 @@ from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
     PipelineShapeError,
+    RampDefinitionError,
     RampupError,
+    a_type,
     combine,
 )
 from rampup.plan.describe import describe_plan
@@ -27,6 +29,13 @@ from rampup.plan.numbers import AUTO, check_whole, nearest_multiples, plain_numb
 from rampup.plan.pipeline import Timetable, pass_bubble, pass_ticks
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
+
+# The types of what a plan is made of, and how one is made.
+_PARTS: dict[str, tuple[type, str]] = {
+    "ramp": (BatchRamp, '.from_schedule("0:8 100:16")'),
+    "splitter": (BatchSplitter, "(data_parallel_size=8)"),
+    "rate": (RateRule, '(clock="samples")'),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +130,13 @@ class RampPlan:
     max_microbatches: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, (kind, example) in _PARTS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise RampDefinitionError(
+                    f"{name} must be a {kind.__name__}, and is {a_type(value)}",
+                    fix=f"give {kind.__name__}{example}",
+                    key=name,
+                )
         check_whole(num_devices=self.num_devices, total_steps=self.total_steps)
         if problems := [*self._problems()]:
             raise combine(problems)

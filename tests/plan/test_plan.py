@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rampup import Config, build_plan
-from rampup.errors import BatchDivisibilityError, ConfigError
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe
 
 KEYS = {
@@ -77,6 +77,24 @@ def test_plan_checks_every_phase_and_evaluation():
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "value"), [("ramp", "0:16"), ("splitter", 8), ("rate", "samples")]
+)
+def test_a_plan_refuses_parts_of_another_type_in_words(name, value):
+    """The error says what to give."""
+    parts = {
+        "ramp": BatchRamp.constant(8),
+        "splitter": BatchSplitter(data_parallel_size=1),
+        "num_devices": 1,
+        "total_steps": 1,
+    }
+    with pytest.raises(
+        RampDefinitionError, match=f"{name} must be a .* give "
+    ) as found:
+        RampPlan(**parts | {name: value})
+    assert found.value.key == name
+
+
 def test_phases_that_are_over_need_no_split():
     """A ramp that goes on at a step is split from there on: 8 replicas take the batches
     of 64, not the 2 samples of a phase that is over. One that has steps left is refused.
