@@ -59,8 +59,9 @@ HINTS = {
     "interacting rows": (
         "if rows have to interact, as in batch normalization or a contrastive loss, let"
         " the loss see whole batches, train_step(..., plan.with_whole_batches(), mesh):"
-        ' docs/guides/contract.md, "Losses in which rows interact"; if not, return sums'
-        " over rows that are treated alike, also in aux"
+        ' docs/guides/contract.md, "Losses in which rows interact"; an NNX model that is'
+        " evaluated needs model.eval() before split_model; if rows need not interact,"
+        " return sums over rows that are treated alike, also in aux"
     ),
     "not finite": (
         "try rows and parameters of which it is finite: nothing else can be compared"

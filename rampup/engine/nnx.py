@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 
 from rampup.engine.contract import LossFn, check_signature, unpack_results
 from rampup.engine.mesh import BatchAxes
-from rampup.engine.state import TrainState, check_kept, create_state
+from rampup.engine.state import (
+    TrainState,
+    check_kept,
+    check_state,
+    create_state,
+    is_key,
+    read_by_loss,
+)
 from rampup.engine.sums import differing_leaves
 from rampup.errors import ConfigError, a_type
 
@@ -144,15 +151,16 @@ def split_model(
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:
-    """Write copies of the parameters of a training state, and of its `mutable`, into
-    the model.
+    """Write the parameters of a training state, its `mutable` and its `frozen` into the
+    model: all variables but the random streams. The first two are copies.
 
     Args:
         model: the model that was split, or one of the same structure.
         state: a state of its training.
 
     Raises:
-        ConfigError: the model has other variables, or of other shapes.
+        ConfigError: the model has other variables, or of other shapes, or this is no
+            training state.
 
     Example:
         >>> from rampup import make_mesh
@@ -169,9 +177,14 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
         >>> float(model.kernel[0, 0])
         1.0
     """
-    trees = [tree for tree in (state.params, state.mutable) if tree is not None]
-    for leaf in jax.tree.leaves(trees):
+    check_state(state)
+    read = read_by_loss(state)
+    for leaf in jax.tree.leaves(read):
         check_kept("state", leaf)
+    # No step takes the memory of what is frozen.
+    *donated, frozen = read
+    written = *jax.tree.map(jnp.copy, donated), frozen
+    trees = [tree for tree in written if tree is not None]
     own = nnx.state(model)
     for tree in trees:
         for name, there, here in differing_leaves(own, tree, np.shape):
@@ -182,7 +195,7 @@ def merge_model(model: nnx.Module, state: TrainState) -> None:
                     fix="give the model that was split, or one like it",
                     key="model",
                 )
-    nnx.update(model, *jax.tree.map(jnp.copy, trees))
+    nnx.update(model, *trees)
 
 
 def _reseed(streams: Any, keys: jax.Array) -> Any:
@@ -192,7 +205,7 @@ def _reseed(streams: Any, keys: jax.Array) -> Any:
     leaves, structure = jax.tree.flatten(streams)
 
     def new(index: int, leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf):
             return jnp.zeros_like(leaf)
         key = jax.random.fold_in(keys[0], index)
         # Layers that were stacked with `nnx.split_rngs` have an array of keys.

@@ -263,8 +263,8 @@ def check_state(state: Any) -> None:
     """Refuse something that is not a training state."""
     fields = ("step", "params", "opt_state")
     # JAX takes an object of a class that is not registered as a pytree for a leaf.
-    is_tree = not jax.tree_util.all_leaves([state])
-    if not is_tree or not all(hasattr(state, name) for name in fields):
+    is_leaf = jax.tree_util.all_leaves([state])
+    if is_leaf or not all(hasattr(state, name) for name in fields):
         raise ConfigError(
             f"{a_type(state)} is no training state",
             fix="rampup.create_state(params, tx, mesh) makes one of parameters; one of"
@@ -350,16 +350,17 @@ def check_arrays(name: str, tree: Any) -> None:
             )
 
 
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is an array of random keys."""
+    return isinstance(leaf, jax.Array) and bool(
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
 def _put(tree: Any, shardings: Any) -> Any:
     """Put a tree on devices like `jax.device_put`, which alone refuses random keys on
     the devices of several processes.
     """
-
-    def is_key(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and bool(
-            jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        )
-
     # A key travels as its numbers, whose further dimension is the last, so its sharding
     # fits them.
     put = jax.device_put(
@@ -395,7 +396,7 @@ def _without_aliases(state: Any, given: Any) -> Any:
     """
 
     def buffers(leaf: jax.Array) -> set[int]:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             leaf = jax.random.key_data(leaf)
         return {
             shard.data.unsafe_buffer_pointer()

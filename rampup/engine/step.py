@@ -143,9 +143,10 @@ def train_step(
         measure_gradient_noise: also return the estimates S (`trace`) and G2
             (`squared_norm`) of every step, for `rampup.plan.NoiseScale`. Needs in every
             step at least two microbatches or replicas.
-        check_loss: in step 0, warn with `rampup.errors.LossWarning` of a loss that is
-            not a sum over rows, as `rampup.check_loss` finds it, for models with at
-            most 20 million parameters, in a single process, and not with whole batches.
+        check_loss: in the first call, warn with `rampup.errors.LossWarning` of a loss
+            that is not a sum over rows, as `rampup.check_loss` finds it, for models
+            with at most 20 million parameters, in a single process, and not with whole
+            batches.
 
     What a loss carries in `mutable` changes once per microbatch, on each replica by its
     own rows. In a step by hand it changes once per step: a running average with the
@@ -356,8 +357,8 @@ class TrainStep:
         """
         self._check(state, batch)
         run = self._programs.compiled(state, batch)
-        if self._checks_loss and not batch.position.step:
-            # By name, as the checks stand on the engine, and few runs need them twice.
+        if self._checks_loss:
+            # By name, as the checks stand on the engine, and few calls need them.
             # After the trace, so that what a loss raises is seen at once.
             from rampup.checks.loss import warn_of_loss
 
@@ -503,8 +504,9 @@ class TrainStep:
             lambda x: shape((), x.dtype, sharding=replicated(self._mesh)),
             ((np.int32(0),) * 2, segment_numbers(self.tx, self.plan.clock[0])),
         )
-        chunks = (chunk,) * layout.num_chunks
-        return self._programs.lower(Update.fused, state, chunks, *numbers)
+        return self._programs.lower(
+            Update.fused, state, (chunk,) * layout.num_chunks, *numbers
+        )
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, if it
@@ -526,15 +528,16 @@ class TrainStep:
         found = {}
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
-            segment = segment_numbers(self.tx, self.plan.clock[0])
+            # A resumed run compares them, by these names.
+            whole = " of whole batches" if self._update.loss.whole_batch else ""
             traces = {
                 "optimizer": (
                     self._update.run_optimizer,
                     own.params,
                     shape((), np.float32),
-                    segment,
+                    segment_numbers(self.tx, self.plan.clock[0]),
                 ),
-                "loss": (loss, rows, keys, *mutable),
+                f"loss{whole}": (loss, rows, keys, *mutable),
             }
             for name, (function, *args) in traces.items():
                 # Whatever a function of the user's raises, the step itself has another

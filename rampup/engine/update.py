@@ -138,7 +138,7 @@ class Update:
         their shapes are asked for.
         """
         state = join_frozen(state, frozen)
-        counts = np.int32(1), np.int32(1)
+        counts = (np.int32(1),) * 2
         with jax.named_scope("accumulate"):
             sums, grads = self._sums_and_grads(
                 state, state_shardings, chunk, first_row, counts, state_shardings.params

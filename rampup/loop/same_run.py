@@ -127,7 +127,7 @@ class SameRun(Component):
         if before.get("versions") != versions or not is_primary():
             return
         for name, digest in programs.items():
-            if before.get(name, digest) != digest:
+            if before.get(name) != digest:
                 warn(
                     f"the {name} is not that of {place}: it computes something else, as"
                     " with another rate or factor. If that is no mistake, ignore this;"

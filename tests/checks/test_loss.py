@@ -868,6 +868,19 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
     )
 
 
+def test_a_run_that_goes_on_is_checked_too(monkeypatch):
+    """In the first call of its step, whatever the number of that step: a run with whole
+    batches may go on without them.
+    """
+    state, _ = train(*start("one", toy(jnp.sum), check_loss=False), steps=2)
+    monkeypatch.setattr("rampup.checks.loss.MAX_NUMBERS", 20_000_000)
+    step, _ = start("one", toy(jnp.mean))
+    with pytest.warns(rampup.errors.LossWarning, match="mean: loss_sum") as found:
+        for batch in step.batches(rows(64), state.step, stop=4):
+            state, _ = step(state, batch)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("mesh_name", ["one", "data_fsdp_tensor"])
 def test_an_evaluation_warns_with_its_first_batch(mesh_name, monkeypatch):
     """Of a mean, once, unless it is told not to; the sums are those without the

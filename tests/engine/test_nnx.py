@@ -151,6 +151,23 @@ def test_merge_model_refuses_another_model(other, words):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+def test_merge_model_writes_what_was_frozen():
+    """A new model of other weights is that of the state, also where nothing trained."""
+    one = nnx.LoRALinear(2, 2, lora_rank=1, rngs=nnx.Rngs(0))
+    other = nnx.LoRALinear(2, 2, lora_rank=1, rngs=nnx.Rngs(1))
+    tx, mesh = optax.sgd(0.1), toy.mesh_of("one")
+    state, _ = split_model(one, loss_fn, tx, mesh, wrt=nnx.LoRAParam)
+    rampup.merge_model(other, state)
+    np.testing.assert_array_equal(other(jnp.ones((1, 2))), one(jnp.ones((1, 2))))
+    # The frozen arrays are shared and the trained ones copied.
+    shared = other.kernel[...].unsafe_buffer_pointer()
+    assert shared == state.frozen["kernel"][...].unsafe_buffer_pointer()
+    mine = other.lora.lora_a[...].unsafe_buffer_pointer()
+    assert mine != state.params["lora"]["lora_a"][...].unsafe_buffer_pointer()
+    with pytest.raises(rampup.errors.ConfigError, match="no training state"):
+        rampup.merge_model(state, one)
+
+
 def test_split_model_refuses_a_loss_function_without_keys():
     """At once, and in words."""
     with pytest.raises(

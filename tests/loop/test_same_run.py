@@ -254,6 +254,43 @@ def test_rows_that_cannot_be_compared_are_said(tmp_path):
         run(tmp_path)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_that_goes_on_without_whole_batches_says_so(tmp_path, first):
+    """Or with them. The loss function is the same, and computes something else."""
+    mesh, tx = toy.mesh_of("one"), optax.sgd(0.1)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.constant(8),
+        splitter=rampup.BatchSplitter(data_parallel_size=1, microbatch_size=4),
+        num_devices=1,
+        total_steps=4,
+    )
+
+    def loss_fn(params, batch, keys):
+        spread = batch["x"] - batch["x"].mean()
+        return ((params["w"] - spread) ** 2).sum(), len(keys), {}
+
+    def go_on(whole, stop):
+        own = plan.with_whole_batches() if whole else plan
+        step = rampup.train_step(loss_fn, tx, own, mesh)
+        calls = iter(range(10))
+        loop = rampup.Loop(
+            plan=own,
+            step=step,
+            batches=lambda start: step.batches(ROWS, start),
+            folder=tmp_path,
+            checkpoints=rampup.CheckpointOptions(checkpoint_period=4),
+        )
+        state = rampup.create_state({"w": np.float32(0)}, tx, mesh)
+        loop.run(state, should_stop=lambda: next(calls) == stop)
+
+    go_on(first, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go_on(first, 1)
+    with pytest.warns(ResumeWarning, match="the loss.* is not that of the checkpoint"):
+        go_on(not first, None)
+
+
 def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):
     """The ramp is its rows, and nothing that follows from them."""
     run(tmp_path, stop=5)
