@@ -101,15 +101,15 @@ class AutoSchedule:
         return f"{format_count(self.size, 'sample')}; {larger:,} need {more}{wasted}"
 
     def _broken_limit(self, noise: NoiseEstimate) -> str:
-        """Return a sentence if the noise scale has fallen so far that the batch in use
-        loses more than `max_waste`, whatever its value in the interval; the batch does
-        not shrink.
+        """Return a sentence if the noise scale is so small that the batch in use loses
+        more than `max_waste`, whatever its value in the interval: it began too large,
+        or the noise has fallen. The batch does not shrink.
         """
         if noise.high is None or noise.high >= self.needed_noise(self.size):
             return ""
         waste = self.size / (noise.high + self.size)
         return (
-            f". The noise scale has fallen: {self.size:,} lose at least {waste:.0%} of"
+            f". The noise scale is too small: {self.size:,} lose at least {waste:.0%} of"
             f" their samples, more than {self.max_waste:.0%}, and the batch does not"
             " shrink; a new run with a smaller one would not"
         )

@@ -282,7 +282,7 @@ def _unreached(plan: RampPlan) -> list[int]:
     return [
         phase.index
         for phase in plan.ramp.phases
-        if phase.start_step >= plan.total_steps
+        if phase.start_step >= max(plan.total_steps, plan.ramp.first_step)
     ]
 
 

@@ -361,5 +361,5 @@ def test_the_outlook_says_that_the_limit_is_broken_when_the_noise_falls():
             value = None if high is None else 50.0
             noise = NoiseEstimate(value=value, low=40.0, high=high)
             said = auto.outlook(step=10, sample=160, noise=noise)
-            assert ("The noise scale has fallen" in said) == is_said
+            assert ("The noise scale is too small" in said) == is_said
             assert ("lose at least 20% of their samples" in said) == is_said

@@ -77,6 +77,20 @@ def test_plan_checks_every_phase_and_evaluation():
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("start", [0, 40])
+def test_phases_that_a_longer_run_has_reached_are_not_unreached(start):
+    """A run of 40 steps is shown with steps=12, which end before its last phase."""
+    ramp = BatchRamp.from_schedule("0:8 80:16 240:32").resumed_at(start)
+    plan = RampPlan(
+        ramp=ramp,
+        splitter=BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=12,
+    )
+    said = "\n".join(describe.advice(plan))
+    assert ("batches of 16 samples, and 32 are never reached" in said) == (start == 0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("ramp", "0:16"), ("splitter", 8), ("rate", "samples")]
 )
