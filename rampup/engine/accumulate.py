@@ -404,8 +404,8 @@ def accumulate(
     if sees_explicit(loss, mesh):
         loss = with_explicit_axes(loss, auto_view(mesh), *shardings)
     run = loss.summation(mesh, param_shardings, has_one=has_one)
-    recipe = Recipe(mutable=mutable)
-    args = (params, batch_KR, keys_KR, jnp.asarray(num_microbatches, jnp.int32), recipe)
+    number = jnp.asarray(num_microbatches, jnp.int32)
+    args = params, batch_KR, keys_KR, number, Recipe(mutable=mutable)
     whole = replicated(mesh)
     results = Sums(shardings[0], whole, whole, whole, shardings[1], whole)
     sums: Sums = call_with_auto_axes(run, mesh, args, results)

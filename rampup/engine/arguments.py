@@ -38,9 +38,9 @@ def gone(**replacements: str) -> Callable[[F], F]:
         def checked(*args: Any, **options: Any) -> Any:
             for name in replacements.keys() & options.keys():
                 # A class is called by its name.
-                call = function.__qualname__.removesuffix(".__init__")
                 raise TypeError(
-                    f"{call} has no argument {name!r}; {replacements[name]}"
+                    f"{function.__qualname__.removesuffix('.__init__')} has no argument"
+                    f" {name!r}; {replacements[name]}"
                 )
             return function(*args, **options)
 

@@ -117,8 +117,7 @@ class EvalStep:
                 )
                 return run.lower(*seen)
 
-        key = batch.layout, len(batch.chunks), is_left
-        run = self._compiler.get(key, lower)
+        run = self._compiler.get((batch.layout, len(batch.chunks), is_left), lower)
         if self._checks_loss:
             from rampup.checks.loss import warn_of_loss
 

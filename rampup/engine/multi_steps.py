@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from rampup.engine.arguments import gone
-from rampup.engine.optimizer import look_up
+from rampup.engine.optimizer import look_up, with_plan
 from rampup.engine.state import check_step_number, refuse_multi_steps
 from rampup.plan.plan import RampPlan
 
@@ -53,7 +53,8 @@ def multi_steps(
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which
             MultiSteps cannot count.
-        ConfigError: in its `init`, `tx` has an `optax.MultiSteps` in it.
+        ConfigError: in its `init`, `tx` has an `optax.MultiSteps` in it; in its
+            `update`, the learning rate of `tx` follows another plan.
         TypeError: this Optax has no `accumulator_dtype`, or `should_skip_update_fn` is
             given, which would not count the microbatches that it skips.
 
@@ -100,7 +101,9 @@ class _MultiSteps(optax.MultiSteps):
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        updates, state = super().update(updates, state, params, **extra_args)
+        updates, state = with_plan(
+            self.plan, super().update, updates, state, params, **extra_args
+        )
         is_whole = state.mini_step == 0
 
         def zero_if(condition: Any, tree: Any) -> Any:

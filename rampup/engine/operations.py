@@ -64,9 +64,10 @@ def axes_of_shard_map(eqn: Any) -> set[str]:
     """Return the axes of a `shard_map`, and those of the collectives in it: newer
     versions of JAX leave out the former where they are manual already.
     """
-    keys = ("manual_axes", "newly_manual_axes")
-    found = {name for key in keys for name in eqn.params.get(key, ())}
-    return found | axes_of_collectives(operations(eqn.params["jaxpr"]))
+    found = axes_of_collectives(operations(eqn.params["jaxpr"]))
+    for key in ("manual_axes", "newly_manual_axes"):
+        found.update(eqn.params.get(key, ()))
+    return found
 
 
 def axes_of_collectives(eqns: Iterable[Any]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -35,7 +35,7 @@ MUON_RMS = 0.2
 _ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
 _ADAM_TYPES = dict.fromkeys([*_ADAM, "c1", "c2", "weight_decay"])
 
-# The plan of the training step whose program is being traced, which its rate must have.
+# The plan of the step that is being traced, which its learning rate must have.
 PLAN = ContextVar[RampPlan]("PLAN")
 
 # What a program knows of a `ClockSegment`: of a planned ramp, a constant table in which
@@ -79,9 +79,16 @@ def look_up(
     }
 
 
+def with_plan(plan: RampPlan, function: Any, *args: Any, **options: Any) -> Any:
+    """Return what a function returns, in which schedules of other plans are refused."""
+    context = copy_context()
+    context.run(PLAN.set, plan)
+    return context.run(function, *args, **options)
+
+
 def _check_plan(plan: RampPlan) -> None:
-    """Refuse a schedule of another plan than that of the step that is traced: a shorter
-    one would end in a rate of 0.
+    """Refuse a schedule of another plan than that of `with_plan`: a shorter one would
+    end in a rate of 0.
     """
     if PLAN.get(plan).clock != plan.clock:
         raise ConfigError(

@@ -292,8 +292,7 @@ class Stage:
             """Return whether a unit has a microbatch, its index in the buffer and its
             turn: valid indices in any case.
             """
-            group = unit // (self.v * self.p)
-            rest = unit % (self.v * self.p)
+            group, rest = divmod(unit, self.v * self.p)
             k, turn = group * self.p + rest % self.p, rest // self.p
             is_real = (unit >= 0) & (k < m)
             return is_real, start + jnp.where(is_real, k, 0), turn

@@ -116,8 +116,8 @@ def wait_for_all(mesh: Mesh) -> None:
 
 def spans_all(mesh: Mesh) -> bool:
     """Return whether there are several processes, and a mesh has devices of all."""
-    owners = {device.process_index for device in mesh.devices.flat}
-    return 1 < jax.process_count() == len(owners)
+    count = len({device.process_index for device in mesh.devices.flat})
+    return 1 < jax.process_count() == count
 
 
 @contextlib.contextmanager

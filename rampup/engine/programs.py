@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextvars import copy_context
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from rampup.engine.batch import Batch
 from rampup.engine.compile import Compiler
 from rampup.engine.explicit import as_auto
 from rampup.engine.mesh import auto_context, replicated
-from rampup.engine.optimizer import PLAN, segment_numbers
+from rampup.engine.optimizer import segment_numbers, with_plan
 from rampup.engine.state import join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update
 from rampup.plan.learning_rate import ClockSegment
@@ -58,15 +57,13 @@ class Programs:
         # batch.
         results = split_frozen(shardings_of(state))[0], replicated(self._mesh)
         state, args = as_auto((state, args))
-        context = copy_context()
-        context.run(PLAN.set, self._plan)
         with auto_context(self._mesh):
             program = jax.jit(
                 functools.partial(part, self._update, shardings_of(state)),
                 donate_argnums=0 if self._donate else (),
                 out_shardings=results,
             )
-            return context.run(program.lower, *split_frozen(state), *args)
+            return with_plan(self._plan, program.lower, *split_frozen(state), *args)
 
     def _get(self, num_rows: int, part: Part, state: Any, *args: Any) -> Run:
         """Return a compiled program, as a function of a state and further arguments."""
@@ -103,9 +100,8 @@ def _numbers(
     """Return the numbers of microbatches and passes, and those of a segment, on all
     devices.
     """
-    everywhere = replicated(mesh)
     return jax.tree.map(
-        lambda x: jax.make_array_from_callback((), everywhere, lambda _: x),
+        lambda x: jax.make_array_from_callback((), replicated(mesh), lambda _: x),
         (tuple(map(np.int32, counts)), segment_numbers(tx, segment)),
     )
 

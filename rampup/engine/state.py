@@ -261,10 +261,10 @@ def shardings_of(state: Any) -> Any:
 
 def check_state(state: Any) -> None:
     """Refuse something that is not a training state."""
-    fields = ("step", "params", "opt_state")
     # JAX takes an object of a class that is not registered as a pytree for a leaf.
-    is_leaf = jax.tree_util.all_leaves([state])
-    if is_leaf or not all(hasattr(state, name) for name in fields):
+    if jax.tree_util.all_leaves([state]) or not all(
+        hasattr(state, name) for name in ("step", "params", "opt_state")
+    ):
         raise ConfigError(
             f"{a_type(state)} is no training state",
             fix="rampup.create_state(params, tx, mesh) makes one of parameters; one of"

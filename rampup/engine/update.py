@@ -279,8 +279,8 @@ def eval_sums(
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     numbers = _row_numbers(batch_KR, first_row)
-    keys_KR = per_row_keys(random_key(0), jnp.int32(0), numbers)
-    rows, recipe = (batch_KR, keys_KR), Recipe(mutable=carried(state))
+    rows = batch_KR, per_row_keys(random_key(0), jnp.int32(0), numbers)
+    recipe = Recipe(mutable=carried(state))
     own, counts = _bind_frozen(loss, state), (num_microbatches, 1)
     sums = own.sums(state.params, rows, counts, recipe, mesh)
     return sums.loss, sums.weight

@@ -168,8 +168,8 @@ class Loop:
 
     Attributes:
         plan: the steps of the run, such as a `RampPlan`.
-        step: from state and batch to the next state and metrics, such as a
-            `TrainStep`.
+        step: from state and batch to the next state and metrics: a `TrainStep`, or
+            another object with its `num_compilations` and `waited_seconds`.
         folder: of metrics.jsonl, eval.jsonl and checkpoints; also a bucket,
             `gs://bucket/run`.
         metrics: what is in a line of metrics.jsonl, who else gets it, and who hears of

@@ -169,6 +169,20 @@ def test_a_step_refuses_a_rate_or_constants_of_another_plan(optimizer, in_multi_
     assert float(metrics["loss"]) == 0
 
 
+@pytest.mark.parametrize("optimizer", [rate_of, constants_of])
+def test_multi_steps_in_a_step_of_ones_own_refuse_it_too(optimizer):
+    """In the trace of that step, and without one."""
+    other = plan(40, BatchRamp.from_schedule("0:8 80:16 250:32"))
+    tx = multi_steps(optimizer(other), plan())
+    state = tx.init(1.0)
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ConfigError, match="another plan than the step"):
+            update(1.0, state, 1.0)
+    tx = multi_steps(optimizer(plan()), plan())
+    updates, _ = jax.jit(tx.update)(1.0, tx.init(1.0), 1.0)
+    assert updates != 0
+
+
 def squares(params, batch, keys):
     """Return the sum of the squared distances."""
     return ((params - batch) ** 2).sum(), len(keys), {}
