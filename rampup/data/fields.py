@@ -200,10 +200,10 @@ def _warn_of_batches(shapes: Sequence[tuple[int, ...]]) -> None:
     size = shapes[0][0]
     # Matrices of pairs belong to a sequence.
     if size > 1 and not any(size in shape[1:] for shape in shapes):
-        found = ", ".join(str(list(shape)) for shape in shapes[:4])
         warn(
-            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a"
-            f" step takes {size} times as many rows as the plan says: train with"
+            f"each row has arrays of shape {', '.join(str([*x]) for x in shapes[:4])}."
+            f" If it is a batch of {size} rows, a step takes {size} times as many rows"
+            " as the plan says: train with"
             " step.stream(source, batched=True). If it is one row, such as a sequence,"
             " ignore this",
             DataWarning,

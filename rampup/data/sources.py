@@ -314,10 +314,9 @@ def as_source(source: Any) -> RowSource:
         sizes = {shape[:1] for shape in shapes}
         # Of one length, and longer than the tuple: no rows that somebody trains on.
         if len(shapes) > 1 and len(sizes) == 1 and max(sizes) > (len(shapes),):
-            found = ", ".join(str(list(shape)) for shape in shapes[:4])
             raise DataError(
-                f"a tuple of arrays of shape {found} looks like columns, and a source"
-                " is indexed by row",
+                f"a tuple of arrays of shape {', '.join(str([*x]) for x in shapes[:4])}"
+                " looks like columns, and a source is indexed by row",
                 fix="give its rows, list(zip(*columns)); if each array is one row, give"
                 " a list of them",
             )

@@ -34,7 +34,14 @@ import jax
 
 from rampup.engine.arguments import gone
 from rampup.engine.processes import first_problem, is_primary
-from rampup.errors import ConfigError, DataEndedError, DataError, a_type
+from rampup.errors import (
+    ConfigError,
+    DataEndedError,
+    DataError,
+    ResumeWarning,
+    a_type,
+    warn,
+)
 from rampup.loop import events
 from rampup.loop.checkpoint import (
     RESERVED,
@@ -349,6 +356,13 @@ class Loop:
                 in a checkpoint.
         """
         began = time.perf_counter()
+        if start > self.plan.total_steps and is_primary():
+            warn(
+                f"the run in {self.folder} has done {start} steps, and its plan ends"
+                f" after {self.plan.total_steps}: no step runs; for more, give a longer"
+                " plan",
+                ResumeWarning,
+            )
         with (
             self._owned(),
             Checkpoints(

@@ -291,6 +291,16 @@ def test_a_run_that_goes_on_without_whole_batches_says_so(tmp_path, first):
         go_on(not first, None)
 
 
+def test_a_plan_that_ends_before_the_run_says_that_no_step_runs(tmp_path):
+    """The summary is that of the longer run."""
+    run(tmp_path, steps=6)
+    with pytest.warns(
+        ResumeWarning, match="has done 6 steps, and its plan ends after 4"
+    ):
+        summary, read = run(tmp_path, steps=4)
+    assert (summary.steps, read) == (6, [])
+
+
 def test_a_checkpoint_has_each_fact_of_the_run_once(tmp_path):
     """The ramp is its rows, and nothing that follows from them."""
     run(tmp_path, stop=5)
