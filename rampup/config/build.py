@@ -25,7 +25,8 @@ def build_plan(
     reserved_sizes: Sequence[int] | None = None,
     consumed_samples: int = 0,
 ) -> RampPlan:
-    """Return the plan that a configuration describes.
+    """Return the plan that a configuration describes. Its `batch_scaling` acts where the
+    optimizer has a `rampup.engine.LearningRate` with this plan.
 
     Args:
         config: the configuration.

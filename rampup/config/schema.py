@@ -171,8 +171,11 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     function takes the group that it needs.
 
     A ConfigError has all bad values or, if there are none, the contradictions that need
-    no plan. `build_plan` finds those that need the devices, such as sizes that cannot be
-    split.
+    no plan. `build_plan` finds those of the ramp, and those that need the devices, such
+    as sizes that cannot be split.
+
+    A program of one's own gives it to `build_plan`. Keys of the optimizer, of noise and
+    of skipped steps act in `rampup train` alone.
 
     Args:
         sources: where each value that was set comes from, by key. The other arguments
