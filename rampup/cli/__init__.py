@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -130,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         common.skip_absent_tpu()
+        # The line of the program that called says nothing to who typed a command.
+        warnings.formatwarning = lambda text, kind, *_: f"{kind.__name__}: {text}\n"
     as_json = "--json" in (
         arguments[: arguments.index("--")] if "--" in arguments else arguments
     )

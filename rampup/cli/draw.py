@@ -25,7 +25,8 @@ from rampup.show.series import RunMetrics
 SOURCES = {
     "sources": arg(
         "CONFIG.yml|RUN_DIR",
-        "a configuration and key=value settings, or folders of runs",
+        "a configuration and key=value settings, or the folder of a run, for `plot` also"
+        " of several",
         nargs="+",
     )
 }
@@ -159,7 +160,7 @@ class CliInputs:
         if len(self.runs) > 1:
             raise usage_error(
                 f"{len(self.runs)} runs are named; only their metrics can be drawn"
-                " together"
+                " together, by `rampup plot RUN_DIR RUN_DIR`"
             )
         return (
             Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE

@@ -135,8 +135,8 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
     )
     if not paths:
         raise DataError(
-            f"{key}={pattern!r} matches no file; name the files of a folder as"
-            " 'folder/*'",
+            f"{key}={pattern!r} matches no file from the working directory"
+            f" {os.getcwd()}; name the files of a folder as 'folder/*'",
             key=key,
         )
     for path in paths:

@@ -189,11 +189,17 @@ def _check_rows(
 
 
 def _compare(first: Verdict, second: Verdict) -> Result:
-    """Return the derived numbers in which two files differ, those of the update
-    first.
+    """Return the derived numbers in which two files differ, those of the update first;
+    refuse a file that breaks rules, whose numbers are not those of a run.
     """
     from rampup.contrib.check.rules import UPDATE
 
+    if broken := first.violations + second.violations:
+        raise ConfigError(
+            f"a file breaks rules: {broken[0].message}",
+            fix="mend it before you compare it; `rampup check FILE` has all of them",
+            key="against",
+        )
     names = [*UPDATE, *(name for name in first.derived if name not in UPDATE)]
     different = {
         name: (first.derived.get(name), second.derived.get(name))

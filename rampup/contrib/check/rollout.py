@@ -221,11 +221,10 @@ def rounded_replicas(
     """
     for model, count in devices.items():
         if count % sizes[model]:
-            replicas = format_count(count // sizes[model], "replica")
             yield (
                 f"the {model}'s {count:,} devices are not a multiple of the"
-                f" {sizes[model]:,} that share a sample: {system} counts {replicas},"
-                " rounded down."
+                f" {sizes[model]:,} that share a sample: {system} counts"
+                f" {format_count(count // sizes[model], 'replica')}, rounded down."
             )
 
 

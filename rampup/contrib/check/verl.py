@@ -455,12 +455,15 @@ def _old_worker_notes(job: VerlJob) -> Iterator[str]:
     """Yield what the older workers do otherwise than the numbers say."""
     share, mini = job.step_share(), job.mini_shares["actor"]
     if share > mini and (rest := share % max(mini, 1)):
-        last = f"{rest * job.policy.replicas:,} samples"
-        whole = f"{job.policy.mini_samples:,}"
-        yield f"the last update of a step has {last} instead of {whole}."
+        yield (
+            f"the last update of a step has {rest * job.policy.replicas:,} samples"
+            f" instead of {job.policy.mini_samples:,}."
+        )
     elif share < mini:
-        samples = format_count(job.samples, "sample")
-        yield f"{MINI} is more than there is: a step's {samples} are one update."
+        yield (
+            f"{MINI} is more than there is: a step's"
+            f" {format_count(job.samples, 'sample')} are one update."
+        )
         if job.micro and (mini // job.micro > -(-share // job.micro)):
             yield (
                 f"each pass is divided by the {mini // job.micro:,} of a full mini batch,"
@@ -573,10 +576,11 @@ def _notes(job: VerlJob) -> Iterator[str]:
         )
     yield from _device_notes(job)
     if job.padded_samples and not broken_names(DIALECT, job):
-        added = format_count(job.padded_samples, "short artificial sample")
         yield (
-            f"the newer trainer adds {added} so that every mini batch is full; the loss"
-            " still divides by full mini batches. trainer.use_v1=false fails instead."
+            "the newer trainer adds"
+            f" {format_count(job.padded_samples, 'short artificial sample')} so that"
+            " every mini batch is full; the loss still divides by full mini batches."
+            " trainer.use_v1=false fails instead."
         )
     yield from _critic_notes(job)
     yield from _budget_notes(job)

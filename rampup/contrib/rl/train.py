@@ -59,6 +59,7 @@ from rampup.loop.run_folder import (
     METRICS_FILE,
     first_and_last_line,
 )
+from rampup.loop.same_run import SameRun
 from rampup.plan.noise_scale import HALF_LIFE_BATCHES, HALF_LIFE_SHARE
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
@@ -262,7 +263,8 @@ class RolloutRun:
         """Return the training loop."""
         config = self.config
         schedule = self.schedule
-        components: tuple[Component, ...] = ()
+        # None: the keys of the identity say what the run computes.
+        components: list[Component] = [SameRun(None)]
         if config.measure_gradient_noise:
             # As `rampup.plan.noise_scale.default_half_life`: a share of the run, but
             # this many of its largest steps.
@@ -270,7 +272,7 @@ class RolloutRun:
                 schedule.consumed_samples * HALF_LIFE_SHARE,
                 schedule.max_samples * HALF_LIFE_BATCHES,
             )
-            components = (PromptNoiseAverages(half_life, config.num_generations),)
+            components.append(PromptNoiseAverages(half_life, config.num_generations))
         evaluates = config.eval_interval != AUTO and config.eval_prompts > 0
         run = Loop(
             plan=schedule,
@@ -289,7 +291,7 @@ class RolloutRun:
                 # The sizes of its rollouts are in the fingerprint of the schedule.
                 identity=config.identity() | {"reference": config.grpo_beta > 0},
             ),
-            components=components,
+            components=tuple(components),
             evaluation=(
                 EvalOptions(
                     evaluate=self.evaluate,

@@ -178,6 +178,17 @@ def test_two_files_differ_in_their_update_or_in_how_it_is_divided(capsys, tmp_pa
     assert "the update is the same" in capsys.readouterr().out
 
 
+def test_a_file_that_breaks_rules_is_not_compared(capsys, tmp_path):
+    """Its numbers are not those of a run, and two such files are not the same."""
+    good, bad = f"torchrun --nproc_per_node 8 {GPT}\n", "--nproc_per_node 3"
+    a = write(tmp_path, "a.sh", good)
+    b = write(tmp_path, "b.sh", good.replace("--nproc_per_node 8", bad))
+    for pair in ((a, b), (b, a), (b, b)):
+        code, found = run(capsys, pair[0], "--against", pair[1])
+        assert code == 2
+        assert "a file breaks rules: " in found["error"]["message"]
+
+
 def test_a_folder_and_several_files_are_rows(capsys, tmp_path, monkeypatch):
     """One for each file of a system, with its update and its verdict; a question is a
     row too, with its text below the table, and files of no system are counted.

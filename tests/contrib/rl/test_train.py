@@ -4,6 +4,7 @@ their smallest.
 
 import json
 import os
+import warnings
 from dataclasses import replace
 
 import jax
@@ -19,7 +20,13 @@ from rampup.cli import main, make_parser
 from rampup.cli.draw import gather_report
 from rampup.contrib.rl import train as rl
 from rampup.contrib.rl.config import RolloutConfig, load_rollout_config
-from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
+from rampup.errors import (
+    ConfigError,
+    DataError,
+    RampupError,
+    ResumeMismatchError,
+    ResumeWarning,
+)
 from rampup.loop.events import StepDone
 from rampup.loop.run_folder import read_lines
 from rampup.show.figures import draw_runs
@@ -73,7 +80,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     folder, summary = whole
     for stop in (3, 6):
         train_until(config_of(tmp_path, "cut", **WHOLE), stop)
-    resumed = rl.train(config_of(tmp_path, "cut", **WHOLE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumeWarning)  # the keys say what the run is
+        resumed = rl.train(config_of(tmp_path, "cut", **WHOLE))
     assert 0 < resumed.resumed_from < summary.optimizer_steps == 12
     assert_same_run(tmp_path / "cut", folder, 12)
     assert (summary.steps, summary.samples, summary.interrupted) == (3, 24, False)
