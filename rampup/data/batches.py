@@ -701,10 +701,8 @@ class _Stream:
         with reading(self):
             while self.count < needed:
                 self._read(needed)
-        what = "batch" if self.batched else "row"
-        ready = stack_rows(
-            self.pending, f"{what} {{}} of step {step:,}".format, batched=self.batched
-        )
+        name = f"{'batch' if self.batched else 'row'} {{}} of step {step:,}".format
+        ready = stack_rows(self.pending, name, batched=self.batched)
         # What the next step begins with: the rest of a batch that two steps share.
         rest = jax.tree.map(lambda x: x[needed:], ready)
         self.count -= needed

@@ -255,9 +255,8 @@ def _no_numbers(arrays: Sequence[Any], name: NameRow) -> DataError:
         for path, x in jax.tree.leaves_with_path(item)
         if not has_numbers(x.dtype)
     )
-    kind = "a text" if x.dtype.kind == "U" else x.dtype
     return DataError(
         f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {name(place)}"
-        f" has {kind}",
+        f" has {'a text' if x.dtype.kind == 'U' else x.dtype}",
         fix="give rows that are pytrees, such as dicts, of numbers, and encode texts",
     )

@@ -273,8 +273,10 @@ def reading(place: object) -> Iterator[None]:
     except RampupError:
         raise
     except Exception as error:
-        reason = getattr(error, "strerror", None) or f"{error!r:.300}"
-        raise DataError(f"{place} cannot be read: {reason}") from error
+        raise DataError(
+            f"{place} cannot be read:"
+            f" {getattr(error, 'strerror', None) or repr(error)[:300]}"
+        ) from error
 
 
 def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:

@@ -75,10 +75,9 @@ def find_launch(
     }
     missing = [name for name, value in given.items() if value is None]
     if address is None or count is None or number is None:
-        named = " and ".join(name for name in given if name not in missing)
         raise ConfigError(
-            f"{named} is given without {' and '.join(missing)}; several processes need"
-            " all three",
+            f"{' and '.join(name for name in given if name not in missing)} is given"
+            f" without {' and '.join(missing)}; several processes need all three",
             key=missing[0],
         )
     if not 0 <= number < count:

@@ -65,7 +65,13 @@ from rampup.loop.run_folder import (
     read_lines,
     write_whole,
 )
-from rampup.loop.same_run import NUM_DEVICES, RAMP_ROWS, SameRun, check_same_run
+from rampup.loop.same_run import (
+    IDENTITY_KEYS,
+    NUM_DEVICES,
+    RAMP_ROWS,
+    SameRun,
+    check_same_run,
+)
 from rampup.plan.noise_scale import default_half_life
 from rampup.plan.numbers import check_whole, finite_or_none
 from rampup.plan.ramp import BatchRamp
@@ -564,6 +570,7 @@ class Loop:
         record = {
             **self.checkpoints.identity,
             **self.checkpoints.extra_metadata,
+            IDENTITY_KEYS: sorted(self.checkpoints.identity),
             RAMP_ROWS: plan.ramp.to_rows(),
             NUM_DEVICES: getattr(plan, NUM_DEVICES, None),
         }
@@ -591,7 +598,8 @@ def ramp_to_continue(folder: Path | str, ramp: BatchRamp) -> BatchRamp:
 
     It is for a loop of one's own what `on_plan_change=continue_by_samples` is for
     `rampup train`. Make plan, step and `Loop` with it. Phases that are over need no
-    split, so the run may go on with more devices.
+    split, so the run may go on with more devices. With another last batch, a
+    `ResumeWarning` says what keeps the rates of a `batch_scaling`.
 
     Args:
         folder: the run's folder.
@@ -612,6 +620,13 @@ def ramp_to_continue(folder: Path | str, ramp: BatchRamp) -> BatchRamp:
     if saved is None:
         return ramp
     before = BatchRamp.from_rows(saved.record[RAMP_ROWS])
+    if (last := before.sizes[-1]) != ramp.sizes[-1]:
+        warn(
+            f"the ramp ended at {last} samples and ends at {ramp.sizes[-1]}: all rates"
+            " of a batch_scaling change, unless batch_scaling_reference (of a RateRule,"
+            f" reference_batch_size) is {last}",
+            ResumeWarning,
+        )
     return before.spliced_at(saved.step, ramp)
 
 

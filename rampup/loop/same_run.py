@@ -28,6 +28,7 @@ from rampup.plan.describe import describe_change
 # Entries of a checkpoint's record, beside those of the identity.
 RAMP_ROWS = "ramp_rows"
 NUM_DEVICES = "num_devices"
+IDENTITY_KEYS = "identity_keys"
 ROWS = "rows"
 PROGRAMS = "programs"
 NAMED_FILES = 10  # in an error message, if the data have changed
@@ -59,9 +60,10 @@ def check_same_run(
             f" with rampup.loop.ramp_to_continue, or {ANOTHER_FOLDER}",
             key=RAMP_ROWS,
         )
+    # A key that is left out here is another value too.
     _refuse_differing(
         record,
-        identity,
+        {**dict.fromkeys(record.get(IDENTITY_KEYS, ())), **identity},
         f"{place} is of another run",
         "set these back, as `rampup train RUN_DIR` does for a configuration, or"
         f" {ANOTHER_FOLDER}",

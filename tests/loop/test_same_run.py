@@ -151,7 +151,8 @@ def test_a_loop_of_ones_own_goes_on_with_another_ramp(tmp_path, mesh):
     other = rampup.BatchRamp.from_schedule("0:2 16:8")
     with pytest.raises(ResumeMismatchError, match="ramp_to_continue"):
         run(tmp_path, ramp=other)
-    continued = ramp_to_continue(tmp_path, other)
+    with pytest.warns(ResumeWarning, match="batch_scaling_reference .* is 4"):
+        continued = ramp_to_continue(tmp_path, other)
     assert continued.to_rows() == [[0, 0, 2], [2, 4, 4], [5, 16, 8]]
     summary, read = run(tmp_path, ramp=continued, mesh=mesh, steps=7)
     assert (summary.resumed_from, summary.steps) == (5, 7)
@@ -417,6 +418,39 @@ def test_entries_that_no_resume_could_read_are_refused(
     with pytest.raises(rampup.RampupError, match=words):
         loop.run(state)
     assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_key_that_a_resume_leaves_out_of_the_identity_is_refused(tmp_path):
+    """A forgotten argument would take its guard from the run for good."""
+    own = {"data": "A", "seed": 1}
+
+    def go_on(identity, steps):
+        mesh, tx = toy.mesh_of("one"), optax.sgd(0.1)
+        plan = rampup.RampPlan(
+            ramp=rampup.BatchRamp.constant(8),
+            splitter=rampup.BatchSplitter(data_parallel_size=1),
+            num_devices=1,
+            total_steps=steps,
+        )
+        step = rampup.train_step(
+            lambda p, b, k: ((p["w"] - b["x"]).sum(), len(k), {}), tx, plan, mesh
+        )
+        loop = rampup.Loop(
+            plan=plan,
+            step=step,
+            batches=lambda start: step.batches(ROWS, start),
+            folder=tmp_path,
+            checkpoints=rampup.CheckpointOptions(
+                checkpoint_period=2, identity=identity
+            ),
+        )
+        loop.run(rampup.create_state({"w": np.float32(0)}, tx, mesh))
+
+    go_on(own, 2)
+    for left in ({}, {"data": "A"}):
+        with pytest.raises(ResumeMismatchError, match="seed: 1 in the checkpoint"):
+            go_on(left, 4)
+    go_on(own, 4)
 
 
 def test_an_identity_is_compared_as_json_has_it(tmp_path):
