@@ -125,14 +125,15 @@ class Key:
             if self.nullable:
                 return None
             raise self._error(name, "null")
-        is_suffixed = self.kind == "int" and isinstance(value, str)
-        converted = None
-        if self.suffixes or not is_suffixed:
-            converted = _as_kind(self.kind, value)
+        # The only texts that are whole numbers have a suffix.
+        is_text = self.kind == "int" and isinstance(value, str)
+        converted = _as_kind(self.kind, value)
+        if is_text and not self.suffixes:
+            converted = None
         if converted is None:
             hint = (
                 ", such as 1600 or 1.6K"
-                if is_suffixed and self.suffixes and str(value)[:1].isdigit()
+                if is_text and self.suffixes and str(value)[:1].isdigit()
                 else ""
             )
             if self.kind in ("text", "name") and isinstance(value, bool | int | float):

@@ -37,7 +37,7 @@ def run(
     mesh="one",
     period=3,
     stop=None,
-    data=4,
+    identity=None,
 ):
     """Run or resume a loop, with the batches that a function makes of (step, start);
     return the summary and the rows that were read.
@@ -69,7 +69,9 @@ def run(
         step=step,
         batches=noted,
         folder=folder,
-        checkpoints=rampup.CheckpointOptions(checkpoint_period=period),
+        checkpoints=rampup.CheckpointOptions(
+            checkpoint_period=period, identity=identity or {}
+        ),
     )
     state = rampup.create_state({"w": np.float32(0)}, tx, mesh)
     _, summary = loop.run(state, should_stop=lambda: next(calls) == stop)
@@ -423,34 +425,11 @@ def test_entries_that_no_resume_could_read_are_refused(
 def test_a_key_that_a_resume_leaves_out_of_the_identity_is_refused(tmp_path):
     """A forgotten argument would take its guard from the run for good."""
     own = {"data": "A", "seed": 1}
-
-    def go_on(identity, steps):
-        mesh, tx = toy.mesh_of("one"), optax.sgd(0.1)
-        plan = rampup.RampPlan(
-            ramp=rampup.BatchRamp.constant(8),
-            splitter=rampup.BatchSplitter(data_parallel_size=1),
-            num_devices=1,
-            total_steps=steps,
-        )
-        step = rampup.train_step(
-            lambda p, b, k: ((p["w"] - b["x"]).sum(), len(k), {}), tx, plan, mesh
-        )
-        loop = rampup.Loop(
-            plan=plan,
-            step=step,
-            batches=lambda start: step.batches(ROWS, start),
-            folder=tmp_path,
-            checkpoints=rampup.CheckpointOptions(
-                checkpoint_period=2, identity=identity
-            ),
-        )
-        loop.run(rampup.create_state({"w": np.float32(0)}, tx, mesh))
-
-    go_on(own, 2)
+    run(tmp_path, steps=2, period=2, identity=own)
     for left in ({}, {"data": "A"}):
         with pytest.raises(ResumeMismatchError, match="seed: 1 in the checkpoint"):
-            go_on(left, 4)
-    go_on(own, 4)
+            run(tmp_path, steps=4, identity=left)
+    run(tmp_path, steps=4, identity=own)
 
 
 def test_an_identity_is_compared_as_json_has_it(tmp_path):

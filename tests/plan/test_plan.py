@@ -76,7 +76,6 @@ def test_plan_checks_every_phase_and_evaluation():
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("start", [0, 40])
 def test_phases_that_a_longer_run_has_reached_are_not_unreached(start):
     """A run of 40 steps is shown with steps=12, which end before its last phase."""
@@ -109,6 +108,7 @@ def test_a_plan_refuses_parts_of_another_type_in_words(name, value):
     assert found.value.key == name
 
 
+@pytest.mark.core
 def test_phases_that_are_over_need_no_split():
     """A ramp that goes on at a step is split from there on: 8 replicas take the batches
     of 64, not the 2 samples of a phase that is over. One that has steps left is refused.
