@@ -190,14 +190,18 @@ def batch_meanings(
     """
     prompts, responses, mini_batch, epochs = keys
     yield prompts, f"{format_count(job.prompts, 'prompt')} per training step"
-    samples = format_count(job.samples, "sample")
-    yield responses, f"{samples} per training step, generated together"
+    yield (
+        responses,
+        f"{format_count(job.samples, 'sample')} per training step, generated together",
+    )
     size = format_count(job.policy.mini_samples, "sample")
     number = format_count(job.num_mini_batches(job.policy), "mini batch")
     each = f"{size} per optimizer step, {number} per pass over the step's samples"
     yield mini_batch, f"prompts, whole job: {each}"
-    steps = format_count(job.updates(job.policy), "optimizer step")
-    yield epochs, f"{steps} per training step"
+    yield (
+        epochs,
+        f"{format_count(job.updates(job.policy), 'optimizer step')} per training step",
+    )
     if (critic := job.critic) is not None:
         size = format_count(critic.mini_samples, "sample")
         updates = format_count(job.updates(critic), "critic update")
@@ -205,11 +209,10 @@ def batch_meanings(
             f"mini batch of the critic = {critic.mini_batch:,}",
             f"prompts: {size} per update, {updates} per training step",
         )
-    share = format_count(job.policy.padded_share, "sample")
     yield (
         f"{format_count(devices, 'device')} / {sharing:,} that share a sample",
-        f"{format_count(job.policy.replicas, 'replica')}; each has {share} of a mini"
-        " batch",
+        f"{format_count(job.policy.replicas, 'replica')}; each has"
+        f" {format_count(job.policy.padded_share, 'sample')} of a mini batch",
     )
 
 

@@ -437,9 +437,11 @@ def _whole_numbers(
 
 
 def around(value: Fraction | int, step: Fraction | int = 1) -> list[Fraction]:
-    """Return multiples of `step` on both sides of `value`, nearest first."""
+    """Return multiples of `step` on both sides of `value`, nearest first, up to the
+    largest number that a setting can have.
+    """
     low, width = int(value // step), Fraction(step)
+    multiples = (n * width for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1))
     return sorted(
-        (n * width for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
-        key=lambda n: abs(n - value),
+        (n for n in multiples if n <= MAX_COUNT), key=lambda n: abs(n - value)
     )

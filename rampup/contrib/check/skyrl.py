@@ -166,15 +166,18 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     keys, size = (TRAIN, RESPONSES, MINI, EPOCHS), job.model_sizes["policy"]
     yield from batch_meanings(job, keys, job.devices["policy"], size)
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
-    what = "forward-only passes (log-probabilities, values)"
-    key = "trainer.micro_forward_batch_size_per_gpu"
-    yield key, f"samples per replica in {what}"
+    yield (
+        "trainer.micro_forward_batch_size_per_gpu",
+        "samples per replica in forward-only passes (log-probabilities, values)",
+    )
     prompts = job["trainer.eval_batch_size"]
     evaluated = format_count(
         prompts * job["generator.eval_n_samples_per_prompt"], "sample"
     )
-    said = f"{evaluated} per evaluation batch; the last batch may be smaller"
-    yield "trainer.eval_batch_size", said
+    yield (
+        "trainer.eval_batch_size",
+        f"{evaluated} per evaluation batch; the last batch may be smaller",
+    )
 
 
 def _notes(job: SkyRLJob) -> Iterator[str]:

@@ -126,33 +126,38 @@ class TrlxJob(RolloutJob):
 
 
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
-    size = format_count(job.global_batch, "sample")
-    yield TRAIN, f"samples per process: {size} per optimizer step"
+    yield (
+        TRAIN,
+        f"samples per process: {format_count(job.global_batch, 'sample')} per optimizer"
+        " step",
+    )
     passes = f"{job.passes_text} of {format_count(job.micro, 'sample')}"
     yield MICRO, f"{passes} per process and optimizer step"
     collected = format_count(job.collected, "sample")
     yield ROLLOUTS, f"at least this many per process: {collected} are collected"
     yield CHUNK, f"{format_count(len(job.chunks), 'generate call')} per process"
-    batches = format_count(job.mini_batches, "mini batch")
     steps = format_count(job.updates(job.policy), "optimizer step")
-    yield INNER, f"{batches} per pass over the samples, {steps} per round"
-    planned = format_count(job.planned_steps, "optimizer step")
-    yield "train.epochs, train.total_steps", f"{planned} in the whole run"
+    yield (
+        INNER,
+        f"{format_count(job.mini_batches, 'mini batch')} per pass over the samples,"
+        f" {steps} per round",
+    )
+    yield (
+        "train.epochs, train.total_steps",
+        f"{format_count(job.planned_steps, 'optimizer step')} in the whole run",
+    )
 
 
 def _notes(job: TrlxJob) -> Iterator[str]:
     if job.passes > 1:
-        steps = (
-            f"{job.passes:,} optimizer steps of {job.micro * job.replicas:,} samples"
-        )
         yield (
             f"gradients are summed over the {job.passes:,} passes, not averaged:"
             f" {job.passes:,} times those of one pass. Adam hides it; gradient"
             " clipping, epsilon and plain SGD do not."
         )
         yield (
-            f"under DeepSpeed each pass ends in an optimizer step: {steps} instead of"
-            " one."
+            f"under DeepSpeed each pass ends in an optimizer step: {job.passes:,}"
+            f" optimizer steps of {job.micro * job.replicas:,} samples instead of one."
         )
     if job.last_batch < job.batch:
         size = f"{job.last_batch:,} of {job.batch:,} samples"

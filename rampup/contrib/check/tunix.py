@@ -244,8 +244,11 @@ class PromptJob(RolloutJob):
             rollout,
             f"{prompts(self.rollout_micro)} per generate call; {calls} per step",
         )
-        updates = format_count(self.updates(self.policy), "optimizer step")
-        yield iterations, f"{updates} of {prompts(self.policy.mini_batch)} per step"
+        yield (
+            iterations,
+            f"{format_count(self.updates(self.policy), 'optimizer step')} of"
+            f" {prompts(self.policy.mini_batch)} per step",
+        )
 
     def sharding_note(self, fsdp: int) -> Iterator[str]:
         """Yield that the sequences of a pass do not divide over the axis that they are
@@ -350,8 +353,10 @@ def _notes(job: TunixJob) -> Iterator[str]:
             " see how many stay idle."
         )
     elif job.chips < devices:
-        idle = devices - job.chips
-        yield f"the meshes take {job.chips:,} of {devices:,} chips: {idle:,} stay idle."
+        yield (
+            f"the meshes take {job.chips:,} of {devices:,} chips:"
+            f" {devices - job.chips:,} stay idle."
+        )
     own = [role for role, shape in job.meshes.items() if shape]
     if len(own) > 1:
         yield (

@@ -444,11 +444,16 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     keys, size = (prompts, RESPONSES, MINI, EPOCHS), job.model_sizes["actor"]
     yield from batch_meanings(job, keys, job.devices, size)
     if job.tokens is not None:
-        tokens = f"about {job.tokens:,} tokens per replica and pass"
-        yield BUDGET, f"{tokens}: {job.passes_text}"
+        yield (
+            BUDGET,
+            f"about {job.tokens:,} tokens per replica and pass: {job.passes_text}",
+        )
     else:
-        each = "samples per replica (not per device)"
-        yield MICRO, f"{each}: {job.passes_text} per optimizer step"
+        yield (
+            MICRO,
+            f"samples per replica (not per device): {job.passes_text} per optimizer"
+            " step",
+        )
 
 
 def _old_worker_notes(job: VerlJob) -> Iterator[str]:
@@ -500,18 +505,30 @@ def _critic_notes(job: VerlJob) -> Iterator[str]:
         )
 
 
+def _budgets(job: VerlJob) -> Iterator[Ruling]:
+    """Yield that a pass filled by tokens holds the longest sequence. The older workers
+    compare the budget with the padded length, so that the first batch stops the run.
+    """
+    longest = job["data.max_prompt_length"] + job["data.max_response_length"]
+    for kind, key in BUDGETS.items():
+        is_read = kind != "critic" or job.of.old_workers
+        if is_read and MODEL[kind] in job.models and job.dynamic[kind]:
+            budget = job.token_budget(kind)
+            yield job.at_least(
+                f"{kind}_budget_holds_sequence",
+                [key],
+                Term(
+                    f"{key} * devices that share a sequence = {budget:,} tokens", budget
+                ),
+                Term(f"the longest sequence, {longest:,}", longest),
+            )
+
+
 def _budget_notes(job: VerlJob) -> Iterator[str]:
     """Yield what a token budget does, and which are below the longest sequence."""
-    longest = job["data.max_prompt_length"] + job["data.max_response_length"]
-    for kind in ("actor", "rollout", "ref"):
-        if MODEL[kind] not in job.models or not job.dynamic[kind]:
-            continue
-        if (budget := job.token_budget(kind)) < longest:
-            yield (
-                f"{BUDGETS[kind]} * devices that share a sequence = {budget:,} tokens"
-                f" is less than the longest sequence, {longest:,}: the first such"
-                " sequence stops the run."
-            )
+    for budget in () if job.of.old_workers else _budgets(job):
+        if not budget.holds:
+            yield f"{budget.message}: the first such sequence stops the run."
     if job.dynamic["actor"]:
         yield (
             "with a token budget veRL skips most of its checks of sizes and ignores"
@@ -634,8 +651,9 @@ def _replicas(job: VerlJob, model: str) -> Term:
 
 def _model_size(job: VerlJob, model: str) -> Term:
     size = job.model_sizes[model]
-    text = f"the {model}'s tensor * pipeline * context parallel size = {size:,}"
-    return Term(text, size)
+    return Term(
+        f"the {model}'s tensor * pipeline * context parallel size = {size:,}", size
+    )
 
 
 def _starts(job: VerlJob) -> Iterator[Ruling]:
@@ -813,6 +831,7 @@ def _old_workers(job: VerlJob) -> Iterator[Ruling]:
                 old,
                 _replicas(job, MODEL[kind]),
             )
+    yield from _budgets(job)
     for name in job.trained:
         yield from _old_mini_batch(job, name)
 

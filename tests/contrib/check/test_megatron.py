@@ -189,6 +189,13 @@ test_numbers_and_notes = numbers_test(
 )
 
 
+def test_no_world_size_is_proposed_that_a_file_may_not_have():
+    """A replica of 3 * 10**18 devices is out of range."""
+    found = verdict("megatron", {"world_size": 1, TP: 10**18, CP: 3})
+    nearest = {violation.rule: violation.nearest for violation in found.violations}
+    assert nearest["megatron.world_divisible"] == ()
+
+
 def test_devices_and_conversion_are_refused_with_a_reason():
     """An unknown or contradictory world size; uneven stages, which rampup has not; and
     a ramp that nothing reads.

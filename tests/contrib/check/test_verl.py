@@ -227,7 +227,7 @@ BUDGET_512, C_SP = (
     {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512},
     "critic.ulysses_sequence_parallel_size",
 )
-SHORT = "less than the longest sequence"
+SHORT = "at least the longest sequence, 1,024: the first such sequence stops the run"
 FILTERED = {FILTER: True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
 PARTIAL = {"async_training.partial_rollout": True}
 OWN_DEVICES = {
@@ -534,6 +534,16 @@ def test_verdict_equals_the_checks_and_workers_of_each_version(case):
         # A pass of log-probabilities may be larger than what there is, until 0.7.
         ("0.4", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"ok": True}),
         ("0.9", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"rules": ["rollout_micro_divides_share"]}),
+        # Until 0.7 a token budget holds the padded sequence, 1,024 tokens, or no batch
+        # is trained (utils/seqlen_balancing.py, rearrange_micro_batches).
+        *[
+            (version, f"{NEW} {A}use_dynamic_bsz=true {A}ppo_max_token_len_per_gpu={budget}", wanted)
+            for version in ("0.2", "0.4")
+            for budget, wanted in (
+                (1023, {"validator": "accepts", "run": "fails", "message": "actor.ppo_max_token_len_per_gpu * devices that share a sequence = 1,023 tokens must be at least the longest sequence, 1,024"}),
+                (1024, {"ok": True}),
+            )
+        ],
     ],
 )  # fmt: skip
 def test_versions_differ_as_their_code_does(version, settings, wanted):
