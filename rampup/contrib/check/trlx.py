@@ -133,8 +133,11 @@ def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     )
     passes = f"{job.passes_text} of {format_count(job.micro, 'sample')}"
     yield MICRO, f"{passes} per process and optimizer step"
-    collected = format_count(job.collected, "sample")
-    yield ROLLOUTS, f"at least this many per process: {collected} are collected"
+    yield (
+        ROLLOUTS,
+        f"at least this many per process: {format_count(job.collected, 'sample')} are"
+        " collected",
+    )
     yield CHUNK, f"{format_count(len(job.chunks), 'generate call')} per process"
     steps = format_count(job.updates(job.policy), "optimizer step")
     yield (

@@ -505,9 +505,9 @@ def _critic_notes(job: VerlJob) -> Iterator[str]:
         )
 
 
-def _budgets(job: VerlJob) -> Iterator[Ruling]:
-    """Yield that a pass filled by tokens holds the longest sequence. The older workers
-    compare the budget with the padded length, so that the first batch stops the run.
+def _budgets(job: VerlJob, sequence: str) -> Iterator[Ruling]:
+    """Yield that a pass filled by tokens holds a sequence of the largest length, which
+    `sequence` names.
     """
     longest = job["data.max_prompt_length"] + job["data.max_response_length"]
     for kind, key in BUDGETS.items():
@@ -520,13 +520,13 @@ def _budgets(job: VerlJob) -> Iterator[Ruling]:
                 Term(
                     f"{key} * devices that share a sequence = {budget:,} tokens", budget
                 ),
-                Term(f"the longest sequence, {longest:,}", longest),
+                Term(f"{sequence}, {longest:,}", longest),
             )
 
 
 def _budget_notes(job: VerlJob) -> Iterator[str]:
     """Yield what a token budget does, and which are below the longest sequence."""
-    for budget in () if job.of.old_workers else _budgets(job):
+    for budget in () if job.of.old_workers else _budgets(job, "the longest sequence"):
         if not budget.holds:
             yield f"{budget.message}: the first such sequence stops the run."
     if job.dynamic["actor"]:
@@ -831,7 +831,8 @@ def _old_workers(job: VerlJob) -> Iterator[Ruling]:
                 old,
                 _replicas(job, MODEL[kind]),
             )
-    yield from _budgets(job)
+    # They compare with the padded length, which is that of every batch.
+    yield from _budgets(job, "the padded sequence")
     for name in job.trained:
         yield from _old_mini_batch(job, name)
 

@@ -540,7 +540,7 @@ def test_verdict_equals_the_checks_and_workers_of_each_version(case):
             (version, f"{NEW} {A}use_dynamic_bsz=true {A}ppo_max_token_len_per_gpu={budget}", wanted)
             for version in ("0.2", "0.4")
             for budget, wanted in (
-                (1023, {"validator": "accepts", "run": "fails", "message": "actor.ppo_max_token_len_per_gpu * devices that share a sequence = 1,023 tokens must be at least the longest sequence, 1,024"}),
+                (1023, {"validator": "accepts", "run": "fails", "message": "actor.ppo_max_token_len_per_gpu * devices that share a sequence = 1,023 tokens must be at least the padded sequence, 1,024"}),
                 (1024, {"ok": True}),
             )
         ],
