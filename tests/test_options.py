@@ -96,15 +96,20 @@ def test_batches_refuse_what_no_plan_has(options, said):
 
 
 def test_a_loop_names_what_is_no_function_and_no_metric(tmp_path):
-    """Batches that would be gone at a resume, and an evaluation that is a number."""
+    """Batches that would be gone at a resume, and an evaluation that is a number or has
+    an array.
+    """
     with pytest.raises(
         rampup.RampupError, match="batches is a StepBatches and no func"
     ):
         loop(tmp_path, batches=STEP.batches(ROWS))
-    number = rampup.EvalOptions(evaluate=lambda state: 1.0, eval_interval=5)
-    state = rampup.create_state(jnp.float32(0), optax.sgd(0.1), MESH)
-    with pytest.raises(rampup.RampupError, match="evaluate returned a float"):
-        loop(tmp_path, evaluation=number).run(state)
+    for found, said in ((1.0, "a float"), ({"eval_loss": jnp.zeros(2)}, "a dict")):
+        evaluation = rampup.EvalOptions(evaluate=lambda _, x=found: x, eval_interval=5)
+        state = rampup.create_state(jnp.float32(0), optax.sgd(0.1), MESH)
+        with pytest.raises(
+            rampup.RampupError, match=f"evaluate returned {said} and no numbers by name"
+        ):
+            loop(tmp_path, evaluation=evaluation).run(state)
 
 
 def test_a_loop_that_is_asked_for_fewer_steps_is_finished(tmp_path):

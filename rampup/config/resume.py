@@ -84,7 +84,8 @@ def _plan_of_ramp(
             raise ResumeMismatchError(
                 f"the run was on num_devices={was}, and its batches cannot be split for"
                 f" num_devices={num_devices}; numbers of devices that can run all of"
-                f" them: {list_devices(numbers)}. {error}",
+                f" them: {list_devices(numbers)} (rampup train --fake-devices N"
+                f" simulates N on a CPU). {error}",
                 key="num_devices",
                 nearest=nearest_in(num_devices, numbers),
             ) from None

@@ -154,11 +154,12 @@ class Loading:
     def __post_init__(self) -> None:
         count = jax.process_count()
         if count % self.factor:
-            nearest = nearest_multiples(count, self.factor)
             raise ConfigError(
                 f"expansion_factor_real_data={self.factor} must divide the number of"
                 f" processes, {count}",
-                fix=f"it would fit {' or '.join(map(str, nearest))} processes",
+                fix="it would fit"
+                f" {' or '.join(map(str, nearest_multiples(count, self.factor)))}"
+                " processes",
                 key="expansion_factor_real_data",
                 nearest=(-1,),
             )
@@ -361,12 +362,13 @@ class BatchLoader:
             return
         # One thread also reads the rows in their order.
         most = self.options.num_threads
-        threads = grain.ReadOptions(
-            num_threads=most if is_thread_safe(self.source) else min(most, 1),
-            prefetch_buffer_size=self.options.read_ahead,
-        )
         rows = grain.MapDataset.range(later.start, later.stop).map(self.read_step)
-        yield from rows.to_iter_dataset(threads)
+        yield from rows.to_iter_dataset(
+            grain.ReadOptions(
+                num_threads=most if is_thread_safe(self.source) else min(most, 1),
+                prefetch_buffer_size=self.options.read_ahead,
+            )
+        )
 
     def _put(self, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices."""
@@ -532,6 +534,8 @@ def eval_batches(
             divisor=num_shards,
             key="batch_size",
         )
+    if not len(rows):
+        raise DataError("the data to evaluate on has no rows")
     full = len(rows) // batch_size * batch_size
     # A loss that sees whole batches sees all that is left over together.
     shared = full if whole_batch else len(rows) // num_shards * num_shards
@@ -545,17 +549,16 @@ def eval_batches(
     for first, size, number, part_axes in parts:
         if not size or not number:
             continue
-        # Rows that every device computes come one by one, as they may be more than its
-        # part of a batch.
-        splitter = BatchSplitter(
-            data_parallel_size=part_axes.num_shards(mesh),
-            microbatch_size=1 if part_axes != axes and not whole_batch else AUTO,
-        )
         yield from BatchLoader(
             source=RowRange(rows, first, len(rows)),
             plan=RampPlan(
                 ramp=BatchRamp.constant(size),
-                splitter=splitter,
+                # Rows that every device computes come one by one, as they may be more
+                # than its part of a batch.
+                splitter=BatchSplitter(
+                    data_parallel_size=part_axes.num_shards(mesh),
+                    microbatch_size=AUTO if part_axes == axes or whole_batch else 1,
+                ),
                 num_devices=mesh.size,
                 total_steps=number,
             ),
@@ -643,8 +646,9 @@ def stream_batches(
     for number in steps_of(plan, start, stop):
         position = plan.position(number)
         split = position.split
-        in_microbatch = process_rows(mesh, split.num_rows, options.batch_axes)
-        needed = split.num_microbatches * len(in_microbatch)
+        needed = split.num_microbatches * len(
+            process_rows(mesh, split.num_rows, options.batch_axes)
+        )
         found = problem = None
         try:
             found = types.cast(

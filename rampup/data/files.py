@@ -22,7 +22,7 @@ from rampup.config.schema import Config
 from rampup.data.batches import Loading
 from rampup.data.sources import RowRange, RowSource, SyntheticRows, TokenRows, reading
 from rampup.engine.processes import broadcast_from_process0
-from rampup.errors import DataError
+from rampup.errors import DataError, DataWarning, warn
 from rampup.plan.describe import format_count
 
 NUM_BLOCKS = 8  # of a file that are in its fingerprint
@@ -222,7 +222,15 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
                 f"{path} cannot be read: its size, {size:,}, is not a multiple of"
                 f" {dtype.itemsize} bytes per token"
             )
-        return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
+        tokens = TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
+        first = tokens[:1000]
+        if first[::2].any() and not first[1::2].any():
+            warn(
+                f"{path}: every second token is 0, as if each had twice the"
+                f" {dtype.itemsize} bytes of token_dtype={token_dtype}",
+                DataWarning,
+            )
+        return tokens
     if not path.endswith(".npy"):
         raise DataError(
             f"{path} must end in .npy or .bin for dataset_type=tokens",

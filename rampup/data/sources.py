@@ -109,8 +109,9 @@ class TokenRows:
         if not self.starts:
             return f"{self.paths[array]} from token {start:,} (row {row:,})"
         file = bisect.bisect_right(self.starts, start) - 1
-        byte = start - self.starts[file]
-        return f"{self.paths[file]} from byte {byte:,} (row {row:,})"
+        return (
+            f"{self.paths[file]} from byte {start - self.starts[file]:,} (row {row:,})"
+        )
 
     def _place(self, row: int) -> tuple[int, int]:
         array = bisect.bisect_right(self._firsts, row) - 1
@@ -255,10 +256,9 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
         raise
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(len(rows),)}:
-        first = source.describe(int(rows[0]))
         raise DataError(
-            f"the source was asked for {format_count(len(rows), 'row')}, from {first}"
-            f" on, but returned {sizes}"
+            f"the source was asked for {format_count(len(rows), 'row')}, from"
+            f" {source.describe(int(rows[0]))} on, but returned {sizes}"
         )
     return batch
 

@@ -66,9 +66,10 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError | ImportError | NotImplementedError):
             raise
-        root = "/".join(os.fspath(path).split("/")[:3])
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise StorageError(f"{root} cannot be used: {reason}") from error
+        raise StorageError(
+            f"{'/'.join(os.fspath(path).split('/')[:3])} cannot be used: {reason}"
+        ) from error
 
 
 @functools.cache

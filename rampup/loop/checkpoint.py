@@ -176,8 +176,7 @@ def read_record(checkpoint: Path, content: str | None = None) -> Record:
 
 def _digest(record: Record) -> str:
     """Return the digest of a record, as JSON has it."""
-    content = json.dumps(record, sort_keys=True).encode()
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_state(folder: Path, step: int, state: Any) -> Any:
@@ -395,14 +394,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         # Despite its name, Orbax calls `post_finalization_callback` before it renames
         # the folder, when the files of all processes are written.
-        callbacks = ocp.AsyncOptions(
-            barrier_sync_fn=barrier,
-            post_finalization_callback=take_checksums if is_primary() else None,
-        )
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self.options.max_to_keep,
             cleanup_tmp_directories=True,
-            async_options=callbacks,
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=barrier,
+                post_finalization_callback=take_checksums if is_primary() else None,
+            ),
         )
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 

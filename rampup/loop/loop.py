@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 
 from rampup.engine.arguments import gone
 from rampup.engine.processes import first_problem, is_primary
@@ -399,8 +400,10 @@ class Loop:
             interrupted = done < plan.total_steps
             self._flush(metrics)
             if isinstance(failure, DataEndedError) and is_primary():
-                line = json.dumps({"step": done, "problem": str(failure)})
-                write_whole(self.folder / ENDED_FILE, f"{line}\n".encode())
+                write_whole(
+                    self.folder / ENDED_FILE,
+                    f"{json.dumps({'step': done, 'problem': str(failure)})}\n".encode(),
+                )
             # A checkpoint needs all processes, and a row that one cannot read may be no
             # problem for the others.
             if (
@@ -535,10 +538,10 @@ class Loop:
         self._flush(metrics)
         values = {"step": done - 1, "consumed_samples": plan.ramp.samples_before(done)}
         found = self.evaluation.evaluate(state)
-        if not isinstance(found, Mapping):
+        if not isinstance(found, Mapping) or any(map(np.ndim, found.values())):
             raise ConfigError(
                 f"evaluate returned {a_type(found)} and no numbers by name",
-                fix='return {"eval_loss": ...}',
+                fix='return {"eval_loss": float(...)}',
                 key="evaluate",
             )
         for name, value in found.items():

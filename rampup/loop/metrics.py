@@ -285,7 +285,9 @@ class Metrics:
             problem = (
                 "is not finite, and the step was not skipped: the parameters, and the"
                 " checkpoints from here on, may not be finite either;"
-                " train_step(..., skip_nonfinite=True) skips such steps"
+                " train_step(..., skip_nonfinite=True) skips such steps, and"
+                " MetricOptions(skip_nonfinite=3) ends the run at the third in a row;"
+                " both are the key skip_nonfinite=3 of rampup train"
             )
         elif values.get("weight") == 0:
             problem = (
@@ -363,13 +365,12 @@ class Metrics:
 
 def _to_fetch(values: Any) -> dict[str, Any]:
     """Return those of a step's metrics that its line needs; of `aux` the numbers."""
-    found = {name: values[name] for name in _KNOWN if name in values}
     aux = {
         jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf
         for path, leaf in jax.tree.leaves_with_path(values.get("aux"))
         if getattr(leaf, "ndim", 0) == 0
     }
-    return {**found, "aux": aux}
+    return {name: values[name] for name in _KNOWN if name in values} | {"aux": aux}
 
 
 def _means(values: Record) -> dict[str, float | None]:

@@ -214,6 +214,13 @@ def test_evaluation_has_one_type_for_what_is_left_over():
     assert found == [np.float32] * 2
 
 
+def test_evaluation_needs_rows():
+    """A mean over none of them would be no number."""
+    evaluate = rampup.EvalStep(lambda *args: None, mesh_of("one"))
+    with pytest.raises(DataError, match="the data to evaluate on has no rows"):
+        next(evaluate.batches([], 8))
+
+
 def test_repeated_reading_does_not_mind_a_type():
     """The first 16 rows are whole numbers and are read again without the others."""
     step, _ = start(schedule="0:32", steps=1)

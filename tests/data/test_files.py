@@ -2,6 +2,7 @@
 
 import os
 import resource
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -114,6 +115,19 @@ def test_open_sources_refuses_broken_token_files(tmp_path, name, content, messag
     with pytest.raises(DataError, match=message) as caught:
         open_rows(kind, str(path))
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("stored", ["<u2", "<i4"])
+def test_tokens_of_twice_the_bytes_are_noticed(tmp_path, stored):
+    """Read as `uint16`, the default, every second token of int32 is 0."""
+    np.arange(1, 42, dtype=stored).tofile(tmp_path / "a.bin")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        open_rows("tokens", str(tmp_path / "a.bin"))
+    said = [str(found.message) for found in caught]
+    assert ["every second token is 0" in text for text in said] == [True] * (
+        stored == "<i4"
+    )
 
 
 def test_read_names_tokens_outside_the_vocabulary(tmp_path):
