@@ -226,8 +226,9 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
         first = tokens[:1000]
         if first[::2].any() and not first[1::2].any():
             warn(
-                f"{path}: every second token is 0, as if each had twice the"
-                f" {dtype.itemsize} bytes of token_dtype={token_dtype}",
+                f"{path}: every second token is 0, of the first 1,000, as if each had"
+                f" twice the {dtype.itemsize} bytes of token_dtype={token_dtype}; if so,"
+                " set token_dtype to their type",
                 DataWarning,
             )
         return tokens

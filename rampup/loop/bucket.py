@@ -67,6 +67,7 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if isinstance(error, OSError | ImportError | NotImplementedError):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        # Named by its root, such as gs://bucket.
         raise StorageError(
             f"{'/'.join(os.fspath(path).split('/')[:3])} cannot be used: {reason}"
         ) from error
