@@ -45,7 +45,7 @@ def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     return (
         *_warmup_notes(config, plan),
         *advice(plan),
-        *_unused_notes(config),
+        *_unused_notes(config, plan),
         *_device_notes(config, plan),
         *_slice_notes(config, plan),
         *_loading_notes(config, plan),
@@ -54,9 +54,9 @@ def plan_notes(config: Config, plan: RampPlan) -> tuple[str, ...]:
     )
 
 
-def _unused_notes(config: Config) -> Iterator[str]:
+def _unused_notes(config: Config, plan: RampPlan) -> Iterator[str]:
     """Yield the batch per device that a schedule of batches replaces, if it was meant:
-    base.yml has both keys.
+    base.yml has both keys. Also a reference batch without a rule.
     """
     given = config.per_device_batch_size
     is_scheduled = config.batch_size_schedule not in (None, AUTO_SCHEDULE)
@@ -64,6 +64,12 @@ def _unused_notes(config: Config) -> Iterator[str]:
         yield (
             f"per_device_batch_size={given} is not used: batch_size_schedule has the"
             " sizes"
+        )
+    rules = {config.batch_scaling, plan.rate.batch_scaling}
+    if config.batch_scaling_reference is not None and rules == {"none"}:
+        yield (
+            f"batch_scaling_reference={config.batch_scaling_reference} is not used:"
+            " batch_scaling is none"
         )
 
 

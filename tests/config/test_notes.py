@@ -58,6 +58,21 @@ def test_notes_say_that_a_schedule_replaces_the_batch_per_device():
         assert said not in notes_of(**{key: both[key]})
 
 
+def test_notes_say_that_no_rule_uses_the_reference_batch():
+    """Without a rule, the rate is the same for every batch, whatever it is given for."""
+    said = "batch_scaling_reference=64 is not used"
+    ramp = SCHEDULE | {"batch_scaling": "none"}
+    reference = ramp | {"batch_scaling_reference": 64}
+    assert said in notes_of(**reference)
+    assert said not in notes_of(**ramp)
+    for rule in (
+        {"batch_scaling": "half_life"},
+        {"learning_rate_batch_scaling": "sqrt"},
+        {"batch_scaling": "linear", "opt_type": "sgd"},
+    ):
+        assert said not in notes_of(**reference | rule)
+
+
 def test_notes_say_that_a_batch_follows_the_devices():
     """Published ramps whose keys are per device have other sizes on other devices."""
     config = load_config("gpt3_175b")
