@@ -118,6 +118,7 @@ def train_together(process, number, port, settings):
     [
         {
             "measure_gradient_noise": True,
+            "loss_agg_mode": "group-mean-token-mean",
             "microbatch_size": 2,
             "train_micro_batch_size": -1,
         },
@@ -127,7 +128,6 @@ def train_together(process, number, port, settings):
             "ici_fsdp_parallelism": 2,
         },
         {"token_budget": 16, "train_micro_batch_size": -1, "num_iterations": 1},
-        {"loss_agg_mode": "group-mean-token-mean"},
     ],
     ids=str,
 )
