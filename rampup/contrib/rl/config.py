@@ -356,6 +356,10 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
         " group is always 0, so `rampup train` refuses it; set 2 or more": (
             config.num_generations == 1
         ),
+        "decode_sampling_temperature=0 and decode_sampling_top_k=1 sample greedily, so"
+        " that the responses to a prompt are equal: `rampup train` refuses them": (
+            config.decode_sampling_temperature == 0 or config.decode_sampling_top_k == 1
+        ),
         f"dropped: the last {format_count(dropped, 'prompt')}, too few for"
         f" batch_size={config.batch_size:,}": dropped and not grows,
         f"left out: the last {format_count(lost, 'prompt')} of an evaluation, too few"

@@ -394,3 +394,15 @@ def test_a_plan_says_that_groups_of_one_sample_teach_nothing():
     config = RolloutConfig(num_generations=1)
     notes = rollout_notes(config, build_rollout_plan(config, 1))
     assert "rl.num_generations=1 gives groups of one sample" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "greedy", [{"decode_sampling_temperature": 0.0}, {"decode_sampling_top_k": 1}]
+)
+def test_a_plan_says_that_greedy_samples_teach_nothing(greedy):
+    """`train` refuses them too."""
+    config = RolloutConfig(**greedy)
+    (note,) = rollout_notes(config, build_rollout_plan(config, 1))
+    ((key, value),) = greedy.items()
+    assert f"{key}={value:g}" in note
+    assert "sample greedily" in note
