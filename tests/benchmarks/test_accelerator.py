@@ -12,7 +12,7 @@ import pytest
 FILE = Path(__file__).parents[2] / "benchmarks/accelerator.py"
 
 
-@pytest.mark.bench
+@pytest.mark.slow
 def test_every_part_runs_and_is_right(tmp_path):
     """All parts end without an error; the step is right, and the resume bit for bit."""
     command = [sys.executable, str(FILE), "--quick", "--out", str(tmp_path)]

@@ -257,8 +257,7 @@ def pairs_on_request():
     for place, operation in enumerate(OPERATIONS):
         for number, spec in enumerate(SPECS):
             is_slow = (number - place) % len(SPECS) in (0, 2)
-            mark = pytest.mark.slow if is_slow else pytest.mark.faults
-            yield pytest.param([operation], spec, marks=mark)
+            yield (toy.slow if is_slow else toy.campaign)([operation], spec)
 
 
 @pytest.mark.parametrize(

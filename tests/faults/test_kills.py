@@ -17,6 +17,7 @@ from faults import victim
 from helpers import processes, runs
 from helpers.runs import metrics_of
 from helpers.tiny import AUTO, RL_TINY
+from helpers.toy import campaign, slow
 
 DEADLINE = 300
 
@@ -304,17 +305,15 @@ PACKED = {
     "max_prompt_length": 4,
     "max_response_length": 3,
 }
-SIZES = [{"zero_spread_groups": "refill"}, PACKED]
 
 
 @pytest.mark.parametrize(
     ("kills", "rollouts", "sizes"),
     [
-        *(pytest.param(2, 2, sizes, marks=pytest.mark.slow) for sizes in SIZES),
-        *(
-            pytest.param(30, 12, sizes, marks=pytest.mark.faults)
-            for sizes in [{}, *SIZES]
-        ),
+        slow(2, 2, PACKED),
+        campaign(30, 12, {}),
+        campaign(30, 12, {"zero_spread_groups": "refill"}),
+        campaign(30, 12, PACKED),
     ],
     ids=str,
 )

@@ -35,6 +35,11 @@ def slow(*case, **options):
     return pytest.param(*case, marks=pytest.mark.slow, **options)
 
 
+def campaign(*case):
+    """Return a case of a slow test that runs with the whole campaign only."""
+    return pytest.param(*case, marks=pytest.mark.faults)
+
+
 def mesh_of(name):
     """Return one of the meshes above; `one` is a single device."""
     axes = MESHES[name]

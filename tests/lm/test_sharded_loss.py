@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import make_step, plan_for
+from helpers.toy import campaign, make_step, plan_for
 
 from rampup import create_state, make_mesh
 from rampup.engine.accumulate import AccumulatedLoss
@@ -89,11 +89,10 @@ ZERO1 = {"shard_optimizer_over_data": True}
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
-        *((MeshAxes(fsdp=8), {}), (MeshAxes(data=2, fsdp=2, tensor=2), None)),
-        *(
-            (MeshAxes(data=2, **axes), {"num_vocab_tiling": 4})
-            for axes in ({"fsdp": 4}, {"fsdp": 2, "pipeline": 2})
-        ),
+        campaign(MeshAxes(fsdp=8), {}),
+        (MeshAxes(data=2, fsdp=2, tensor=2), None),
+        campaign(MeshAxes(data=2, fsdp=4), {"num_vocab_tiling": 4}),
+        (MeshAxes(data=2, fsdp=2, pipeline=2), {"num_vocab_tiling": 4}),
         (MeshAxes(data=4, tensor=2), {"num_vocab_tiling": 4}),
         (
             MeshAxes(data=2, fsdp=2, tensor=2),

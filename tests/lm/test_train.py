@@ -407,7 +407,7 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
 @pytest.mark.parametrize(
     ("axes", "sizes"),
     [
-        ({}, {}),
+        toy.campaign({}, {}),
         (
             {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2},
             {"base_num_decoder_layers": 4},

@@ -199,7 +199,7 @@ def fail_in_process_1(words, folder, opened):
     ("victim", "fails"),
     [
         (0, False),
-        (1, False),
+        toy.campaign(1, False),
         (1, True),
     ],
 )

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.tiny import TINY_MODEL
+from helpers.toy import campaign
 from rich.console import Console
 
 import rampup
@@ -320,7 +321,7 @@ def test_critical_that_decided_nothing_names_no_batch(gain, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+@pytest.mark.parametrize("kind", [campaign("replicas"), "pipeline"])
 def test_branches_read_their_run_only(run, tmp_path, kind):
     """Branches of an older checkpoint, of a run that trains meanwhile, in one program,
     also through stages with ZeRO-1.

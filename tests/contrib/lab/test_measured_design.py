@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.toy import campaign
 
 import rampup
 from rampup.cli import main
@@ -139,7 +140,7 @@ def test_intervals_at_the_start_and_the_end_cover_the_truth(runs, tmp_path):
 
 @pytest.mark.parametrize(
     ("truths", "runs"),
-    [(TRUTHS[1::4], 1), pytest.param(TRUTHS, 13, marks=pytest.mark.slow)],
+    [(TRUTHS[1::4], 1), campaign(TRUTHS, 13)],
     ids=(2, 104),
 )
 def test_a_recommended_schedule_costs_what_is_printed(truths, runs, tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import processes
+from helpers.toy import campaign
 
 from rampup.contrib.rl.experience import Tally, mini_batches
 from rampup.contrib.rl.plan import AGGREGATIONS, Experience, RolloutPlan, Size, Training
@@ -429,9 +430,9 @@ class ByHand:
     ("mesh", "sizes", "per_pass"),
     [
         ("one", (6, 12), 2),
-        ("one", range(3, 25), 8),
+        campaign("one", range(3, 25), 8),
         ("data", (3, 8, 24, 12), 2),
-        ("three", range(3, 25), 3),
+        campaign("three", range(3, 25), 3),
         ("four", (3, 8, 24, 12), 4),
     ],
     ids=str,

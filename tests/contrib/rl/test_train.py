@@ -14,6 +14,7 @@ from helpers import processes, snippets
 from helpers.figures import texts
 from helpers.runs import assert_same_run, metrics_of, state_of
 from helpers.tiny import RL_TINY as TINY
+from helpers.toy import campaign
 
 import rampup
 from rampup.cli import main, make_parser
@@ -127,7 +128,9 @@ def train_together(process, number, port, settings):
             "ici_data_parallelism": 1,
             "ici_fsdp_parallelism": 2,
         },
-        {"token_budget": 16, "train_micro_batch_size": -1, "num_iterations": 1},
+        campaign(
+            {"token_budget": 16, "train_micro_batch_size": -1, "num_iterations": 1}
+        ),
     ],
     ids=str,
 )
