@@ -25,8 +25,9 @@ def build_plan(
     reserved_sizes: Sequence[int] | None = None,
     consumed_samples: int = 0,
 ) -> RampPlan:
-    """Return the plan that a configuration describes. Its `batch_scaling` acts where the
-    optimizer has a `rampup.engine.LearningRate` with this plan.
+    """Return the plan that a configuration describes. The rate of its `batch_scaling`
+    acts where the optimizer has a `rampup.engine.LearningRate` with this plan, and the
+    constants of AdamW where it has a `rampup.engine.AdamSchedule`.
 
     Args:
         config: the configuration.
