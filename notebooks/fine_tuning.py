@@ -285,7 +285,9 @@ for batch in step.batches(rows, seed=0):
         squared_norm=float(found["squared_norm"]),
     )
 scale = noise.in_samples
-print(f"noise scale {scale.value:.0f} rows (90%: {scale.low:.0f} to {scale.high:.0f})")
+print(f"noise scale {scale} rows, with its 90% interval")
+if scale.value is None:
+    raise ValueError("the noise scale is not known yet: raise MEASURED")
 
 # %% [markdown]
 # The table has the waste of three batches, and what an epoch costs in steps and
@@ -316,7 +318,7 @@ def wasted(size, scale):
 print("batch   wasted (90% interval)   steps of an epoch   minutes")
 for size in (8, 32, 128):
     middle, most = wasted(size, scale.value), wasted(size, scale.low)
-    least = wasted(size, scale.high) if np.isfinite(scale.high) else 0.0
+    least = wasted(size, scale.high)
     steps = len(rows) // size
     minutes = steps * seconds_per_step(size) / 60
     interval = f"({least:.0%} to {most:.0%})"

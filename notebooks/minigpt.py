@@ -15,8 +15,8 @@
 # # A miniGPT with a growing batch on eight chips
 #
 # A small GPT in Flax NNX, trained with data and tensor parallelism, as in the tutorials
-# of JAX. Its batch grows from 8 to 64 texts. Lines that are there for rampup end in
-# `# rampup`.
+# of JAX. Its batch grows from 8 to 64 texts. A statement that is there for rampup has
+# `# rampup` in its first line.
 #
 # 1. The step compiles once, beside a step that compiles for each of the four sizes.
 # 2. The run stops on a mesh of 4 x 2 devices, and goes on with one of 2 x 4.

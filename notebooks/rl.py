@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Reinforcement learning: a verifiable reward
 #
-# This notebook trains two policies with GRPO on one device. The first is a Flax model of your own with a reward that is
-# any Python function. The second is a small language model that learns to add numbers. In both, generation,
-# log-probabilities and updates are one compiled program each.
+# This notebook trains two policies with GRPO. The first is a Flax model of your own with a reward that is
+# any Python function, on one device. The second is a small language model that learns to add numbers, on all devices.
+# In both, generation, log-probabilities and updates are one compiled program each.
 #
 # On a CPU it takes about two minutes; it has not been run on a TPU or a GPU yet.
 
@@ -188,7 +188,7 @@ for key, label in {
 # p^n + (1 - p)^n of the groups of n responses.
 
 # %%
-chips = config.ici_data_parallelism * abs(config.ici_fsdp_parallelism)
+chips = jax.device_count()  # ici_fsdp_parallelism=-1: all that are left
 print(f"chips used: {chips} of {jax.device_count()}")
 print(f"prompts per update: {lines[-1]['num_prompts']}")
 print("share of groups that teach nothing, by formula:")

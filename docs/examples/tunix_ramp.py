@@ -44,9 +44,7 @@ rows = [
     {"tokens": ((row + np.arange(33) * (1 + row % 3)) % 64).astype(np.int32)}
     for row in range(2000)
 ]
-config = rampup.Config(
-    batch_size_schedule="0:8 160:16 480:32", steps=60, microbatch_size=4
-)
+config = rampup.Config(batch_size_schedule="0:8 160:16 480:32", steps=60)
 plan = rampup.build_plan(config, jax.device_count())
 mesh = rampup.make_mesh()
 trainer = peft_trainer.PeftTrainer(

@@ -334,7 +334,8 @@ def accumulate(
     data axis at the end.
 
     For a jitted training step of your own: one executable serves any number of
-    microbatches up to K. With `chunk_size=max(plan.max_microbatches.values())`,
+    microbatches up to K. With
+    `options=BatchOptions(chunk_size=max(plan.max_microbatches.values()))`,
     `step_batches` yields batches whose `chunks[0]` is such a buffer. The gradient for
     the optimizer is `sums.mean_grads(params)`.
 

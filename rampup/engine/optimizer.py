@@ -107,7 +107,8 @@ class LearningRate:
     Attributes:
         plan: the plan, whose `clock`, batch scaling and Seesaw it follows. A training
             step refuses a rate that follows another plan than its own.
-        peak: learning rate after the warm-up, for the batch of the last phase.
+        peak: learning rate after the warm-up, for the batch `plan.reference_size`: that
+            of the last phase, unless the plan's rule has a `reference_batch_size`.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
         warmup_fraction: fraction of the schedule in which the rate rises linearly from
             0.
