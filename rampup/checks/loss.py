@@ -45,8 +45,7 @@ MAX_NUMBERS = 20_000_000
 HINTS = {
     "mean": (
         "return sums over the rows, such as losses.sum(), also in aux, and as"
-        " weight_sum what the loss is to be divided by. A mean times its weight is"
-        " not finite where the weight is 0"
+        " weight_sum what the loss is to be divided by"
     ),
     "penalty": (
         "multiply by weight_sum what does not depend on the rows: losses.sum() +"
@@ -64,7 +63,10 @@ HINTS = {
         " return sums over rows that are treated alike, also in aux"
     ),
     "not finite": (
-        "try rows and parameters of which it is finite: nothing else can be compared"
+        "try rows and parameters of which it is finite: nothing else can be compared."
+        " If it is finite with all rows, rows of weight 0 may be alone: guard what is"
+        " divided by their weight, or, for statistics of masked rows, let the loss see"
+        " whole batches, train_step(..., plan.with_whole_batches(), mesh)"
     ),
 }
 
@@ -338,10 +340,10 @@ class _Hints:
         whole, gap = self._first.whole[name], sums.gap(name)
         sides = sums.whole[name], sums.each[name]
         together, alone = (np.isfinite(x).all() for x in sides)
-        if not (together or alone):
+        # Only together: a mean times a weight of 0, for instance.
+        if not (together and alone):
             return "not finite"
-        # Finite only together: a mean times a weight of 0, for instance.
-        if not alone or self._is_mean(name):
+        if self._is_mean(name):
             return "mean"
         # A gap is a difference of sums, and has their rounding.
         rounded = 4 * R * self._trials.epsilons[name] * self._first.scale(name)

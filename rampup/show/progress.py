@@ -276,8 +276,9 @@ class TrainProgress:
                 self._console.print(
                     "note: keys that the learning rate follows have changed since step"
                     f" {event.step:,}: {', '.join(event.keys)};"
-                    " learning_rate_schedule_steps keeps the steps of a schedule, and"
-                    " train_samples its samples to within the last batch",
+                    " without reinforcement learning, learning_rate_schedule_steps"
+                    " keeps the steps of a schedule, and train_samples its samples to"
+                    " within the last batch",
                     style="yellow",
                 )
 

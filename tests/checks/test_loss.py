@@ -625,7 +625,7 @@ WRONG = {
 HINT = {
     "aux": "mean",
     "weight": "mean",
-    "nan": "mean",
+    "nan": "not finite",
     "denominators": "interacting rows",
     "order": "interacting rows",
 }
@@ -674,6 +674,24 @@ def test_a_loss_that_depends_on_the_split_is_reported_by_its_kind(kind, name):
     assert f"- {hint}: " in str(report)
     named = {"aux": "aux[", "weight": "weight_sum"}.get(kind, "")
     assert named in str(report)
+
+
+def test_rows_of_weight_0_that_are_not_finite_alone_are_named():
+    """Statistics of masked rows have no number where a row is alone: whole batches are
+    the way out, and no other sum.
+    """
+
+    def loss(params, batch, keys):
+        mask = batch["w"] > 0
+        mean = (batch["x"] * mask).sum() / mask.sum()
+        losses = (params["v"] * (batch["x"] - mean)) ** 2
+        return (losses * batch["w"]).sum(), batch["w"].sum(), {}
+
+    batch = {"x": np.arange(8, dtype=np.float32), "w": np.arange(8) % 3 / 2}
+    report = rampup.check_loss(loss, {"v": jnp.float32(0.5)}, batch)
+    assert kinds(report) == ["not finite"]
+    assert "with_whole_batches()" in str(report)
+    assert "losses.sum()" not in str(report)
 
 
 @pytest.mark.parametrize("right", range(4))

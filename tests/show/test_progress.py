@@ -128,9 +128,9 @@ def test_progress_says_how_to_keep_the_learning_rate():
     keys = ("learning_rate: 0.001 -> 0.002", "steps: 9 -> 10")
     assert shown(events.LearningRateChanged(step=9, keys=keys)) == (
         "note: keys that the learning rate follows have changed since step 9:"
-        " learning_rate: 0.001 -> 0.002, steps: 9 -> 10; learning_rate_schedule_steps"
-        " keeps the steps of a schedule, and train_samples its samples to within the"
-        " last batch\n"
+        " learning_rate: 0.001 -> 0.002, steps: 9 -> 10; without reinforcement"
+        " learning, learning_rate_schedule_steps keeps the steps of a schedule, and"
+        " train_samples its samples to within the last batch\n"
     )
 
 

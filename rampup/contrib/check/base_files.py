@@ -99,10 +99,15 @@ class BaseFiles:
                 f"{explain_unknown(last)}, its base file; add {unknown[0]}=...",
                 path=path,
             )
-        file = next((f for f in files if f.is_file() and str(f) != path), None)
-        if file is not None:
-            self._read(file, package)
-            return True
+        for file in files:
+            if (
+                file.is_file()
+                and str(file) != path
+                # a key of rampup's own base.yml, within a copy of rampup
+                and "\nlearning_rate_clock:" not in read_text(file)
+            ):
+                self._read(file, package)
+                return True
         for shipped, keys in self.launch.bases.items():
             # MaxText's have a suffix, and other folders in other versions.
             path_of = PurePosixPath(shipped)

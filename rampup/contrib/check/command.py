@@ -53,7 +53,7 @@ SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".ipynb")
 OUTCOMES = {
     "accepts": "its own check accepts the file",
     "rejects": "its own check rejects the file",
-    "runs": "the run uses the sizes as written",
+    "runs": "the run uses the sizes below",
     "pads": "the run pads its batches",
     "drops": "the run drops samples",
     "fails": "the run fails",

@@ -235,7 +235,9 @@ LAUNCH = load_launch(
 
 
 _NUMBER, _BETWEEN = r"([-+]?[0-9](?:_?[0-9]){0,17})", r"[\s,\[\]()\"']"
+# Commas are those of a list: argparse takes "16,8,1000" for one value.
 _TRIPLE = re.compile(
+    r"(?![^\[(]*,)"
     rf"{_BETWEEN}*{_NUMBER}{_BETWEEN}+{_NUMBER}{_BETWEEN}+{_NUMBER}{_BETWEEN}*"
 )
 _COUNT = r"([-+]?\d{1,19}(?:_\d{1,9}){0,9}(?:\.\d{0,18})?)([KMBT]?)"

@@ -101,7 +101,7 @@ def test_print_verdict_is_complete(width, terminal):
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        ("runs", "uses the sizes as written"),
+        ("runs", "uses the sizes below"),
         ("pads", "pads its batches"),
         ("drops", "drops samples"),
     ],

@@ -1,7 +1,10 @@
 """Tests of rampup.contrib.check.maxtext: what a base.yml really does."""
 
+import shutil
+
 import pytest
 from helpers.dialect_files import boundary_test, cases, expect, numbers_test, verdict
+from helpers.snippets import ROOT
 
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
@@ -293,3 +296,14 @@ def test_misspelled_keys_are_named_with_their_line(tmp_path):
             validator="rejects",
             message=said,
         )
+
+
+def test_the_base_file_of_rampup_is_not_that_of_maxtext(tmp_path):
+    """Both are `configs/base.yml`, and a command may be within a copy of rampup."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "configs").mkdir()
+    shutil.copy(ROOT / "configs/base.yml", tmp_path / "configs/base.yml")
+    mine = tmp_path / "mine.yml"
+    mine.write_text("base_config: base.yml\nsteps: 10\n")
+    found = check_file(mine, "maxtext", ["num_devices=8"])
+    assert found.derived[TO_TRAIN] == 96

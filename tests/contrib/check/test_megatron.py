@@ -234,6 +234,8 @@ BOUNDARIES = [
     ("micro_batch_positive", CONSTANT, {GLOBAL: 64}, "rejects"),
     ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: [16, 8]}, "rejects"),
     ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: "16 8 many"}, "rejects"),
+    # One word of the command line, which is one string to Megatron.
+    ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: "16,8,1000"}, "rejects"),
     *[("ramp_numbers_positive", RAMP, {**RAMP, LINEAR: numbers}, "rejects")
       for numbers in ([0, 8, 500], [16, 0, 500], [16, 8, -1])],
     ("ramp_divides_by_zero", {**RAMP, LINEAR: [16, 8, 1]}, {**RAMP, LINEAR: [16, 8, 0]}, "accepts"),

@@ -173,3 +173,25 @@ def test_an_environment_with_the_name_of_trlx_is_not_its_run(tmp_path):
     notebook.write_text(json.dumps({"cells": [cell]}, indent=1))
     with pytest.raises(ConfigError, match="this is a Python program"):
         check_file(notebook)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accelerate launch --num_processes 8 src/open_r1/grpo.py --config demo.yaml",
+        "accelerate launch train.py",
+    ],
+)
+def test_a_program_that_names_no_trlx_is_not_taken_for_it(tmp_path, command):
+    """Accelerate starts programs of many systems."""
+    path = tmp_path / "run.sh"
+    path.write_text(command + "\n")
+    with pytest.raises(ConfigError):
+        check_file(path)
+
+
+def test_settings_of_trlx_name_it(tmp_path):
+    """The program may have any name."""
+    path = tmp_path / "run.sh"
+    path.write_text("accelerate launch mine.py '{\"train.batch_size\": 16}'\n")
+    assert check_file(path, overrides=["num_processes=1"]).system == "trlx"
