@@ -521,13 +521,15 @@ class TrainStep:
         rows = jax.tree.map(lambda x: shape((2, *np.shape(x)), np.result_type(x)), row)
         mutable = [x for x in [carried(own)] if x is not None]
 
-        def loss(state: Any, *args: Any) -> Any:
-            bound: Any = self._update.bound_loss(state)
-            return bound.loss_fn(state.params, *args)
+        def loss(state: Any, rows: Any, *args: Any) -> Any:
+            bound = self._update.bound_loss(state)
+            # The key is a constant of the loss, so that another seed is another loss.
+            return bound.loss_fn(  # type: ignore[attr-defined]
+                state.params, rows, jax.random.split(self._update.key, 2), *args
+            )
 
         found = {}
         with auto_context(self._mesh):
-            keys = jax.random.split(self._update.key, 2)
             # A resumed run compares them, by these names.
             whole = " of whole batches" if self._update.loss.whole_batch else ""
             traces = {
@@ -537,7 +539,7 @@ class TrainStep:
                     shape((), np.float32),
                     segment_numbers(self.tx, self.plan.clock[0]),
                 ),
-                f"loss{whole}": (loss, rows, keys, *mutable),
+                f"loss{whole}": (loss, rows, *mutable),
             }
             for name, (function, *args) in traces.items():
                 # Whatever a function of the user's raises, the step itself has another

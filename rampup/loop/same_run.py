@@ -132,8 +132,8 @@ class SameRun(Component):
             if before.get(name) != digest:
                 warn(
                     f"the {name} is not that of {place}: it computes something else, as"
-                    " with another rate or factor. If that is no mistake, ignore this;"
-                    " otherwise restore it",
+                    " with another rate, factor or seed. If that is no mistake, ignore"
+                    " this; otherwise restore it",
                     ResumeWarning,
                 )
 

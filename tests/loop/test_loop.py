@@ -511,6 +511,7 @@ CHANGES = {
         "the optimizer is not",
     ),
     "loss": ({"scale": 2.0}, r"the loss is not that of the checkpoint of step \d+"),
+    "keys": ({"drawn_with": 1}, r"the loss is not that of the checkpoint of step \d+"),
     "nothing": ({}, None),
     "devices": ({"mesh_name": "one"}, None),
 }
@@ -529,7 +530,14 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(
     """
 
     def run_changed(
-        last=STEPS, seed=5, shift=0.0, number=400, tx=None, scale=1.0, mesh_name="data"
+        last=STEPS,
+        seed=5,
+        shift=0.0,
+        number=400,
+        tx=None,
+        scale=1.0,
+        drawn_with=0,
+        mesh_name="data",
     ):
         mesh, table = (
             toy.mesh_of(mesh_name),
@@ -538,14 +546,15 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(
         key = jax.random.key(7)
 
         def loss(params, batch, keys):
-            drawn = jax.random.normal(key)  # a closure's key is a constant of the loss
+            # a closure's key is a constant of the loss, and so are the keys of the step
+            drawn = jax.random.normal(key) + jax.random.normal(keys[0])
             total, *others = toy.loss_fn(params, batch, keys)
             return total * scale + 0 * drawn, *others
 
         tx = tx or optax.adamw(table)
         rows = [row | {"x": row["x"] + np.float32(shift)} for row in toy.rows(number)]
         plan = toy.plan_for(mesh, "0:16", steps=STEPS, microbatch_size=16 // mesh.size)
-        step = train_step(loss, tx, plan, mesh)
+        step = train_step(loss, tx, plan, mesh, seed=drawn_with)
         calls = iter(range(100))
         options = {"checkpoints": CheckpointOptions(checkpoint_period=5)}
 
