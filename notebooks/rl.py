@@ -69,6 +69,7 @@ from rampup.contrib.rl import (
     RolloutPlan,
     Size,
     Training,
+    build_rollout_plan,
     rollout_step,
     split_policy,
 )
@@ -188,8 +189,8 @@ for key, label in {
 # p^n + (1 - p)^n of the groups of n responses.
 
 # %%
-chips = jax.device_count()  # ici_fsdp_parallelism=-1: all that are left
-print(f"chips used: {chips} of {jax.device_count()}")
+plan = build_rollout_plan(config, jax.device_count())
+print(f"chips used: {plan.policy_updates.data_parallel_size} of {jax.device_count()}")
 print(f"prompts per update: {lines[-1]['num_prompts']}")
 print("share of groups that teach nothing, by formula:")
 print("  success rate   n = 2   n = 4   n = 8   n = 16")

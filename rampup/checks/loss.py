@@ -339,9 +339,8 @@ class _Hints:
         """Return the hint for a name that does not add up in `sums`."""
         whole, gap = self._first.whole[name], sums.gap(name)
         sides = sums.whole[name], sums.each[name]
-        together, alone = (np.isfinite(x).all() for x in sides)
         # Only together: a mean times a weight of 0, for instance.
-        if not (together and alone):
+        if not all(np.isfinite(x).all() for x in sides):
             return "not finite"
         if self._is_mean(name):
             return "mean"

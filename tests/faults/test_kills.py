@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults import victim
-from helpers import processes, runs
+from helpers import processes, runs, toy
 from helpers.runs import metrics_of
 from helpers.tiny import AUTO, RL_TINY
-from helpers.toy import campaign, slow
 
 DEADLINE = 300
 
@@ -230,8 +229,8 @@ def test_a_hundred_kills(tmp_path, record_property):
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param(3, marks=pytest.mark.slow),
-        pytest.param(100, marks=pytest.mark.faults),
+        toy.slow(3),
+        toy.campaign(100),
     ],
 )
 def test_killed_while_the_batch_follows_the_noise(tmp_path, kills):
@@ -310,10 +309,10 @@ PACKED = {
 @pytest.mark.parametrize(
     ("kills", "rollouts", "sizes"),
     [
-        slow(2, 2, PACKED),
-        campaign(30, 12, {}),
-        campaign(30, 12, {"zero_spread_groups": "refill"}),
-        campaign(30, 12, PACKED),
+        toy.slow(2, 2, PACKED),
+        toy.campaign(30, 12, {}),
+        toy.campaign(30, 12, {"zero_spread_groups": "refill"}),
+        toy.campaign(30, 12, PACKED),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def slow(*case, **options):
 
 
 def campaign(*case):
-    """Return a case of a slow test that runs with the whole campaign only."""
+    """Return a case of a test that runs with the whole campaign only."""
     return pytest.param(*case, marks=pytest.mark.faults)
 
 

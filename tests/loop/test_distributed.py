@@ -302,9 +302,7 @@ def train_rows(
     path.write_text(json.dumps([sizes, float(metrics["loss"]), noise]))
 
 
-@pytest.mark.parametrize(
-    "num_steps", [toy.slow(40), pytest.param(2000, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize("num_steps", [toy.slow(40), toy.campaign(2000)])
 @pytest.mark.parametrize("microbatch", ["auto", "per_phase"])
 def test_processes_use_the_same_shapes_however_late_their_rows(
     tmp_path, microbatch, num_steps

@@ -100,14 +100,12 @@ class BaseFiles:
                 path=path,
             )
         for file in files:
-            if (
-                file.is_file()
-                and str(file) != path
+            if file.is_file() and str(file) != path:
+                text = read_text(file)
                 # a key of rampup's own base.yml, within a copy of rampup
-                and "\nlearning_rate_clock:" not in read_text(file)
-            ):
-                self._read(file, package)
-                return True
+                if "\nlearning_rate_clock:" not in text:
+                    self._read(file, text, package)
+                    return True
         for shipped, keys in self.launch.bases.items():
             # MaxText's have a suffix, and other folders in other versions.
             path_of = PurePosixPath(shipped)
@@ -117,7 +115,7 @@ class BaseFiles:
                 return True
         return False
 
-    def _read(self, file: Path, package: str) -> None:
+    def _read(self, file: Path, text: str, package: str) -> None:
         if len(self.files) == _MAX_FILES:
             raise ConfigError(
                 f"more than {_MAX_FILES} base files; do they name each other?",
@@ -125,10 +123,10 @@ class BaseFiles:
                 path=self.source.path,
             )
         self.files.append(file)
-        leaves = read_leaves(read_text(file), str(file))
+        leaves = read_leaves(text, str(file))
         if self.launch.parent in leaves:
             self.follow(leaves.pop(self.launch.parent), package)
-        prefix = f"{package}." if package else ""
+        prefix = package and f"{package}."
         below = {f"{prefix}{key}": value for key, value in leaves.items()}
         found = dataclasses.replace(self.source, path=str(file), leaves=below)
         self.beside |= rename(found, self.launch).leaves

@@ -244,7 +244,7 @@ CASES = [
     ("tensor", AGGREGATIONS[1:2], {"microbatch": SAMPLES[2]}),
 ]
 CASES += [
-    pytest.param(mesh, AGGREGATIONS, sizes, marks=pytest.mark.faults)
+    campaign(mesh, AGGREGATIONS, sizes)
     for mesh in MESHES
     for sizes in (
         *(
